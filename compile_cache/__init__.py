@@ -1,0 +1,15 @@
+"""Cog models that boot compiled: torch.compile's artifacts, restored from an object store while the weights load.
+
+import compile_cache                                  # before torch
+
+with compile_cache.boot("org/model@commit") as boot:  # the restore starts here
+    pipe = load()
+    boot.compile(pipe.transformer)                    # its repeated blocks, found by class
+    boot.warm_up(lambda: pipe("warm up"))             # READY at the end of the context
+"""
+
+from compile_cache.errors import CompileCacheError
+from compile_cache.lifecycle import Boot, boot
+from compile_cache.report import BootReport, CompileCounts
+
+__all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "boot"]

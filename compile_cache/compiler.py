@@ -1,0 +1,289 @@
+"""Regions: the repeated blocks of a model, compiled once a class, checked against eager, and demoted where they fail.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from compile_cache.counters import read_counts
+from compile_cache.directory import CacheDirectory
+from compile_cache.report import CompileCounts, RegionReport
+from compile_cache.settings import Settings
+
+log = logging.getLogger("compile_cache")
+
+# Largest ‖compiled − eager‖ / ‖eager‖ of one output. A compiled block rounds less often than eager does; a wrong one is
+# off by orders of magnitude. The half types: a few units in the last place (2⁻⁸, 2⁻¹¹) through a block's products.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+# A class that is compiled for several image sizes and input strides passes Dynamo's own limit of 8 graphs a function.
+_RECOMPILE_LIMIT = 64
+
+
+class Compiler:
+    """All regions of a boot. `compile` makes them, `watching` surrounds the warm-up, in which they climb the ladder."""
+
+    def __init__(self, settings: Settings, directory: CacheDirectory, is_warm: bool) -> None:
+        _configure_torch(is_warm)
+        self._settings = settings
+        self._directory = directory
+        self._seen = set(directory.scan())
+        self.regions: dict[type[nn.Module], Region] = {}
+        self.withheld: set[str] = set()
+
+    def compile(self, root: nn.Module) -> None:
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself."""
+        for module in find_regions(root, self._settings.scope):
+            region = self.regions.setdefault(type(module), Region(type(module), self._options(), self._new_artifacts))
+            region.adopt(module)
+
+    def _options(self) -> dict[str, Any]:
+        mode = None if self._settings.mode == "default" else self._settings.mode
+        return {"mode": mode, "dynamic": self._settings.dynamic}
+
+    def _new_artifacts(self) -> set[str]:
+        """The artifacts that have appeared since the last call."""
+        now = set(self._directory.scan())
+        new, self._seen = now - self._seen, now
+        return new
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the context lasts, every graph that a region compiles or finds is checked against eager."""
+        for region in self.regions.values():
+            region.watched = True
+        try:
+            yield
+        finally:
+            for region in self.regions.values():
+                region.watched = False
+                region.conclude()
+                self.withheld |= region.withheld
+
+
+def _configure_torch(is_warm: bool) -> None:
+    """Inductor settings that have no other place. None of them is part of a lookup but the second."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    # Precompiled headers lie outside the cache directory, and every boot would run g++ to see whether they are current.
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    if is_warm and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        torch._inductor.config.compile_threads = 1  # no worker pool until something has to be compiled
+
+
+def _compile_in_parallel() -> None:
+    """After the first miss of a boot that was thought to be warm."""
+    torch._inductor.config.compile_threads = torch._inductor.config.decide_compile_threads()
+
+
+def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
+    """The modules to compile: all instances of the repeated block classes, none inside another; `root` itself where the
+    scope is `whole` or nothing repeats.
+
+    The classes are those that diffusers (`_repeated_blocks`) or transformers (`_no_split_modules`) name, else those
+    with several instances in one `ModuleList`.
+    """
+    if scope == "whole":
+        return [root]
+    named = set(getattr(root, "_repeated_blocks", None) or getattr(root, "_no_split_modules", None) or ())
+    classes = {type(module) for module in root.modules() if type(module).__name__ in named} or _listed_classes(root)
+    return list(_outermost(root, classes)) or [root]
+
+
+def _listed_classes(root: nn.Module) -> set[type[nn.Module]]:
+    """Classes with two instances or more in one `ModuleList`, and with children: a list of plain layers is no block."""
+    found = set()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList):
+            classes = [type(child) for child in module if any(True for _ in child.children())]
+            found |= {kind for kind in classes if classes.count(kind) > 1}
+    return found
+
+
+def _outermost(module: nn.Module, classes: set[type[nn.Module]]) -> Iterator[nn.Module]:
+    if type(module) in classes:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, classes)
+
+
+class Region:
+    """One module class, compiled, and its instances. Serves eager once it has failed; `report` says why."""
+
+    def __init__(
+        self, module_class: type[nn.Module], options: dict[str, Any], new_artifacts: Callable[[], set[str]]
+    ) -> None:
+        self.report = RegionReport(name=module_class.__name__, instances=0)
+        self.watched = False
+        self.withheld: set[str] = set()
+        self._options = options
+        self._fullgraph = True
+        self._new_artifacts = new_artifacts
+        self._artifacts: set[str] = set()
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+        self._calls = 0
+
+    def adopt(self, module: nn.Module) -> None:
+        """Let calls of `module` come here, as `module.compile()` would let them go to the compiled code."""
+        self._compile(module)
+        self.report.instances = len(self._compiled)
+        module._compiled_call_impl = functools.partial(self._call, module)
+
+    def _compile(self, module: nn.Module) -> None:
+        self._compiled[module] = torch.compile(module._call_impl, fullgraph=self._fullgraph, **self._options)
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.report.step == "eager":
+            return _eager(module, args, kwargs)
+        if self.watched:
+            return self._watched_call(module, args, kwargs)
+        try:
+            return self._compiled[module](*args, **kwargs)
+        except _COMPILE_ERRORS as error:
+            return self._fall_back(module, args, kwargs, error)
+
+    def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call that measures what it compiled, and checks it against eager on the same, unchanged inputs."""
+        self._calls += 1
+        kept_args, kept_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        before, started = read_counts(), time.perf_counter()
+        try:
+            with _PeakMemory() as compiled_peak:
+                output = self._compiled[module](*args, **kwargs)
+        except Exception as error:  # whatever it is, the eager call below either serves or raises it again
+            self._artifacts |= self._new_artifacts()
+            return self._fall_back(module, kept_args, kept_kwargs, error)
+        after = read_counts()
+        if after.graphs == before.graphs:
+            return output
+        self._record(before, after, time.perf_counter() - started)
+        with _PeakMemory() as eager_peak:
+            reference = _eager(module, kept_args, kept_kwargs)
+        self._record_peaks(compiled_peak.bytes, eager_peak.bytes)
+        return output if self._passes(output, reference) else reference
+
+    def _record(self, before: CompileCounts, after: CompileCounts, seconds: float) -> None:
+        report = self.report
+        self._artifacts |= self._new_artifacts()
+        report.graphs += after.graphs - before.graphs
+        report.compile_s += seconds
+        if after.misses > before.misses:
+            report.step, report.reason = "cold", f"{after.misses - before.misses} lookups found nothing"
+            _compile_in_parallel()
+        elif after.hits > before.hits and report.step == "unused":
+            report.step = "cached"
+        elif after.hits == before.hits:
+            report.step, report.reason = "cold", "torch did not look it up: its caches are off"
+
+    def _record_peaks(self, compiled_bytes: int | None, eager_bytes: int | None) -> None:
+        if compiled_bytes is not None and compiled_bytes > (self.report.compiled_peak_bytes or 0):
+            self.report.compiled_peak_bytes = compiled_bytes
+            self.report.eager_peak_bytes = eager_bytes
+
+    def _passes(self, output: Any, reference: Any) -> bool:
+        """Compare each tensor of a compiled output with eager's; on a difference, demote the region."""
+        error, tolerance = largest_relative_error(output, reference)
+        self.report.relative_error = max(error, self.report.relative_error or 0.0)
+        self.report.tolerance = tolerance
+        if error <= tolerance:
+            return True
+        self._demote(f"differs from eager by {error:.1e}, and {tolerance:.0e} is allowed")
+        self.withheld |= self._artifacts
+        return False
+
+    def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Serve this call without what failed: with graph breaks if one was in the way, else eager.
+
+        Raises:
+            Exception: the model's own, where eager fails as well; the region then stays as it is.
+        """
+        if self._fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
+            log.info("compile.graph_break region=%s error=%s", self.report.name, _first_line(error))
+            self._fullgraph = False
+            for instance in self._compiled:
+                self._compile(instance)
+            self.report.reason = f"with graph breaks: {_first_line(error)}"
+            return self._call(module, *args, **kwargs)
+        output = _eager(module, args, kwargs)
+        log.warning("compile.failed region=%s", self.report.name, exc_info=error)
+        self._demote(f"{type(error).__name__}: {_first_line(error)}")
+        return output
+
+    def _demote(self, reason: str) -> None:
+        self.report.step, self.report.reason = "eager", reason
+
+    def conclude(self) -> None:
+        """After the warm-up: a region that was called, but for which torch compiled nothing, is eager."""
+        if self._calls and not self.report.graphs and self.report.step == "unused":
+            self._demote("torch.compile made no graph; is TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?")
+
+
+# What torch raises when compiling fails, as opposed to the model's own errors.
+_COMPILE_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def _eager(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The call that torch makes of a module that is not compiled, hooks included."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+class _PeakMemory:
+    """Device memory in use at the peak of the context, above what was in use when it began; None without a GPU."""
+
+    bytes: int | None = None
+
+    def __enter__(self) -> _PeakMemory:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+
+
+def largest_relative_error(output: Any, reference: Any) -> tuple[float, float]:
+    """The largest ‖output − reference‖ / ‖reference‖ of all tensors in two nested results, and its dtype's tolerance.
+
+    Infinite for another structure or shape, for NaN on either side, and for integers that differ.
+    """
+    outputs, output_spec = pytree.tree_flatten(output)
+    references, reference_spec = pytree.tree_flatten(reference)
+    worst = (0.0, _TOLERANCES[torch.float32])
+    if output_spec != reference_spec:
+        return float("inf"), worst[1]
+    for one, other in zip(outputs, references, strict=True):
+        if isinstance(other, torch.Tensor):
+            found = _relative_error(one, other), _TOLERANCES.get(other.dtype, 0.0)
+            worst = max(worst, found, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
+    return worst
+
+
+def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    if output.shape != reference.shape or output.dtype != reference.dtype:
+        return float("inf")
+    if not reference.is_floating_point():
+        return 0.0 if torch.equal(output, reference) else float("inf")
+    wide = torch.float64 if reference.dtype in (torch.float32, torch.float64) else torch.float32
+    difference = torch.linalg.vector_norm(output.to(wide) - reference.to(wide)).item()
+    norm = torch.linalg.vector_norm(reference, dtype=wide).item()
+    error = difference / norm if norm else difference
+    return error if error == error else float("inf")

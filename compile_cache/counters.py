@@ -1,0 +1,28 @@
+"""torch's own counters of what was looked up, found, and made anew. They are the proof that a warm boot is warm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from compile_cache.report import CompileCounts
+
+_BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
+
+
+def read_counts() -> CompileCounts:
+    """Totals of this process. Takes microseconds and imports nothing: without torch all is zero."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters: Mapping[str, Mapping[str, Any]] = dynamo.counters if dynamo else {}
+    inductor, aotautograd = counters.get("inductor", {}), counters.get("aot_autograd", {})
+    return CompileCounts(
+        graphs=counters.get("stats", {}).get("unique_graphs", 0),
+        fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
+        fxgraph_misses=inductor.get("fxgraph_cache_miss", 0),
+        fxgraph_bypasses=inductor.get("fxgraph_cache_bypass", 0),
+        aotautograd_hits=aotautograd.get("autograd_cache_hit", 0),
+        aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
+        aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
+        benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
+    )

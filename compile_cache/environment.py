@@ -1,0 +1,225 @@
+"""The environment: everything a compiled artifact depends on that the model's version does not name.
+
+It is read from package files, the CUDA driver and /proc before torch is imported, so that the restore can start at
+once, and compared with what torch itself says before anything restored is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+FORMAT_VERSION = 1
+
+# Variables with these prefixes change generated code, all but those that say where or how fast.
+_CODE_VARIABLES = ("TORCHINDUCTOR_", "TRITON_", "INDUCTOR_", "TORCH_COMPILE_")
+_NEUTRAL_VARIABLES = frozenset(
+    {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_HOME",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCHINDUCTOR_WORKER_START",
+        "TORCHINDUCTOR_QUIESCE_ASYNC_COMPILE_POOL",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE",
+        "TRITON_PRINT_AUTOTUNING",
+        "TORCH_COMPILE_DEBUG",
+    }
+)
+# The flags from which a C++ compiler under `-march=native`, as Inductor calls it, generates instructions by itself.
+_INSTRUCTION_FLAGS = re.compile(
+    r"^(pni|ssse3|sse\w*|avx\w*|amx\w*|fma4?|f16c|bmi\d|abm|lzcnt|popcnt|movbe|adx|gfni|xop|tbm|asimd\w*|sve\w*|i8mm|bf16)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One value a field; an empty string where a field does not apply (no GPU, no Triton)."""
+
+    torch: str
+    triton: str
+    cuda: str
+    hip: str
+    gpu: str
+    capability: str
+    device_index: int
+    python: str
+    glibc: str
+    machine: str
+    instructions: str
+    threads: int
+    cache_dir: str
+    options: str
+    variables: tuple[str, ...]
+    format: int = FORMAT_VERSION
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits that name this environment in a store."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """The record as canonical JSON: sorted, without spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def differences(self, other: Environment) -> tuple[str, ...]:
+        """One line for each field that differs, as `torch 2.11.0 → 2.13.0`."""
+        return tuple(
+            f"{field.name} {getattr(self, field.name)!r} → {getattr(other, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        )
+
+
+def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
+    """The environment as far as it can be known without importing torch. Takes milliseconds, and the CUDA driver's own
+    initialisation where there is a GPU, which torch then does not pay again."""
+    torch_build = _installed_torch()
+    gpu = _cuda_device() if torch_build["cuda"] else _NO_GPU
+    return Environment(
+        torch=torch_build["version"],
+        triton=_installed_version("triton"),
+        cuda=torch_build["cuda"],
+        hip=torch_build["hip"],
+        gpu=gpu["gpu"],
+        capability=gpu["capability"],
+        device_index=0,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        glibc=" ".join(platform.libc_ver()),
+        machine=platform.machine(),
+        instructions=_instruction_flags(),
+        threads=0 if gpu["gpu"] else cpu_threads(environ),
+        cache_dir=cache_dir,
+        options=options,
+        variables=_code_variables(environ),
+    )
+
+
+def observe_environment(detected: Environment) -> Environment:
+    """`detected` with every field that torch itself can tell replaced by what torch says. Imports torch."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return replace(
+        detected,
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda or "",
+        hip=torch.version.hip or "",
+        gpu=torch.cuda.get_device_name() if on_gpu else "",
+        capability="{}.{}".format(*torch.cuda.get_device_capability()) if on_gpu else "",
+        device_index=torch.cuda.current_device() if on_gpu else 0,
+        threads=0 if on_gpu else torch.get_num_threads(),
+    )
+
+
+def cpu_threads(environ: Mapping[str, str]) -> int:
+    """The number of threads torch will use on the CPU: `OMP_NUM_THREADS`, else the physical cores it may run on.
+
+    Inductor puts the number into every CPU lookup, so a boot that has it wrong finds nothing.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    allowed = os.sched_getaffinity(0)
+    cores = {_core_of(cpu) for cpu in allowed}
+    return max(1, len(cores))
+
+
+def _core_of(cpu: int) -> str:
+    """The CPUs that share a core, as the kernel lists them; the CPU itself where the kernel does not say."""
+    try:
+        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+            return file.read().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _installed_torch() -> dict[str, str]:
+    """Version and build of the torch on the path, read from its `version.py` without importing it.
+
+    The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides what can be loaded.
+    """
+    from importlib.util import find_spec
+
+    build = {"version": "", "cuda": "", "hip": ""}
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return build
+    with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
+        text = file.read()
+    for name, field in (("__version__", "version"), ("cuda", "cuda"), ("hip", "hip")):
+        found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        build[field] = found.group(1) if found else ""
+    return build
+
+
+def _installed_version(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+_NO_GPU = {"gpu": "", "capability": ""}
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
+
+
+@functools.cache
+def _cuda_device() -> dict[str, str]:
+    """Name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES as
+    torch will. Initialises the driver, without the GIL; makes no context."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return _NO_GPU
+    device, number = ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return _NO_GPU
+    driver.cuDeviceGetName(name, len(name), device)
+    capability = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        capability.append(str(number.value))
+    return {"gpu": name.value.decode(errors="replace"), "capability": ".".join(capability)}
+
+
+def _instruction_flags() -> str:
+    """The CPU's instruction set extensions, sorted: CPU artifacts are built for exactly this machine's."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line for line in file if line.startswith(("flags", "Features"))]
+    except OSError:
+        return ""
+    flags = lines[0].partition(":")[2].split() if lines else []
+    return " ".join(sorted(flag for flag in flags if _INSTRUCTION_FLAGS.match(flag)))
+
+
+def _code_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(_CODE_VARIABLES) and name not in _NEUTRAL_VARIABLES
+    )
+
+
+def environment_from_record(record: Mapping[str, Any]) -> Environment:
+    """The inverse of `Environment.to_json`, for explaining a miss.
+
+    Raises:
+        KeyError, TypeError: the record is not one of this format.
+    """
+    values = {field.name: record[field.name] for field in fields(Environment)}
+    return Environment(**{**values, "variables": tuple(values["variables"])})

@@ -1,0 +1,46 @@
+"""Every error this library raises.
+
+CompileCacheError
+├── SettingsError            a setting has a value it cannot have
+├── CacheDirectoryError      the local cache directory cannot be made, locked or written
+├── PackError                a pack is damaged, foreign or hostile; it counts as absent
+└── StoreError               the object store did not do what was asked
+    ├── StoreUnavailable     it did not answer, or not in time
+    ├── StoreAccessDenied    it answered that these credentials may not
+    └── ObjectNotFound       the object, or the bucket itself, is not there
+
+Each message says what happened, where, and what to do about it. A boot lets only `SettingsError` through: it is the
+user's own input. Every other one costs speed, not the boot.
+"""
+
+
+class CompileCacheError(Exception):
+    """The root of the tree."""
+
+
+class SettingsError(CompileCacheError, ValueError):
+    """A setting has a value it cannot have. The message names the variable."""
+
+
+class CacheDirectoryError(CompileCacheError):
+    """The local cache directory cannot be made, locked or written."""
+
+
+class PackError(CompileCacheError):
+    """A pack is damaged, foreign or hostile. Nothing of it has been used."""
+
+
+class StoreError(CompileCacheError):
+    """The object store did not do what was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or not in time."""
+
+
+class StoreAccessDenied(StoreError):
+    """The store answered that these credentials may not do this."""
+
+
+class ObjectNotFound(StoreError):
+    """The object, or the bucket itself, is not there."""

@@ -1,0 +1,259 @@
+"""One boot: restore while torch and the weights load, compile, warm up, report, publish.
+
+This is the only place where failures of the parts below are caught, logged with their traceback, and turned into a
+slower boot. What the caller's own code raises passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from compile_cache.counters import read_counts
+from compile_cache.directory import CacheDirectory
+from compile_cache.errors import CacheDirectoryError, CompileCacheError
+from compile_cache.report import BootReport, CompileCounts
+from compile_cache.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from compile_cache.cache import CompileCache
+    from compile_cache.compiler import Compiler
+    from compile_cache.publisher import Publisher
+    from compile_cache.restore import Restore
+
+log = logging.getLogger("compile_cache")
+
+_KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
+_MOST_ROUNDS = 3
+
+
+def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
+    """Begin a boot: claim the cache directory, point torch at it, and start the restore.
+
+    Call it before torch is imported, or at least before anything is compiled, and use it as a context manager: its end
+    is READY.
+
+    Args:
+        model: a hub id, with `@revision` if it is not the default one, or a model's folder.
+        sources: files and folders of the caller's own Python code that the model runs.
+        environ: where settings are read, and where torch's cache paths are set.
+
+    Raises:
+        SettingsError: a `COMPILE_CACHE_*` variable is wrong.
+    """
+    return Boot(Settings.from_env(environ), model, sources, environ)
+
+
+class Boot:
+    """A boot in progress, and its report. `boot` makes one."""
+
+    def __init__(
+        self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
+    ) -> None:
+        self._started = time.perf_counter()
+        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
+        self._settings = settings
+        self._environ = environ
+        self._directory: CacheDirectory | None = None
+        self._restore: Restore | None = None
+        self._compiler: Compiler | None = None
+        self._cache: CompileCache | None = None
+        self._publisher: Publisher | None = None
+        self._restored: frozenset[str] = frozenset()
+        self._counted_before = read_counts()
+        _keep_worker_alive_on_interrupt()
+        if settings.enabled:
+            self._claim_directory()
+            self._start_restore(model, sources)
+
+    def _claim_directory(self) -> None:
+        """Own a cache directory at the fixed path; else one that only this boot has; else serve eager."""
+        try:
+            self._directory = CacheDirectory.claim(Path(self._settings.dir))
+        except CacheDirectoryError as error:
+            self._warn(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
+            with self._degrading("make a temporary cache directory; serving eager"):
+                self._directory = CacheDirectory.temporary()
+            self._settings = replace(self._settings, store="off", publish=False)
+        if self._directory is None:
+            self._settings = replace(self._settings, scope="off")
+            return
+        self.report.cache_dir = str(self._directory.path)
+        self._directory.activate(self._environ)
+
+    def _start_restore(self, model: str, sources: Sequence[str | Path]) -> None:
+        if self._directory is None or self._settings.store == "off":
+            return
+        from compile_cache.restore import Restore
+
+        self._restore = Restore(self._settings, self._directory, model, sources, self._environ)
+        self._restore.start()
+
+    def __enter__(self) -> Boot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """READY: write the report and start publishing. After an error of the caller's nothing is published."""
+        if kind is not None:
+            if self._restore is not None:
+                self._restore.abandon()
+            return
+        if self._compiler is None:
+            self._join()
+        self._count()
+        self.report.ready_s = time.perf_counter() - self._started
+        self.report.process_s = _process_age_s()
+        self._start_publishing()
+        for line in self.report.lines():
+            log.info(line)
+        self._write_report()
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the context's seconds to the report under `phase`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.phases[phase] = self.report.phases.get(phase, 0.0) + time.perf_counter() - started
+
+    def compile(self, module: nn.Module) -> None:
+        """Compile `module`'s repeated blocks, or `module` itself if the scope is `whole` or it has none. Waits for the
+        restore first. With the scope `off`, or if compiling cannot be set up, `module` stays eager."""
+        if not self._settings.enabled:
+            return
+        with self.timed("join"):
+            self._join()
+        with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
+            from compile_cache.compiler import Compiler
+
+            if self._compiler is None:
+                assert self._directory is not None
+                self._compiler = Compiler(self._settings, self._directory, is_warm=self.report.restore.files > 0)
+            self._compiler.compile(module)
+            self.report.regions = [region.report for region in self._compiler.regions.values()]
+
+    def warm_up(self, call: Callable[[], Any]) -> None:
+        """Call the model as predictions will, under the same thread-local state, so that all they need gets compiled.
+
+        Where something was compiled for the first time, `call` is repeated until it compiles nothing more.
+
+        Raises:
+            Exception: whatever `call` raises.
+        """
+        with self.timed("warm_up"):
+            for _ in range(_MOST_ROUNDS):
+                before = read_counts()
+                with self._compiler.watching() if self._compiler else contextlib.nullcontext():
+                    call()
+                after = read_counts()
+                if after.misses == before.misses:
+                    return
+            self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
+
+    def counts(self) -> CompileCounts:
+        """What torch has looked up and compiled since this boot began, `kernels_compiled` left out."""
+        return read_counts().since(self._counted_before)
+
+    def wait_published(self, timeout_s: float) -> bool:
+        """Block until everything compiled so far is in the store, or the attempt failed; False after `timeout_s`."""
+        return self._publisher is None or self._publisher.wait(timeout_s)
+
+    def _join(self) -> None:
+        """Wait for the restore, compare its environment with torch, and take what it verified. Once."""
+        restore, self._restore = self._restore, None
+        if restore is None:
+            return
+        waiting = time.perf_counter()
+        with self._degrading("restore compiled artifacts; compiling anew"):
+            self._cache = restore.join(max(0.0, self._settings.restore_timeout_s - (waiting - self._started)))
+        self.report.restore = restore.report
+        self.report.restore.waited_s = time.perf_counter() - waiting
+        self.report.store = restore.location
+        if self._cache is not None:
+            self.report.model_name = self._cache.key.model_name
+            self.report.model_version = self._cache.key.model_version
+            self.report.environment = self._cache.key.environment
+        if self._directory is not None:
+            self._restored = frozenset(self._directory.scan())
+
+    def _count(self) -> None:
+        counts = self.counts()
+        if self._directory is not None:
+            new = self._directory.scan().keys() - self._restored
+            counts.kernels_compiled = sum(path.endswith(_KERNEL_SUFFIXES) for path in new)
+        self.report.counts = counts
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            self.report.device_peak_bytes = torch.cuda.max_memory_reserved()
+
+    def _start_publishing(self) -> None:
+        if self._cache is None or not self._settings.publish:
+            return
+        from compile_cache.publisher import Publisher
+
+        withheld = self._compiler.withheld if self._compiler else set()
+        self._publisher = Publisher(
+            self._cache, self.report.publish, withheld, _creator(), self._settings.exit_budget_s, self._write_report
+        )
+        self._publisher.start()
+
+    def _write_report(self) -> None:
+        if self._settings.report is not None:
+            with self._degrading(f"write the boot report to {self._settings.report}"):
+                self.report.write(Path(self._settings.report))
+
+    @contextlib.contextmanager
+    def _degrading(self, what: str) -> Iterator[None]:
+        """The one place where a failure becomes a slower boot: a clear line in the report, the traceback in the log."""
+        try:
+            yield
+        except Exception as error:
+            is_known = isinstance(error, CompileCacheError | OSError)
+            log.warning("boot.degraded", exc_info=None if is_known else error)
+            self._warn(f"could not {what}: {error if is_known else repr(error)}")
+
+    def _warn(self, line: str) -> None:
+        log.warning(line)
+        self.report.warnings.append(line)
+
+
+def _keep_worker_alive_on_interrupt() -> None:
+    """Under Cog, leave Ctrl-C to the server, which then stops this worker in order.
+
+    A terminal sends SIGINT to both; a worker that takes it hangs in its teardown until it is killed, and never runs the
+    exit hook. Only the main thread may set a handler, and only there does setup() run.
+    """
+    under_cog = "coglet" in sys.modules and threading.current_thread() is threading.main_thread()
+    if under_cog and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _process_age_s() -> float:
+    """Seconds since this process was started (proc(5): field 22 of stat, in clock ticks since the machine's start)."""
+    with open("/proc/self/stat") as file:
+        started_ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _creator() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"compile_cache {version('cog-compile-cache')}"
+    except PackageNotFoundError:
+        return "compile_cache"

@@ -1,0 +1,182 @@
+"""BootReport: what one boot did, for people, for metrics and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class RegionReport:
+    """One module class: its step of the ladder (`cached`, `cold` or `eager`) and why; `unused` if nothing called it.
+
+    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all graphs checked. The peaks
+    are device memory over what was in use before the call, of the largest call that was checked.
+    """
+
+    name: str
+    instances: int
+    step: str = "unused"
+    reason: str = ""
+    graphs: int = 0
+    compile_s: float = 0.0
+    relative_error: float | None = None
+    tolerance: float | None = None
+    compiled_peak_bytes: int | None = None
+    eager_peak_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class CompileCounts:
+    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
+
+    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
+    """
+
+    graphs: int = 0
+    fxgraph_hits: int = 0
+    fxgraph_misses: int = 0
+    fxgraph_bypasses: int = 0
+    aotautograd_hits: int = 0
+    aotautograd_misses: int = 0
+    aotautograd_bypasses: int = 0
+    benchmarks: int = 0
+    kernels_compiled: int = 0
+
+    def since(self, before: CompileCounts) -> CompileCounts:
+        """What was added after `before`."""
+        return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+    @property
+    def hits(self) -> int:
+        """Lookups that were answered from the cache."""
+        return self.fxgraph_hits + self.aotautograd_hits
+
+    @property
+    def misses(self) -> int:
+        """Lookups that were not, bypasses included: something was compiled for each."""
+        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedPack:
+    """A pack that counts as absent, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(slots=True)
+class RestoreReport:
+    """`outcome`: `hit`, `miss` (the store has nothing for this key), `failed`, `discarded` (torch contradicted the
+    environment) or `off`; `reason` says why in a line."""
+
+    outcome: str = "off"
+    reason: str = ""
+    packs: int = 0
+    files: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    refused: list[RefusedPack] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PublishReport:
+    """What has been put into the store so far; `failures` in words, one a line."""
+
+    packs: int = 0
+    files: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    withheld_files: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BootReport:
+    """Everything about one boot. Seconds are wall-clock: `phases` are import, weights, compile and warm_up;
+    `ready_s` counts from the boot's start, `process_s` from the process's."""
+
+    model_name: str = ""
+    model_version: str = ""
+    environment: str = ""
+    store: str = ""
+    cache_dir: str = ""
+    scope: str = ""
+    mode: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    ready_s: float = 0.0
+    process_s: float = 0.0
+    restore: RestoreReport = field(default_factory=RestoreReport)
+    publish: PublishReport = field(default_factory=PublishReport)
+    counts: CompileCounts = field(default_factory=CompileCounts)
+    regions: list[RegionReport] = field(default_factory=list)
+    device_peak_bytes: int | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds in calls of regions that compiled or looked up a graph."""
+        return sum(region.compile_s for region in self.regions)
+
+    @property
+    def fully_cached(self) -> bool:
+        """True if every planned region is `cached`, with hits, and nothing was compiled or benchmarked anew."""
+        counts = self.counts
+        made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
+        regions_cached = bool(self.regions) and all(region.step == "cached" for region in self.regions)
+        return regions_cached and counts.hits > 0 and made_anew == 0
+
+    def to_json(self) -> str:
+        """The whole report, with the figures that are derived from it."""
+        derived = {"compile_s": self.compile_s, "fully_cached": self.fully_cached}
+        return json.dumps({**asdict(self), **derived}, indent=2, ensure_ascii=False)
+
+    def write(self, path: Path) -> None:
+        """Write the JSON so that a reader never sees half of it.
+
+        Raises:
+            OSError: the folder cannot be made or written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(self.to_json())
+        os.replace(temporary, path)
+
+    def lines(self) -> list[str]:
+        """The main figures for a setup log."""
+        restore, counts = self.restore, self.counts
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
+        lines = [
+            f"restore: {restore.outcome}{f' ({restore.reason})' if restore.reason else ''}, {restore.files} files, "
+            f"{restore.stored_bytes / 1e6:.1f} MB in {restore.seconds:.2f} s, waited {restore.waited_s:.2f} s",
+            *(f"refused pack {pack.name}: {pack.reason}" for pack in restore.refused),
+            *(_region_line(region) for region in self.regions),
+            f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
+            f"{counts.benchmarks} benchmarks",
+            *(f"warning: {warning}" for warning in self.warnings),
+            f"ready after {self.ready_s:.2f} s ({phases}, of which compiling {self.compile_s:.2f} s)",
+        ]
+        return lines
+
+    def metrics(self) -> dict[str, Any]:
+        """The main figures by metric name, for `record_metric`."""
+        return {
+            "compile_cache.ready_s": round(self.ready_s, 3),
+            "compile_cache.restore_s": round(self.restore.seconds, 3),
+            "compile_cache.compile_s": round(self.compile_s, 3),
+            "compile_cache.restore": self.restore.outcome,
+            "compile_cache.regions": {region.name: region.step for region in self.regions},
+            "compile_cache.hits": self.counts.hits,
+            "compile_cache.misses": self.counts.misses,
+        }
+
+
+def _region_line(region: RegionReport) -> str:
+    error = "" if region.relative_error is None else f", differs from eager by {region.relative_error:.1e}"
+    reason = f" ({region.reason})" if region.reason else ""
+    return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compile_s:.2f} s{error}"

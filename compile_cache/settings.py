@@ -1,0 +1,141 @@
+"""The library's settings: read once from `COMPILE_CACHE_*` variables, strictly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from compile_cache.errors import SettingsError
+
+PREFIX = "COMPILE_CACHE_"
+
+SCOPES = ("regional", "whole", "off")
+MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
+
+# CUDA graphs recorded by torch.compile belong to the thread that recorded them, and Cog runs setup() and each run() on
+# different threads. Within a region, one graph would be recorded per instance as well.
+_CUDA_GRAPHS_REFUSED = {
+    "regional": "it records one CUDA graph for every instance of a region and for every thread",
+    "whole": "it records CUDA graphs on the thread that warms up, and Cog predicts on others, which record anew",
+}
+_CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a boot is told from outside. The defaults suit `cog run` in a project folder."""
+
+    store: str = ".compile-cache"
+    s3_endpoint_url: str | None = None
+    dir: str = "/tmp/compile-cache"
+    model_name: str | None = None
+    model_version: str | None = None
+    scope: str = "regional"
+    mode: str = "default"
+    dynamic: bool | None = False
+    publish: bool = True
+    restore_timeout_s: float = 60.0
+    exit_budget_s: float = 7.0
+    max_restore_bytes: int = 4 << 30
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a combination that cannot work, naming the variables.
+
+        Raises:
+            SettingsError: the mode does not suit the scope, or the cache directory's path is relative.
+        """
+        if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
+            raise SettingsError(
+                f"{PREFIX}MODE={self.mode} does not suit {PREFIX}SCOPE={self.scope}: "
+                f"{_CUDA_GRAPHS_REFUSED[self.scope]}. Use {PREFIX}MODE={_CUDA_GRAPH_MODES[self.mode]}."
+            )
+        if not os.path.isabs(self.dir):
+            raise SettingsError(
+                f"{PREFIX}DIR={self.dir!r} is relative, and the path is part of what compiled code is looked up by. "
+                "Give an absolute path that is the same in every container."
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Settings:
+        """Read every `COMPILE_CACHE_*` variable; an empty one counts as not set.
+
+        Raises:
+            SettingsError: names every unknown variable and every bad value, all in one message.
+        """
+        given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value.strip()}
+        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        values: dict[str, Any] = {}
+        problems = [f"{name} is not a setting; did you mean {_nearest(name, known)}?" for name in given.keys() - known]
+        for name in sorted(given.keys() & known.keys()):
+            try:
+                values[known[name]] = _PARSERS[known[name]](given[name].strip())
+            except ValueError as error:
+                problems.append(f"{name}={given[name]!r}: {error}")
+        if problems:
+            raise SettingsError("; ".join(sorted(problems)))
+        return cls(**values)
+
+    @property
+    def enabled(self) -> bool:
+        """False where the scope is `off`: nothing is compiled, restored or published."""
+        return self.scope != "off"
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value
+
+    return parse
+
+
+def _boolean(value: str) -> bool:
+    if value.lower() not in ("1", "0", "true", "false"):
+        raise ValueError("must be true or false")
+    return value.lower() in ("1", "true")
+
+
+def _dynamic(value: str) -> bool | None:
+    """`auto` is torch.compile's `dynamic=None`: static first, dynamic where a second size appears."""
+    return None if value == "auto" else _boolean(value)
+
+
+def _seconds(value: str) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < 86_400:
+        raise ValueError("must be seconds between 0 and 86400")
+    return seconds
+
+
+def _size_bytes(value: str) -> int:
+    size_bytes = int(value)
+    if size_bytes <= 0:
+        raise ValueError("must be a positive number of bytes")
+    return size_bytes
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "store": str,
+    "s3_endpoint_url": str,
+    "dir": str,
+    "model_name": str,
+    "model_version": str,
+    "scope": _one_of(SCOPES),
+    "mode": _one_of(MODES),
+    "dynamic": _dynamic,
+    "publish": _boolean,
+    "restore_timeout_s": _seconds,
+    "exit_budget_s": _seconds,
+    "max_restore_bytes": _size_bytes,
+    "report": str,
+}
+
+
+def _nearest(name: str, known: Mapping[str, str]) -> str:
+    from difflib import get_close_matches
+
+    return (get_close_matches(name, known, n=1, cutoff=0) or sorted(known))[0]

@@ -1,0 +1,76 @@
+"""Picture sizes: the buckets that a model draws, each of which is compiled once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Width : height, as Replicate's image models offer them.
+ASPECT_RATIOS = ("1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21")
+# A bucket serves an aspect ratio that it is off by at most this factor: 1152x896 is 4:3 within 4 %.
+_RATIO_TOLERANCE = 1.05
+_NATIVE_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A picture's size in pixels."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
+    """`1024x1024,1344x768` → sizes.
+
+    Raises:
+        ValueError: names `variable` and the part that is not a size.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in parts]
+    if None in matches:
+        raise ValueError(f"{variable} has {parts[matches.index(None)]!r}; give sizes as 1024x1024,1344x768")
+    return tuple(Size(int(match[1]), int(match[2])) for match in matches if match)
+
+
+def native_sizes(resolution: int) -> tuple[Size, ...]:
+    """One size for each aspect ratio, all of about `resolution`² pixels, in steps of 64 pixels."""
+
+    def step(length: float) -> int:
+        return max(1, round(length / _NATIVE_STEP)) * _NATIVE_STEP
+
+    ratios = [_ratio(aspect_ratio) for aspect_ratio in ASPECT_RATIOS]
+    return tuple(Size(step(resolution * math.sqrt(r)), step(resolution / math.sqrt(r))) for r in ratios)
+
+
+def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | None, height: int | None) -> Size:
+    """The bucket for what was asked: exactly `width` x `height` if given, else the one nearest to `aspect_ratio`, else
+    the first.
+
+    Raises:
+        ValueError: there is no such bucket; names those that there are.
+    """
+    available = "this model draws " + ", ".join(map(str, sizes))
+    if width is not None or height is not None:
+        if width is None or height is None:
+            raise ValueError(f"give both width and height, or an aspect_ratio; {available}")
+        if (size := Size(width, height)) not in sizes:
+            raise ValueError(f"{size} is not available; {available}")
+        return size
+    if aspect_ratio is None:
+        return sizes[0]
+    asked = _ratio(aspect_ratio)
+    distances = [abs(math.log(size.width / size.height / asked)) for size in sizes]
+    if min(distances) > math.log(_RATIO_TOLERANCE):
+        raise ValueError(f"aspect_ratio {aspect_ratio} is not available; {available}")
+    return sizes[distances.index(min(distances))]
+
+
+def _ratio(aspect_ratio: str) -> float:
+    width, _, height = aspect_ratio.partition(":")
+    return int(width) / int(height)
