@@ -28,11 +28,15 @@ class Predictor(BaseRunner):
     def setup(self) -> None:
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = ModelSettings.from_env(os.environ)
+        model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"):
-                from models.diffusion import DiffusionModel
+                from models.diffusion import DiffusionModel, import_pipeline
+
+                import_pipeline(model, revision)
+            self.boot.preload()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(*split_revision(settings.model), settings.image_sizes)
+                self.model = DiffusionModel.load(model, revision, settings.image_sizes)
             self.boot.compile(self.model.denoiser)
             warm_up(self.boot, self.model, self.model.warm_up_inputs(settings.warm_up_sizes))
 

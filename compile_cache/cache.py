@@ -8,12 +8,13 @@ the pack that names the content it replaces wins over the pack that has it.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from compile_cache.directory import CacheDirectory, FileStamp, logical_key
 from compile_cache.environment import Environment
@@ -26,6 +27,7 @@ from compile_cache.store import ObjectStore, StoredObject
 _THREADS = 8
 _READ_BYTES = 8 << 20
 _PACK_BYTES = 64 << 20
+_PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class _Published:
 
     files: dict[str, tuple[str, FileStamp]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
+    staged: dict[str, FileStamp] = field(default_factory=dict)  # before it was read into a pack
 
 
 class CompileCache:
@@ -61,12 +64,13 @@ class CompileCache:
         self._environment_published = False
 
     def list(self) -> Sequence[StoredObject]:
-        """The packs of this key, oldest first.
+        """The packs of this key, oldest first; what has another name than packs have is none.
 
         Raises:
             StoreError: the store cannot be listed.
         """
-        return [entry for entry in self.store.list(self.key.prefix) if entry.name.endswith(SUFFIX)]
+        found = self.store.list(self.key.prefix)
+        return [entry for entry in found if _PACK_NAME.fullmatch(entry.name.removeprefix(self.key.prefix))]
 
     def fetch(self, abandoned: threading.Event) -> Fetched:
         """Get, verify and unpack every pack of this key, in parallel. A pack that fails is refused, and the rest used.
@@ -113,14 +117,7 @@ class CompileCache:
         Raises:
             OSError: the cache directory cannot be written.
         """
-        chosen: dict[str, tuple[Path, str]] = {}
-        taken: dict[str, int] = {}
-        for number, (folder, manifest) in enumerate(fetched.packs):
-            for entry in manifest.files:
-                current = chosen.get(entry.path)
-                is_first = taken.setdefault(entry.key, number) == number and current is None
-                if is_first or (current is not None and entry.replaces == current[1]):
-                    chosen[entry.path] = (folder, entry.sha256)
+        chosen, taken = _choose(fetched.packs)
         for path, (folder, sha256) in chosen.items():
             target = self._directory.path / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -147,6 +144,7 @@ class CompileCache:
             known = self._published.files.get(path)
             if path in withheld:
                 continue
+            self._published.staged[path] = stamp
             if known is None:
                 if key not in self._published.keys:
                     yield Source(local, path, key)
@@ -164,18 +162,40 @@ class CompileCache:
         self.store.put(self.key.prefix + pack.name, pack.local)
         for entry in pack.manifest.files:
             self._published.keys.add(entry.key)
-            self._published.files[entry.path] = (entry.sha256, _stamp(self._directory.path / entry.path))
+            self._published.files[entry.path] = (entry.sha256, self._published.staged[entry.path])
         if not self._environment_published:
             self.store.put(self.key.environment_prefix + "environment.json", self._environment.to_json().encode())
             self._environment_published = True
 
 
+def _choose(packs: Sequence[tuple[Path, Manifest]]) -> tuple[dict[str, tuple[Path, str]], set[str]]:
+    """Of each path the content that wins, with the folder it is in, and all logical keys there are.
+
+    The first pack wins, then, step by step, the first that replaces what has won: a store's clock is too coarse to
+    list every successor after what it replaces. A path that the paths chosen before it exclude is left out.
+    """
+    chosen: dict[str, tuple[Path, str]] = {}
+    owners: dict[str, int] = {}
+    folders: set[str] = set()
+    successors: dict[tuple[str, str | None], list[tuple[Path, str]]] = {}
+    for number, (folder, manifest) in enumerate(packs):
+        for entry in manifest.files:
+            parents = {str(parent) for parent in PurePosixPath(entry.path).parents}
+            if owners.setdefault(entry.key, number) == number and not (
+                entry.path in chosen or entry.path in folders or parents & chosen.keys()
+            ):
+                chosen[entry.path] = (folder, entry.sha256)
+                folders |= parents
+            else:
+                successors.setdefault((entry.path, entry.replaces), []).append((folder, entry.sha256))
+    for path in chosen:
+        while following := successors.get((path, chosen[path][1])):
+            chosen[path] = following.pop(0)
+    return chosen, set(owners)
+
+
 def _stamp(path: Path) -> FileStamp:
-    """Of a file that is gone: one that no file has."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return FileStamp(-1, 0)
+    stat = path.stat()
     return FileStamp(stat.st_size, stat.st_mtime_ns)
 
 

@@ -60,6 +60,11 @@ class Compiler:
         new, self._seen = now - self._seen, now
         return new
 
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
+        return _PeakMemory.highest_bytes
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """While the context lasts, every graph that a region compiles or finds is checked against eager."""
@@ -75,10 +80,14 @@ class Compiler:
 
 
 def _configure_torch(is_warm: bool) -> None:
-    """Inductor settings that have no other place. None of them is part of a lookup but the second."""
+    """Inductor settings without which a warm boot would do again what a cold one has done."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     # Precompiled headers lie outside the cache directory, and every boot would run g++ to see whether they are current.
     torch._inductor.config.cpp_cache_precompile_headers = False
+    # torch 2.11 tries a smaller block at run time and, if it is the best, does not know it again on the next boot: it
+    # benchmarks anew, and may choose otherwise. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
+    if torch.__version__ < "2.13":
+        torch._inductor.config.dynamic_scale_rblock = False
     if is_warm and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = 1  # no worker pool until something has to be compiled
 
@@ -157,7 +166,6 @@ class Region:
 
     def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call that measures what it compiled, and checks it against eager on the same, unchanged inputs."""
-        self._calls += 1
         kept_args, kept_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         before, started = read_counts(), time.perf_counter()
         try:
@@ -166,6 +174,7 @@ class Region:
         except Exception as error:  # whatever it is, the eager call below either serves or raises it again
             self._artifacts |= self._new_artifacts()
             return self._fall_back(module, kept_args, kept_kwargs, error)
+        self._calls += 1
         after = read_counts()
         if after.graphs == before.graphs:
             return output
@@ -245,12 +254,17 @@ def _first_line(error: BaseException) -> str:
 
 
 class _PeakMemory:
-    """Device memory in use at the peak of the context, above what was in use when it began; None without a GPU."""
+    """Device memory in use at the peak of the context, above what was in use when it began; None without a GPU.
+
+    torch keeps one peak, which this resets: `highest_bytes` is the peak of the whole process until then.
+    """
 
     bytes: int | None = None
+    highest_bytes = 0
 
     def __enter__(self) -> _PeakMemory:
         if torch.cuda.is_available():
+            _PeakMemory.highest_bytes = max(_PeakMemory.highest_bytes, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         return self

@@ -60,8 +60,12 @@ class CacheDirectory:
                     os.close(lock_fd)
                     continue
                 directory = cls(root, number, lock_fd)
-                for folder in (directory.path, directory.inbox, directory._outbox):
-                    _make_empty(folder)
+                try:
+                    for folder in (directory.path, directory.inbox, directory._outbox):
+                        _make_empty(folder)
+                except OSError:
+                    os.close(lock_fd)
+                    raise
                 return directory
         except OSError as error:
             raise CacheDirectoryError(

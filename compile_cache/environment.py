@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -123,16 +123,22 @@ def observe_environment(detected: Environment) -> Environment:
 
 
 def cpu_threads(environ: Mapping[str, str]) -> int:
-    """The number of threads torch will use on the CPU: `OMP_NUM_THREADS`, else the physical cores it may run on.
+    """The number of threads torch will use on the CPU: as asked for, else the physical cores it may run on.
 
-    Inductor puts the number into every CPU lookup, so a boot that has it wrong finds nothing.
+    Inductor puts the number into every CPU lookup, so a boot that has it wrong finds nothing. On x86 torch takes it
+    from MKL, which prefers its own variable and, unless `MKL_DYNAMIC` is off, uses no more than the machine's cores.
     """
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    allowed = os.sched_getaffinity(0)
-    cores = {_core_of(cpu) for cpu in allowed}
-    return max(1, len(cores))
+    with_mkl = platform.machine() == "x86_64"
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS") if with_mkl else ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        first = environ.get(name, "").partition(",")[0].strip()  # OMP_NUM_THREADS lists a number for each nesting level
+        if first.isdecimal() and int(first) > 0:
+            capped = with_mkl and environ.get("MKL_DYNAMIC", "").lower() not in ("false", "0")
+            return min(int(first), _cores(range(os.cpu_count() or 1))) if capped else int(first)
+    return _cores(os.sched_getaffinity(0))
+
+
+def _cores(cpus: Iterable[int]) -> int:
+    return max(1, len({_core_of(cpu) for cpu in cpus}))
 
 
 def _core_of(cpu: int) -> str:

@@ -7,6 +7,7 @@ slower boot. What the caller's own code raises passes through.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -71,6 +72,7 @@ class Boot:
         self._compiler: Compiler | None = None
         self._cache: CompileCache | None = None
         self._publisher: Publisher | None = None
+        self._preloading: threading.Thread | None = None
         self._restored: frozenset[str] = frozenset()
         self._counted_before = read_counts()
         _keep_worker_alive_on_interrupt()
@@ -131,6 +133,16 @@ class Boot:
         finally:
             self.report.phases[phase] = self.report.phases.get(phase, 0.0) + time.perf_counter() - started
 
+    def preload(self) -> None:
+        """Import torch's compiler on a thread of its own, beside the loading of the weights: about a second of a boot.
+
+        Call it when the caller's own imports are done: modules that import one another, begun from two threads in
+        different order, can find each other half-made.
+        """
+        if self._settings.enabled and self._preloading is None:
+            self._preloading = threading.Thread(target=_import_compiler, name="compile-cache-preload", daemon=True)
+            self._preloading.start()
+
     def compile(self, module: nn.Module) -> None:
         """Compile `module`'s repeated blocks, or `module` itself if the scope is `whole` or it has none. Waits for the
         restore first. With the scope `off`, or if compiling cannot be set up, `module` stays eager."""
@@ -139,6 +151,8 @@ class Boot:
         with self.timed("join"):
             self._join()
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
+            if self._preloading is not None:
+                self._preloading.join()
             from compile_cache.compiler import Compiler
 
             if self._compiler is None:
@@ -199,7 +213,8 @@ class Boot:
         self.report.counts = counts
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            self.report.device_peak_bytes = torch.cuda.max_memory_reserved()
+            before_checks = self._compiler.device_peak_bytes if self._compiler else 0
+            self.report.device_peak_bytes = max(before_checks, torch.cuda.max_memory_allocated())
 
     def _start_publishing(self) -> None:
         if self._cache is None or not self._settings.publish:
@@ -241,6 +256,17 @@ def _keep_worker_alive_on_interrupt() -> None:
     under_cog = "coglet" in sys.modules and threading.current_thread() is threading.main_thread()
     if under_cog and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _import_compiler() -> None:
+    """What compiling a first region would import, and the digests of torch and Triton that each lookup begins with.
+
+    A failure is left to be met, and reported, where they are needed.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.codecache").torch_key()
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _process_age_s() -> float:

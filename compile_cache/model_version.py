@@ -118,10 +118,12 @@ def hub_commit(name: str, revision: str, environ: Mapping[str, str]) -> str:
 
 
 def _commit_at_hub(name: str, revision: str) -> str | None:
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
+    try:
+        import httpx
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    except ImportError:  # not among the library's own requirements
+        return None
     try:
         return HfApi().model_info(name, revision=revision, timeout=5).sha
     except (httpx.HTTPError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):

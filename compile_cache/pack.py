@@ -43,6 +43,8 @@ HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
 _FRAME_BYTES = 1 << 20
 _LEVEL = 3
 _CHUNK_BYTES = 1 << 20
+_PATH_BYTES = 1024
+_NAME_BYTES = 255  # NAME_MAX, limits.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ def _decompress(stored: bytes, size_bytes: int, what: str) -> bytes:
         data = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PackError(f"its {what} is damaged: {error}") from error
+    except MemoryError as error:
+        raise PackError(f"its {what} of {size_bytes} bytes does not fit into memory") from error
     if len(data) != size_bytes:
         raise PackError(f"its {what} is not {size_bytes} bytes long, as stated")
     return data
@@ -234,7 +238,7 @@ def _parse_manifest(text: bytes) -> Manifest:
             creator=str(record["creator"]),
             created_s=float(record["created_s"]),
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PackError(f"its manifest cannot be read: {error}") from error
 
 
@@ -276,7 +280,9 @@ def check_paths(paths: Iterable[str]) -> None:
     folders: set[str] = set()
     for path in paths:
         parts = path.split("/")
-        if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts) or len(path) > 1024:
+        is_plain = path.isprintable() and "\\" not in path and not any(part in ("", ".", "..") for part in parts)
+        # Only now: what is not printable may have no bytes.
+        if not is_plain or len(path.encode()) > _PATH_BYTES or max(len(p.encode()) for p in parts) > _NAME_BYTES:
             raise PackError(f"its path {path!r} is not a plain path inside the cache directory")
         folded = path.casefold()
         if folded in seen:

@@ -69,13 +69,13 @@ class Publisher:
 
     def _run(self) -> None:
         """Until the exit: stage what is new when the counters move, publish it when they have been still."""
-        due_s = 0.0
+        due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
-            if self._staged_at != read_counts():
+            if self._staged_at != read_counts() and (closing or time.monotonic() >= stage_due_s):
                 self._idle.clear()
                 is_first = self._staged_at is None
-                self._attempt(self._stage)
+                stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _RETRY_S
                 due_s = 0.0 if is_first else time.monotonic() + _QUIET_S
             if self._staged and (closing or time.monotonic() >= due_s):
                 due_s = 0.0 if self._attempt(self._put_staged) else time.monotonic() + _RETRY_S
@@ -99,8 +99,10 @@ class Publisher:
         return True
 
     def _stage(self) -> None:
-        self._staged_at = read_counts()
+        counts = read_counts()
+        self._staged = []  # staging empties the outbox first
         self._staged = list(self._cache.stage(self._withheld, self._creator))
+        self._staged_at = counts
         self._report.withheld_files = len(self._withheld)
 
     def _put_staged(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 class RegionReport:
     """One module class: its step of the ladder (`cached`, `cold` or `eager`) and why; `unused` if nothing called it.
 
-    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all graphs checked. The peaks
+    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all graphs checked; in JSON,
+    which has no infinity, an infinite one is the text `Infinity`. The peaks
     are device memory over what was in use before the call, of the largest call that was checked.
     """
 
@@ -134,7 +136,11 @@ class BootReport:
     def to_json(self) -> str:
         """The whole report, with the figures that are derived from it."""
         derived = {"compile_s": self.compile_s, "fully_cached": self.fully_cached}
-        return json.dumps({**asdict(self), **derived}, indent=2, ensure_ascii=False)
+        record = {**asdict(self), **derived}
+        for region in record["regions"]:
+            if region["relative_error"] == math.inf:
+                region["relative_error"] = "Infinity"
+        return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
 
     def write(self, path: Path) -> None:
         """Write the JSON so that a reader never sees half of it.

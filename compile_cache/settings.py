@@ -47,16 +47,19 @@ class Settings:
         Raises:
             SettingsError: the mode does not suit the scope, or the cache directory's path is relative.
         """
+        problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
-            raise SettingsError(
+            problems.append(
                 f"{PREFIX}MODE={self.mode} does not suit {PREFIX}SCOPE={self.scope}: "
                 f"{_CUDA_GRAPHS_REFUSED[self.scope]}. Use {PREFIX}MODE={_CUDA_GRAPH_MODES[self.mode]}."
             )
         if not os.path.isabs(self.dir):
-            raise SettingsError(
+            problems.append(
                 f"{PREFIX}DIR={self.dir!r} is relative, and the path is part of what compiled code is looked up by. "
                 "Give an absolute path that is the same in every container."
             )
+        if problems:
+            raise SettingsError("; ".join(problems))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -74,9 +77,13 @@ class Settings:
                 values[known[name]] = _PARSERS[known[name]](given[name].strip())
             except ValueError as error:
                 problems.append(f"{name}={given[name]!r}: {error}")
+        try:
+            settings = cls(**values)
+        except SettingsError as error:
+            problems.append(str(error))
         if problems:
             raise SettingsError("; ".join(sorted(problems)))
-        return cls(**values)
+        return settings
 
     @property
     def enabled(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -17,6 +18,16 @@ from models.sizes import Size, native_sizes
 _WARM_UP_STEPS = 2
 # What pipelines call the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
+
+
+def import_pipeline(model: str, revision: str | None) -> None:
+    """Import the classes that `model` is made of, which loading it would import: loading then imports next to nothing.
+
+    Raises:
+        OSError: there is no such folder or repository.
+    """
+    config = DiffusionPipeline.load_config(model, revision=revision)
+    getattr(diffusers, config["_class_name"], None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class ModelSettings:
         unknown = [size for size in warm_up_sizes if image_sizes and size not in image_sizes]
         if unknown:
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}, which is not in IMAGE_SIZES: {listed(image_sizes)}")
-        return cls(environ.get("MODEL") or cls.model, image_sizes, warm_up_sizes)
+        return cls(environ.get("MODEL", "").strip() or DEMO_MODEL, image_sizes, warm_up_sizes)
 
 
 def listed(sizes: tuple[Size, ...]) -> str:

@@ -44,8 +44,14 @@ def native_sizes(resolution: int) -> tuple[Size, ...]:
     def step(length: float) -> int:
         return max(1, round(length / _NATIVE_STEP)) * _NATIVE_STEP
 
-    ratios = [_ratio(aspect_ratio) for aspect_ratio in ASPECT_RATIOS]
-    return tuple(Size(step(resolution * math.sqrt(r)), step(resolution / math.sqrt(r))) for r in ratios)
+    def size(ratio: float) -> Size:
+        # The longer side follows from the shorter one as rounded: rounding both alone can miss the ratio by 6 %.
+        if ratio < 1:
+            return Size(size(1 / ratio).height, size(1 / ratio).width)
+        height = step(resolution / math.sqrt(ratio))
+        return Size(step(height * ratio), height)
+
+    return tuple(size(_ratio(aspect_ratio)) for aspect_ratio in ASPECT_RATIOS)
 
 
 def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | None, height: int | None) -> Size:

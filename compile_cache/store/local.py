@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
@@ -28,7 +28,7 @@ class LocalStore:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose name begins with `prefix`, oldest first. A folder that is not there has none."""
-        folder = (self._root / prefix).parent if not prefix.endswith("/") else self._root / prefix
+        folder = self._root / prefix.rpartition("/")[0]
         with _translated(f"list {folder}"):
             found = [
                 StoredObject(name, stat.st_size, stat.st_mtime)
@@ -42,7 +42,8 @@ class LocalStore:
             for name in names:
                 path = Path(parent, name)
                 if not name.startswith(_TEMPORARY):
-                    yield path.relative_to(self._root).as_posix(), path.stat()
+                    with suppress(FileNotFoundError):  # deleted since the folder was read
+                        yield path.relative_to(self._root).as_posix(), path.stat()
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """The file's bytes from `start` on, at most `size_bytes` of them."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _DENIED = frozenset({"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket"})
+_BEYOND_THE_END = frozenset({"416", "InvalidRange"})
 
 # R2 and other look-alikes refuse the checksums that boto3 ≥ 1.36 adds; a pack is named by its own digest.
 _CHECKSUMS: Literal["when_required"] = "when_required"
@@ -71,9 +72,18 @@ class S3Store:
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """The object's bytes from `start` on, at most `size_bytes` of them: one ranged GET."""
+        if size_bytes == 0:
+            return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         end = "" if size_bytes is None else start + size_bytes - 1
         with _translated(f"get {name} from {self.location}"):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}")
+            try:
+                answer = self._client.get_object(
+                    Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}"
+                )
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") in _BEYOND_THE_END:
+                    return b""
+                raise
             return answer["Body"].read()
 
     def put(self, name: str, content: Path | bytes) -> None:
@@ -111,5 +121,7 @@ def _translated(what: str) -> Iterator[None]:
         ) from error
     except BotoCoreError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error
+    except ValueError as error:  # botocore's own, for an endpoint that is no URL
+        raise StoreError(f"cannot {what}: {error}; check COMPILE_CACHE_S3_ENDPOINT_URL") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error

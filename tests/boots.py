@@ -1,0 +1,76 @@
+"""Running boots in processes of their own, and reading what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Booted:
+    """One finished boot of tests/boot_once.py."""
+
+    report: dict[str, Any]
+    output: list[float]
+    compiled_now: int
+    log: str
+
+    @property
+    def steps(self) -> dict[str, str]:
+        return {region["name"]: region["step"] for region in self.report["regions"]}
+
+
+def settings(folder: Path, **variables: str) -> dict[str, str]:
+    """An environment for a boot that keeps everything in `folder`; `variables` without their COMPILE_CACHE_ prefix."""
+    given = {"store": str(folder / "store"), "dir": str(folder / "cache"), "report": str(folder / "report.json")}
+    prefixed = {f"COMPILE_CACHE_{name.upper()}": value for name, value in {**given, **variables}.items()}
+    return {**os.environ, **prefixed}
+
+
+def boot_once(environ: Mapping[str, str], *arguments: str) -> Booted:
+    """Boot the toy model once; fails with the log if the process fails."""
+    done = run_boot(environ, *arguments)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
+    assert report["counts"] == result["report"]["counts"]
+    return Booted(report, result["output"], result["compiled_now"], done.stderr)
+
+
+def run_boot(environ: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The finished process of one boot, whatever its outcome."""
+    return subprocess.run(
+        [sys.executable, TESTS / "boot_once.py", *arguments],
+        env=dict(environ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def assert_fully_warm(booted: Booted) -> None:
+    """Nothing was compiled, and it shows: every region cached, hits, and the same numbers as eager within tolerance."""
+    report = booted.report
+    counts = report["counts"]
+    assert set(booted.steps.values()) == {"cached"}, report
+    assert counts["fxgraph_hits"] > 0
+    assert counts["aotautograd_hits"] > 0
+    assert [counts[name] for name in ("fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses")] == [0, 0, 0]
+    assert [counts[name] for name in ("aotautograd_bypasses", "benchmarks", "kernels_compiled")] == [0, 0, 0]
+    for region in report["regions"]:
+        assert region["relative_error"] <= region["tolerance"]
+    assert report["fully_cached"]
+    assert booted.compiled_now == 0
+
+
+def stored(store: Path) -> dict[str, bytes]:
+    """Every object of a local store, by name."""
+    return {path.relative_to(store).as_posix(): path.read_bytes() for path in store.rglob("*") if path.is_file()}

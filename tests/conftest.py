@@ -1,0 +1,173 @@
+"""What several test modules share: an S3 server and buckets on it, stores, an environment and a key."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+from compile_cache.environment import Environment
+from compile_cache.key import CacheKey
+from compile_cache.store import ObjectStore
+from compile_cache.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+# How fast an example runs is no property of the code, on a machine that does other things as well.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+
+_AWS_VARIABLES = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "NO_PROXY": "127.0.0.1",
+}
+_AWS_VARIABLES_UNSET = ("AWS_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+
+
+@dataclass(frozen=True)
+class S3Bucket:
+    name: str
+    endpoint_url: str
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory) -> Iterator[str]:
+    """The URL of a real S3 protocol server (moto), which lasts for the session."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("s3") / "server.log"
+    command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
+        try:
+            while not _answers(url):
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.05)
+            yield url
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of the loopback that nothing listens on."""
+    return _free_port()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+@pytest.fixture
+def aws_variables(monkeypatch) -> None:
+    """Credentials from the environment, and nothing else that boto3 could find on this machine."""
+    for name in _AWS_VARIABLES_UNSET:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in _AWS_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def s3_client(s3_server) -> Iterator[S3Client]:
+    """boto3's own client of the server: to prepare what the code under test then meets."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3_server,
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    )
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def s3_bucket(s3_server, s3_client, aws_variables) -> S3Bucket:
+    """A bucket of the test's own; boto3 and child processes find credentials for it."""
+    bucket = S3Bucket(f"bucket-{uuid.uuid4().hex[:12]}", s3_server)
+    s3_client.create_bucket(Bucket=bucket.name)
+    return bucket
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request, tmp_path) -> ObjectStore:
+    """An empty store of each kind."""
+    if request.param == "local":
+        return LocalStore(tmp_path / "store")
+    from compile_cache.store.s3 import S3Store
+
+    bucket = request.getfixturevalue("s3_bucket")
+    return S3Store(bucket.name, "some/prefix", bucket.endpoint_url)
+
+
+@pytest.fixture
+def not_root() -> Iterator[None]:
+    """Root may write everywhere: for this test, be nobody."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+@pytest.fixture
+def environment() -> Environment:
+    """One fixed record, of no machine in particular."""
+    return Environment(
+        torch="2.11.0+cu130",
+        triton="3.6.0",
+        cuda="13.0",
+        hip="",
+        gpu="NVIDIA H100 80GB HBM3",
+        capability="9.0",
+        device_index=0,
+        python="CPython 3.12.9",
+        glibc="glibc 2.36",
+        machine="x86_64",
+        instructions="avx avx2",
+        threads=0,
+        cache_dir="/tmp/compile-cache/0",
+        options="regional default dynamic=False",
+        variables=("TORCHINDUCTOR_MAX_AUTOTUNE=1",),
+    )
+
+
+@pytest.fixture
+def key(environment) -> CacheKey:
+    return CacheKey.of(environment, "org/model", "version-1")
+
+
+@pytest.fixture(scope="session")
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads

@@ -1,0 +1,244 @@
+"""What a boot does, each in a process of its own: restored, faulty, or sharing a host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings, stored
+
+RAN_COMPILER = "ran.log"
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory):
+    """A folder whose store a cold boot has filled, and that boot."""
+    folder = tmp_path_factory.mktemp("cold")
+    return folder, boot_once(settings(folder))
+
+
+def seeded(cold, folder: Path) -> dict[str, str]:
+    """Settings of a boot with a store of its own, filled as the cold boot's, and the cold boot's cache directory."""
+    source, _ = cold
+    for name, content in stored(source / "store").items():
+        target = folder / "store" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return settings(folder, dir=str(source / "cache"))
+
+
+def counting_compiler(folder: Path) -> str:
+    """A g++ that writes down its arguments and then is g++."""
+    wrapper = folder / "counting-g++"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {folder / RAN_COMPILER}\nexec g++ "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+def test_cold_boot_compiles_and_publishes_everything(cold):
+    folder, booted = cold
+    assert set(booted.steps.values()) == {"cold"}
+    assert booted.report["restore"]["outcome"] == "miss"
+    assert booted.report["publish"]["failures"] == []
+    assert booted.report["publish"]["files"] > 0
+    assert any(name.endswith(".pack") for name in stored(folder / "store"))
+
+
+def test_restored_boot_compiles_nothing_and_computes_the_same(cold, tmp_path):
+    _, first = cold
+    environ = seeded(cold, tmp_path)
+    again = boot_once(environ)
+    assert_fully_warm(again)
+    assert again.output == first.output
+    assert again.report["publish"]["packs"] == 0
+
+
+def test_restored_boot_runs_the_compiler_for_nothing_but_its_version(tmp_path):
+    environ = {**settings(tmp_path), "CXX": counting_compiler(tmp_path)}
+    boot_once(environ)
+    log = tmp_path / RAN_COMPILER
+    assert any(".main.cpp" in line for line in log.read_text().splitlines()), "the wrapper sees a cold boot's compiles"
+    log.unlink()
+    assert_fully_warm(boot_once(environ))
+    assert set(log.read_text().split("\n")) <= {"--version", "-v", ""}
+
+
+def test_scope_off_is_eager_and_touches_no_store(cold, tmp_path):
+    _, first = cold
+    booted = boot_once(settings(tmp_path, scope="off"))
+    assert booted.report["regions"] == []
+    assert booted.report["counts"]["graphs"] == 0
+    assert booted.output == pytest.approx(first.output, rel=1e-3)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_a_prediction_compiles_later_is_published_at_exit(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    booted = boot_once(environ, "--again", "8")
+    assert booted.report["publish"]["files"] > 0
+    again = boot_once(environ, "--again", "8")
+    assert_fully_warm(again)
+    assert again.report["publish"]["packs"] == 0, "the second boot found the later shape in the store"
+
+
+def test_environment_that_torch_contradicts_discards_the_restore(cold, tmp_path):
+    environ = {**seeded(cold, tmp_path), "OMP_NUM_THREADS": str(os.cpu_count() or 2)}
+    threads = 1 if (os.cpu_count() or 2) > 1 else 2
+    booted = boot_once(environ, "--thread-count", str(threads))
+    assert booted.report["restore"]["outcome"] == "discarded"
+    assert f"→ {threads}" in booted.report["restore"]["reason"]
+    assert booted.report["restore"]["files"] == 0
+
+
+def test_region_that_computes_something_else_serves_eager_and_is_not_published(tmp_path, cold):
+    _, honest = cold
+    booted = boot_once(settings(tmp_path), "--cheat")
+    assert booted.steps == {"WideBlock": "cold", "CheatingBlock": "eager"}
+    reason = next(region["reason"] for region in booted.report["regions"] if region["name"] == "CheatingBlock")
+    assert "differs from eager" in reason
+    assert booted.output == pytest.approx(honest.output, rel=1e-3)
+    assert booted.report["publish"]["withheld_files"] > 0
+    assert 0 < booted.report["publish"]["files"] < honest.report["publish"]["files"]
+
+
+def test_compiler_that_is_missing_leaves_the_model_eager(tmp_path, cold):
+    _, honest = cold
+    booted = boot_once({**settings(tmp_path), "CXX": "/nowhere/g++"})
+    assert set(booted.steps.values()) == {"eager"}
+    assert all("InvalidCxxCompiler" in region["reason"] for region in booted.report["regions"])
+    assert booted.output == pytest.approx(honest.output, rel=1e-3)
+
+
+def test_dynamo_that_is_switched_off_is_not_taken_for_compiled(tmp_path):
+    booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"})
+    assert set(booted.steps.values()) == {"eager"}
+    assert not booted.report["fully_cached"]
+
+
+def test_error_of_the_callers_passes_through_and_publishes_nothing(tmp_path):
+    done = run_boot(settings(tmp_path), "--raise")
+    assert done.returncode != 0
+    assert "ValueError: the caller's own mistake" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_setting_that_is_wrong_fails_the_boot_and_names_the_variable(tmp_path):
+    done = run_boot(settings(tmp_path, mode="fastest"))
+    assert done.returncode != 0
+    assert "COMPILE_CACHE_MODE='fastest'" in done.stderr
+
+
+def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    (name,) = [name for name in stored(tmp_path / "store") if name.endswith(".pack")]
+    pack = tmp_path / "store" / name
+    pack.write_bytes(pack.read_bytes()[:-100])
+    before = stored(tmp_path / "store")[name]
+    booted = boot_once(environ)
+    assert set(booted.steps.values()) == {"cold"}
+    (refused,) = booted.report["restore"]["refused"]
+    assert refused["name"] == name
+    assert "content is not what its name says" in refused["reason"]
+    assert stored(tmp_path / "store")[name] == before
+
+
+def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    (tmp_path / "in-the-way").write_text("a file, not a folder")
+    before = stored(tmp_path / "store")
+    booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(tmp_path / "in-the-way")})
+    assert set(booted.steps.values()) == {"cold"}
+    assert any("Set COMPILE_CACHE_DIR to a writable folder" in warning for warning in booted.report["warnings"])
+    assert stored(tmp_path / "store") == before
+
+
+def test_read_only_cache_directory_costs_the_cache_and_not_the_boot(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    before = stored(tmp_path / "store")
+    with Mounted(tmp_path / "read-only", "ro") as folder:
+        booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(folder)})
+    assert set(booted.steps.values()) == {"cold"}
+    assert any("Read-only file system" in warning for warning in booted.report["warnings"])
+    assert stored(tmp_path / "store") == before
+
+
+def test_cache_directory_on_a_full_disk_serves_eager(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    before = stored(tmp_path / "store")
+    with Mounted(tmp_path / "full", "size=16k") as folder:
+        booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(folder)})
+    assert set(booted.steps.values()) <= {"cold", "eager"}
+    assert any("No space left on device" in line for line in [*booted.report["warnings"], booted.log])
+    assert before.items() <= stored(tmp_path / "store").items()
+
+
+def test_store_that_cannot_be_written_costs_the_publishing_and_not_the_boot(tmp_path):
+    (tmp_path / "store").write_text("a file, not a folder")
+    booted = boot_once(settings(tmp_path))
+    assert set(booted.steps.values()) == {"cold"}
+    assert any("COMPILE_CACHE_STORE" in failure for failure in booted.report["publish"]["failures"])
+    assert (tmp_path / "store").read_text() == "a file, not a folder"
+
+
+def test_second_boot_on_the_host_has_a_directory_and_a_key_of_its_own(cold, tmp_path):
+    environ = seeded(cold, tmp_path)
+    before = stored(tmp_path / "store")
+    with OwnedDirectory(environ["COMPILE_CACHE_DIR"]) as owned:
+        booted = boot_once(environ)
+    assert booted.report["cache_dir"] != owned
+    assert Path(booted.report["cache_dir"]).parent == Path(owned).parent
+    assert set(booted.steps.values()) == {"cold"}
+    assert before.items() <= stored(tmp_path / "store").items()
+    assert_fully_warm(boot_once(environ))
+
+
+class Mounted:
+    """A tmpfs with the given options, mounted on a folder while the context lasts. Needs root."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        self.folder, self.options = folder, options
+
+    def __enter__(self) -> Path:
+        self.folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", self.options, "tmpfs", self.folder], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", self.folder], check=True)
+
+
+class OwnedDirectory:
+    """Another process that owns the cache directory while the context lasts; gives its path."""
+
+    def __init__(self, root: str) -> None:
+        code = (
+            "import sys; from pathlib import Path; from compile_cache.directory import CacheDirectory; "
+            "print(CacheDirectory.claim(Path(sys.argv[1])).path, flush=True); sys.stdin.read()"
+        )
+        self.command = [sys.executable, "-c", code, root]
+
+    def __enter__(self) -> str:
+        self.process = subprocess.Popen(
+            self.command, cwd=TESTS.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+
+
+def test_report_is_json_that_names_the_step_of_every_region(cold):
+    folder, _ = cold
+    report = json.loads((folder / "report.json").read_text())
+    assert {region["step"] for region in report["regions"]} == {"cold"}
+    assert report["ready_s"] > 0
+    assert report["process_s"] >= report["ready_s"]

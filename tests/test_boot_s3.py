@@ -1,0 +1,86 @@
+"""Boots over a real S3 protocol server, working and refusing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from boots import assert_fully_warm, boot_once, settings
+
+
+def s3_settings(folder: Path, bucket: str, endpoint_url: str) -> dict[str, str]:
+    return settings(folder, store=f"s3://{bucket}/models", s3_endpoint_url=endpoint_url)
+
+
+def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> None:
+    """The boot succeeds cold, and one line of its report says what was wrong with the store."""
+    booted = boot_once(environ)
+    assert set(booted.steps.values()) == {"cold"}
+    assert booted.report["restore"]["outcome"] == "failed"
+    for word in words:
+        assert word in booted.report["restore"]["reason"]
+    assert booted.report["publish"]["packs"] == 0
+    assert len(set(booted.report["publish"]["failures"])) == 1
+
+
+def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
+    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    first = boot_once(environ)
+    assert first.report["publish"]["failures"] == []
+    again = boot_once(environ)
+    assert_fully_warm(again)
+    assert again.output == first.output
+    assert again.report["restore"]["stored_bytes"] == first.report["publish"]["stored_bytes"]
+
+
+def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
+    environ = s3_settings(tmp_path, "bucket", f"http://127.0.0.1:{closed_port}")
+    assert_cold_with_one_reason(environ, "COMPILE_CACHE_S3_ENDPOINT_URL", str(closed_port))
+
+
+def test_missing_bucket_costs_the_cache_and_not_the_boot(tmp_path, s3_bucket):
+    environ = s3_settings(tmp_path, "no-such-bucket", s3_bucket.endpoint_url)
+    assert_cold_with_one_reason(environ, "NoSuchBucket", "no-such-bucket")
+
+
+def test_missing_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket):
+    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    del environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]
+    assert_cold_with_one_reason(environ, "AWS_ACCESS_KEY_ID")
+
+
+@pytest.fixture
+def checking_credentials(s3_server):
+    """The S3 server checks credentials while the test lasts."""
+
+    def check(after_requests: str) -> None:
+        url = f"{s3_server}/moto-api/reset-auth"
+        request = urllib.request.Request(url, after_requests.encode(), {"Content-Type": "text/plain"})
+        urllib.request.urlopen(request).close()
+
+    check("0")
+    yield
+    check("inf")
+
+
+def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, checking_credentials):
+    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
+
+
+def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):
+    code = (
+        "import compile_cache, json, sys\n"
+        "with compile_cache.boot('toy') as boot: pass\n"
+        "print(json.dumps([name in sys.modules for name in ('boto3', 'torch._dynamo')]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings(tmp_path), capture_output=True, text=True, check=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, False]

@@ -1,0 +1,561 @@
+"""CompileCache: what one machine publishes another restores, and what is wrong in a store costs only itself."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from compile_cache.cache import CompileCache, Fetched
+from compile_cache.directory import CacheDirectory
+from compile_cache.environment import environment_from_record
+from compile_cache.errors import ObjectNotFound
+from compile_cache.key import CacheKey
+from compile_cache.pack import Limits, Pack, Source, write_pack
+from compile_cache.store import ObjectStore, StoredObject
+from compile_cache.store.local import LocalStore
+
+MIB = 1 << 20
+LIMITS = Limits(size_bytes=64 * MIB)
+COLD = {
+    "fxgraph/ab/fabc/one": b"a graph",
+    "aotautograd/aabc/one": b"an entry",
+    "ab/kernel.so": b"\x7fELF" * 1000,
+    "ab/wrapper.py": b"x = 1",
+    "autotune/best.json": b"{}",
+    "empty": b"",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One boot on one machine: a cache directory of its own, and a cache over a store that others use too."""
+
+    cache: CompileCache
+    directory: CacheDirectory
+
+    def write(self, files: dict[str, bytes]) -> None:
+        for path, content in files.items():
+            file = self.directory.path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+    def files(self) -> dict[str, bytes]:
+        return read_files(self.directory.path)
+
+    def restore(self) -> Fetched:
+        fetched = self.cache.fetch(threading.Event())
+        self.cache.install(fetched)
+        return fetched
+
+    def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
+        packs = self.cache.stage(withheld, "the test")
+        for pack in packs:
+            self.cache.publish(pack)
+        return packs
+
+
+class Meddled:
+    """A store behind which someone meddles after each listing."""
+
+    def __init__(self, store: ObjectStore, meddle: Callable[[Sequence[StoredObject]], None]) -> None:
+        self._store = store
+        self._meddle = meddle
+        self.location, self.read, self.put, self.delete = store.location, store.read, store.put, store.delete
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        found = self._store.list(prefix)
+        self._meddle(found)
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path, key, environment) -> Callable[..., Machine]:
+    """Makes machines that use the store given."""
+    numbers = itertools.count()
+
+    def make(store: ObjectStore, limits: Limits = LIMITS, key: CacheKey = key) -> Machine:
+        directory = CacheDirectory.claim(tmp_path / f"machine-{next(numbers)}")
+        return Machine(CompileCache(store, key, environment, directory, limits), directory)
+
+    return make
+
+
+@pytest.fixture
+def local(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stored(store: ObjectStore) -> dict[str, bytes]:
+    return {entry.name: store.read(entry.name) for entry in store.list("v1/")}
+
+
+def tick(store: ObjectStore) -> None:
+    """Poll until the store's own clock tells what is put next from what is there: S3's has whole seconds."""
+    newest = max(entry.modified_s for entry in store.list("v1/"))
+    while True:
+        store.put("clock", b"now")
+        if store.list("clock")[0].modified_s > newest:
+            return
+        time.sleep(0.02)
+
+
+def packed_paths(packs: Sequence[Pack]) -> list[str]:
+    return [file.path for pack in packs for file in pack.manifest.files]
+
+
+# What one publishes another restores.
+
+
+def test_another_machine_restores_the_same_files(store, machine):
+    first, second = machine(store), machine(store)
+    first.write(COLD)
+    (pack,) = first.publish()
+    fetched = second.restore()
+    assert second.files() == COLD
+    assert (len(fetched.packs), fetched.refused, fetched.stored_bytes) == (1, (), pack.stored_bytes)
+
+
+def test_files_of_several_megabytes_come_through(store, machine):
+    large = {"large.so": os.urandom(9 * MIB), "small.so": b"small"}
+    first, second = machine(store), machine(store)
+    first.write(large)
+    first.publish()
+    second.restore()
+    assert second.files() == large
+
+
+def test_an_empty_store_restores_nothing(store, machine):
+    fetched = machine(store).restore()
+    assert (fetched.packs, fetched.refused, fetched.stored_bytes) == ((), (), 0)
+
+
+def test_an_empty_directory_publishes_nothing(local, machine):
+    assert machine(local).publish() == ()
+    assert stored(local) == {}
+
+
+def test_installing_says_how_many_files(local, machine):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    first.publish()
+    assert second.cache.install(second.cache.fetch(threading.Event())) == len(COLD)
+
+
+def test_fetching_alone_puts_nothing_into_the_cache_directory(local, machine):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    first.publish()
+    second.cache.fetch(threading.Event())
+    assert second.files() == {}
+
+
+def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, machine, key):
+    first = machine(store)
+    packs = []
+    for number in range(2):
+        first.write({f"{number}.so": b"kernel"})
+        packs += first.publish()
+        tick(store)
+    store.put(key.prefix + "notes.txt", b"")
+    store.put(f"{key.environment_prefix}another/model/{'0' * 64}.pack", b"")
+    assert [entry.name for entry in first.cache.list()] == [key.prefix + pack.name for pack in packs]
+
+
+def test_keys_do_not_see_each_other(local, machine, key):
+    first, other = machine(local), machine(local, key=replace(key, model_version="version-2"))
+    first.write(COLD)
+    first.publish()
+    assert other.restore().packs == ()
+    assert other.files() == {}
+
+
+def test_the_environments_record_is_stored_beside_the_packs(store, machine, key, environment):
+    first = machine(store)
+    first.write(COLD)
+    first.publish()
+    record = json.loads(store.read(f"{key.environment_prefix}environment.json"))
+    assert environment_from_record(record) == environment
+
+
+def test_a_forged_environment_record_changes_nothing(local, machine, key):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    first.publish()
+    local.put(f"{key.environment_prefix}environment.json", b"forged")
+    second.restore()
+    assert second.files() == COLD
+
+
+# Only what is new is published.
+
+
+def test_what_was_published_is_not_published_again(local, machine):
+    first = machine(local)
+    first.write(COLD)
+    first.publish()
+    assert first.publish() == ()
+
+
+def test_what_was_restored_is_not_published_again(store, machine):
+    first, second = machine(store), machine(store)
+    first.write(COLD)
+    first.publish()
+    second.restore()
+    before = stored(store)
+    assert second.publish() == ()
+    assert stored(store) == before
+
+
+def test_only_new_logical_keys_are_sent_the_second_time(store, machine):
+    first, second, third = machine(store), machine(store), machine(store)
+    first.write(COLD)
+    first.publish()
+    second.restore()
+    new = {"fxgraph/cd/fcde/one": b"another graph", "cd/kernel.so": b"another kernel"}
+    second.write(new)
+    packs = second.publish()
+    assert sorted(packed_paths(packs)) == sorted(new)
+    third.restore()
+    assert third.files() == {**COLD, **new}
+
+
+def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine):
+    """As a second cold compile makes them: the same lookup key, another file name and content."""
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    first.publish()
+    second.restore()
+    second.write({"fxgraph/ab/fabc/two": b"the same graph, other bytes", "aotautograd/aabc/two": b"other bytes"})
+    assert second.publish() == ()
+
+
+def test_all_files_of_a_new_logical_key_are_published_together(local, machine):
+    files = {"fxgraph/ab/fabc/one": b"for small inputs", "fxgraph/ab/fabc/two": b"for large inputs"}
+    first, second = machine(local), machine(local)
+    first.write(files)
+    first.publish()
+    second.restore()
+    assert second.files() == files
+
+
+def test_a_file_touched_but_not_changed_is_not_published(local, machine):
+    first = machine(local)
+    first.write(COLD)
+    first.publish()
+    os.utime(first.directory.path / "ab/kernel.so", ns=(1, 1))
+    assert first.publish() == ()
+
+
+def test_a_file_removed_after_publishing_is_not_missed(local, machine):
+    first = machine(local)
+    first.write(COLD)
+    first.publish()
+    (first.directory.path / "ab/kernel.so").unlink()
+    assert first.publish() == ()
+
+
+def test_what_failed_to_be_published_is_staged_again(local, machine):
+    first = machine(local)
+    first.write(COLD)
+    assert packed_paths(first.cache.stage((), "")) == packed_paths(first.cache.stage((), ""))
+
+
+def test_withheld_paths_are_never_published(local, machine):
+    withheld = {"ab/kernel.so", "fxgraph/ab/fabc/one"}
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    assert not withheld & set(packed_paths(first.publish(withheld)))
+    first.write({"ab/kernel.so": b"changed"})
+    assert first.publish(withheld) == ()
+    second.restore()
+    assert second.files().keys() == COLD.keys() - withheld
+
+
+def test_the_most_valuable_files_come_first(local, machine):
+    """Graph entries, then what a compiler made, then the rest: if time runs out, the first are in the store."""
+    first = machine(local)
+    first.write(COLD)
+    assert packed_paths(first.publish()) == [
+        "aotautograd/aabc/one",
+        "fxgraph/ab/fabc/one",
+        "ab/kernel.so",
+        "ab/wrapper.py",
+        "autotune/best.json",
+        "empty",
+    ]
+
+
+def test_much_is_published_as_several_packs_the_most_valuable_first(local, machine, monkeypatch):
+    monkeypatch.setattr("compile_cache.cache._PACK_BYTES", 3000)
+    first, second = machine(local), machine(local)
+    first.write({"a.json": b"rest" * 1000, "b.so": b"kernel" * 1000, "fxgraph/ab/fabc/one": b"graph" * 1000})
+    packs = first.publish()
+    assert [packed_paths([pack]) for pack in packs] == [["fxgraph/ab/fabc/one"], ["b.so"], ["a.json"]]
+    second.restore()
+    assert second.files() == first.files()
+
+
+# A file that is changed in place.
+
+
+def test_a_file_changed_in_place_is_published_with_what_it_replaces(local, machine):
+    first = machine(local)
+    first.write(COLD)
+    first.publish()
+    first.write({"autotune/best.json": b'{"config": 1}'})
+    (pack,) = first.publish()
+    (file,) = pack.manifest.files
+    assert (file.path, file.replaces) == ("autotune/best.json", hashlib.sha256(b"{}").hexdigest())
+
+
+def test_the_newest_content_is_restored_after_any_number_of_changes(store, machine):
+    first, last = machine(store), machine(store)
+    first.write(COLD)
+    first.publish()
+    for step in range(3):
+        tick(store)
+        booted = machine(store)
+        booted.restore()
+        booted.write({"autotune/best.json": b"step" * (step + 1)})
+        booted.publish()
+    last.restore()
+    assert last.files() == {**COLD, "autotune/best.json": b"step" * 3}
+    assert last.publish() == ()
+
+
+def test_one_machine_may_change_a_file_many_times(local, machine):
+    first, second = machine(local), machine(local)
+    for content in (b"1", b"22", b"333", b"1"):
+        first.write({"best.json": content})
+        assert len(first.publish()) == 1
+        tick(local)
+    second.restore()
+    assert second.files() == {"best.json": b"1"}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_newest_content_wins_in_whatever_order_the_store_lists_the_packs(local, machine, key, tmp_path, order):
+    """Clocks of stores are coarse (S3: whole seconds) or differ between writers; what replaces what does not."""
+    first, second = machine(local), machine(local)
+    names = []
+    for content in (b"1", b"22", b"333"):
+        first.write({"best.json": content})
+        (pack,) = first.publish()
+        names.append(pack.name)
+    for time_s, number in enumerate(order, start=1_000_000):
+        os.utime(tmp_path / "store" / key.prefix / names[number], (time_s, time_s))
+    second.restore()
+    assert second.files() == {"best.json": b"333"}
+
+
+def test_of_two_changes_of_the_same_content_the_first_wins(store, machine):
+    first = machine(store)
+    first.write({"best.json": b"{}"})
+    first.publish()
+    tick(store)
+    one, other, last = machine(store), machine(store), machine(store)
+    for booted in (one, other):
+        booted.restore()
+    for booted, content in ((one, b"one"), (other, b"other")):
+        booted.write({"best.json": content})
+        booted.publish()
+        tick(store)
+    last.restore()
+    assert last.files() == {"best.json": b"one"}
+
+
+def test_a_change_between_staging_and_publishing_is_published_next(local, machine):
+    first, second = machine(local), machine(local)
+    first.write({"best.json": b"staged"})
+    (pack,) = first.cache.stage((), "")
+    first.write({"best.json": b"changed before it was published"})
+    first.cache.publish(pack)
+    tick(local)
+    first.publish()
+    second.restore()
+    assert second.files() == {"best.json": b"changed before it was published"}
+
+
+# Two packs for the same thing.
+
+
+def test_of_two_packs_with_a_logical_key_the_first_wins(store, machine):
+    one, other, last = machine(store), machine(store), machine(store)
+    one.write({"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one"})
+    other.write({"fxgraph/ab/fabc/other": b"other", "kernel.so": b"other", "only.so": b"other"})
+    one.publish()
+    tick(store)
+    other.publish()
+    last.restore()
+    assert last.files() == {"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one", "only.so": b"other"}
+
+
+@pytest.mark.parametrize(("one", "other"), [("x", "x/file"), ("x/file", "x")])
+def test_of_two_packs_whose_paths_exclude_each_other_the_first_wins(local, machine, one, other):
+    first, second, last = machine(local), machine(local), machine(local)
+    first.write({one: b"first", "kept.so": b"first"})
+    second.write({other: b"second", "also-kept.so": b"second"})
+    first.publish()
+    tick(local)
+    second.publish()
+    last.restore()
+    assert last.files() == {one: b"first", "kept.so": b"first", "also-kept.so": b"second"}
+
+
+# What is wrong in a store costs only itself.
+
+
+def damage_flip(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+DAMAGES = {
+    "a flipped bit": damage_flip,
+    "cut short": lambda content: content[:-1],
+    "longer": lambda content: content + b"\0",
+    "empty": lambda content: b"",
+    "something else": lambda content: b"something else" * 100,
+}
+
+
+def published_pair(store: ObjectStore, machine: Callable[..., Machine]) -> tuple[str, str]:
+    """The names of two packs in the store: of COLD, and of one more kernel."""
+    first = machine(store)
+    first.write(COLD)
+    (one,) = first.publish()
+    first.write({"more.so": b"more"})
+    (other,) = first.publish()
+    return first.cache.key.prefix + one.name, first.cache.key.prefix + other.name
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_pack_is_refused_by_name_and_the_others_are_used(store, machine, damage):
+    bad, _ = published_pair(store, machine)
+    store.put(bad, damage(store.read(bad)))
+    before = stored(store)
+    booted = machine(store)
+    fetched = booted.restore()
+    assert booted.files() == {"more.so": b"more"}
+    assert [(refused.name, refused.reason) for refused in fetched.refused] == [
+        (bad, "its content is not what its name says")
+    ]
+    assert stored(store) == before
+
+
+def test_what_a_refused_pack_had_is_published_again(store, machine):
+    bad, _ = published_pair(store, machine)
+    store.put(bad, b"damaged")
+    booted, last = machine(store), machine(store)
+    booted.restore()
+    booted.write(COLD)
+    assert sorted(packed_paths(booted.publish())) == sorted(COLD)
+    assert len(last.restore().refused) == 1
+    assert last.files() == {**COLD, "more.so": b"more"}
+
+
+def test_a_pack_for_another_key_is_refused_by_both_keys(store, machine, key, tmp_path):
+    published_pair(store, machine)
+    (tmp_path / "kernel.so").write_bytes(b"foreign")
+    another = replace(key, model_version="version-2")
+    pack = write_pack(tmp_path, another, [Source(tmp_path / "kernel.so", "foreign.so", "foreign.so")], "")
+    store.put(key.prefix + pack.name, pack.local)
+    booted = machine(store)
+    (refused,) = booted.restore().refused
+    assert refused.name == key.prefix + pack.name
+    assert refused.reason == f"it is for {another.prefix}, not for {key.prefix}"
+    assert booted.files() == {**COLD, "more.so": b"more"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["notes.pack", ".pack", "..pack", "x" * 250 + ".pack", "backup/{pack}"],
+    ids=["another name", "no name", "no name but a dot", "a long name", "a copy in a folder"],
+)
+def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
+    published, _ = published_pair(local, machine)
+    prefix, _, pack = published.rpartition("/")
+    local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published))
+    booted = machine(local)
+    booted.restore()
+    assert booted.files() == {**COLD, "more.so": b"more"}
+
+
+def test_a_pack_larger_than_allowed_is_refused_without_being_fetched(store, machine):
+    large, _ = published_pair(store, machine)
+    size_bytes = len(store.read(large))
+    booted = machine(store, limits=Limits(size_bytes=size_bytes - 1))
+    (refused,) = booted.restore().refused
+    assert (refused.name, refused.reason) == (large, f"it has {size_bytes} bytes, and {size_bytes - 1} are allowed")
+    assert booted.files() == {"more.so": b"more"}
+
+
+def test_a_pack_that_unpacks_to_more_than_allowed_is_refused(local, machine):
+    large, _ = published_pair(local, machine)
+    unpacked_bytes = sum(map(len, COLD.values()))
+    booted = machine(local, limits=Limits(size_bytes=unpacked_bytes - 1))
+    (refused,) = booted.restore().refused
+    assert refused.name == large
+    assert refused.reason == f"it unpacks to {unpacked_bytes} bytes, and {unpacked_bytes - 1} are allowed"
+    assert booted.files() == {"more.so": b"more"}
+
+
+def test_a_pack_that_disappears_after_the_listing_costs_only_itself(store, machine):
+    gone, _ = published_pair(store, machine)
+    booted = machine(Meddled(store, lambda _: store.delete(gone)))
+    fetched = booted.restore()
+    assert booted.files() == {"more.so": b"more"}
+    assert all(refused.name == gone for refused in fetched.refused)
+
+
+def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machine):
+    from compile_cache.store.s3 import S3Store
+
+    booted = machine(S3Store("no-such-bucket", "", s3_bucket.endpoint_url))
+    with pytest.raises(ObjectNotFound):
+        booted.cache.fetch(threading.Event())
+
+
+# An abandoned fetch.
+
+
+def test_an_abandoned_fetch_installs_nothing(store, machine):
+    published_pair(store, machine)
+    booted, abandoned = machine(store), threading.Event()
+    abandoned.set()
+    fetched = booted.cache.fetch(abandoned)
+    assert booted.cache.install(fetched) == 0
+    assert booted.files() == {}
+    assert all("the restore's time was up" in refused.reason for refused in fetched.refused)
+
+
+def test_a_fetch_abandoned_in_the_middle_of_a_pack_uses_nothing_of_it(local, machine, monkeypatch):
+    monkeypatch.setattr("compile_cache.cache._READ_BYTES", 100)
+    first = machine(local)
+    first.write({"kernel.so": os.urandom(1000)})
+    first.publish()
+    abandoned, reads = threading.Event(), []
+
+    class AbandonedOnTheSecondRead(LocalStore):
+        def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+            reads.append(start)
+            if len(reads) == 2:
+                abandoned.set()
+            return super().read(name, start, size_bytes)
+
+    booted = machine(AbandonedOnTheSecondRead(Path(local.location)))
+    assert booted.cache.install(booted.cache.fetch(abandoned)) == 0
+    assert booted.files() == {}
+    assert reads == [0, 100]

@@ -1,0 +1,173 @@
+"""The toy model in a real Cog server: predictions, signals and kills."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from boots import stored
+from cog_server import CogServer
+
+PREDICTOR = "tests/toy_predictor.py:Predictor"
+# Cog kills its worker 10 s after it has told it to stop.
+COG_LIMIT_S = 10
+
+
+def settings(folder: Path, **variables: str) -> dict[str, str]:
+    given = {"store": str(folder / "store"), "dir": str(folder / "cache"), "report": str(folder / "report.json")}
+    return {f"COMPILE_CACHE_{name.upper()}": value for name, value in {**given, **variables}.items()}
+
+
+def server(folder: Path, environ: dict[str, str] | None = None, wrapper: tuple[str, ...] = ()) -> CogServer:
+    return CogServer(PREDICTOR, folder / "server.log", environ or settings(folder), wrapper=wrapper)
+
+
+@pytest.fixture
+def warm(tmp_path, toy_store):
+    """A folder with a filled store, from which the toy model boots warm."""
+    shutil.copytree(toy_store / "store", tmp_path / "store")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def toy_store(tmp_path_factory):
+    """A folder whose store a cold boot in a Cog server has filled; its cache directory is that of all others here."""
+    folder = tmp_path_factory.mktemp("toy")
+    with server(folder) as booting:
+        booting.wait_ready()
+    assert packs(folder)
+    return folder
+
+
+def shared(warm: Path, toy_store: Path) -> dict[str, str]:
+    return settings(warm, dir=str(toy_store / "cache"))
+
+
+def packs(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
+
+
+def assert_boots_warm(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> None:
+    """A following boot restores everything, and its first prediction compiles nothing."""
+    with server(folder, environ, wrapper) as booting:
+        booting.wait_ready()
+        prediction = booting.predict()
+    assert prediction["status"] == "succeeded"
+    assert prediction["metrics"]["compiled_now"] == 0
+    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
+    assert report["fully_cached"], report
+
+
+def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: float = 2.0) -> None:
+    """Not a measurement: a hang is ended by Cog's own limit, and that is what this rules out."""
+    started = time.monotonic()
+    running.stop(number)
+    assert time.monotonic() - started < COG_LIMIT_S + margin_s
+
+
+def in_pid_namespace() -> tuple[str, ...]:
+    """The wrapper under which a command runs as in a container: under tini, in a PID namespace that ends with it."""
+    if shutil.which("tini") is None:
+        pytest.skip("tini is not installed")
+    command = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*command, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not make PID namespaces")
+    return (*command, "tini", "--")
+
+
+def test_first_prediction_after_ready_compiles_nothing(warm, toy_store):
+    assert_boots_warm(warm, shared(warm, toy_store))
+
+
+def test_shape_that_was_not_warmed_up_is_compiled_once_and_published(warm, toy_store):
+    environ = shared(warm, toy_store)
+    with server(warm, environ) as running:
+        running.wait_ready()
+        assert running.predict(rows=8)["metrics"]["compiled_now"] > 0
+        assert running.predict(rows=8)["metrics"]["compiled_now"] == 0
+    assert len(packs(warm)) == len(packs(toy_store)) + 1
+
+
+def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
+    """In a PID namespace under tini, where nothing outlives the server, all is published before it is gone."""
+    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache", s3_endpoint_url=s3_bucket.endpoint_url)
+    with server(tmp_path, environ, in_pid_namespace()) as running:
+        running.wait_ready()
+        assert_ends_in_time(running, signal.SIGTERM)
+    assert_boots_warm(tmp_path, environ, in_pid_namespace())
+
+
+def test_term_while_a_prediction_runs_lets_it_finish_and_flushes(warm, toy_store):
+    environ = shared(warm, toy_store)
+    with server(warm, environ) as running:
+        running.wait_ready()
+        running.predict_later(rows=8, sleep_s=2.0)
+        time.sleep(1.0)
+        assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
+    assert packs(toy_store).items() <= packs(warm).items()
+    assert_boots_warm(warm, environ)
+
+
+def test_term_during_setup_changes_nothing_stored(warm, toy_store):
+    environ = shared(warm, toy_store)
+    before = stored(warm / "store")
+    with server(warm, environ) as running:
+        wait_for(lambda: running.health().get("status") == "STARTING")
+        assert_ends_in_time(running, signal.SIGTERM)
+    assert stored(warm / "store") == before
+    wait_for(lambda: not owners(toy_store / "cache"))
+    assert_boots_warm(warm, environ)
+
+
+def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
+    """Ctrl-C reaches the server and its worker at once; the worker leaves it to the server, and its exit hook runs."""
+    environ = settings(tmp_path, dir=str(toy_store / "cache"))
+    with server(tmp_path, environ) as running:
+        running.wait_ready()
+        started = time.monotonic()
+        os.killpg(running.process.pid, signal.SIGINT)
+        running.process.wait(30)
+        wait_for(lambda: not owners(toy_store / "cache"))
+        assert time.monotonic() - started < COG_LIMIT_S
+    assert packs(tmp_path)
+    assert_boots_warm(tmp_path, environ)
+
+
+def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
+    environ = settings(tmp_path, dir=str(toy_store / "cache"))
+    with server(tmp_path, environ, in_pid_namespace()) as running:
+        running.wait_ready()
+        running.stop(signal.SIGKILL)
+    for name, content in packs(tmp_path).items():
+        assert Path(name).stem == hashlib.sha256(content).hexdigest()
+    with server(tmp_path, environ) as running:
+        running.wait_ready()
+        assert running.predict()["metrics"]["compiled_now"] == 0
+    assert_boots_warm(tmp_path, environ)
+
+
+def wait_for(condition, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def owners(cache: Path) -> list[str]:
+    """The cache directories that some process owns."""
+    owned = []
+    for lock in cache.glob("*.lock"):
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owned.append(lock.stem)
+    return owned

@@ -1,0 +1,227 @@
+"""Regions in this process, with real torch.compile: which modules they are, and how they climb and fall."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from boots import stored
+from torch import nn
+from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
+
+from compile_cache.compiler import Compiler, find_regions, largest_relative_error
+from compile_cache.directory import CacheDirectory
+from compile_cache.settings import Settings
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """An empty cache directory that Inductor writes."""
+    torch._dynamo.reset()
+    directory = CacheDirectory.claim(tmp_path)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    directory.activate(os.environ)
+    yield directory
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiler(directory):
+    return Compiler(Settings(), directory, is_warm=False)
+
+
+def warm_up(compiler: Compiler, call) -> dict[str, str]:
+    """Run `call` watched; each region's step afterwards."""
+    with compiler.watching():
+        call()
+    return {region.report.name: region.report.step for region in compiler.regions.values()}
+
+
+def close(expected: list[float]):
+    """Equal but for what fused float32 arithmetic rounds otherwise."""
+    return pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def only_report(compiler: Compiler):
+    (region,) = compiler.regions.values()
+    return region.report
+
+
+class Root(nn.Module):
+    """Two blocks in a row, of any class."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block(), block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class BrokenGraph(NormBlock):
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+class NotANumber(NormBlock):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+
+class Picky(NormBlock):
+    def forward(self, x):
+        if x.shape[0] == 3:
+            raise ValueError("three rows are one too many")
+        return super().forward(x)
+
+
+class InPlace(NormBlock):
+    def forward(self, x):
+        return x.add_(1.0) * 2.0
+
+
+def test_regions_are_the_classes_in_module_lists_where_the_model_names_none():
+    assert [type(module) for module in find_regions(ToyModel(), "regional")] == [WideBlock] * 2 + [NormBlock] * 2
+
+
+def test_regions_are_the_classes_that_diffusers_names():
+    model = ToyModel()
+    model._repeated_blocks = ["NormBlock"]
+    assert find_regions(model, "regional") == list(model.norms)
+
+
+def test_regions_are_the_classes_that_transformers_names():
+    model = ToyModel()
+    model._no_split_modules = ["WideBlock"]
+    assert find_regions(model, "regional") == list(model.wide)
+
+
+def test_regions_are_never_inside_one_another():
+    model = Root(ToyModel)
+    model._repeated_blocks = ["ToyModel", "WideBlock"]
+    assert find_regions(model, "regional") == list(model.blocks)
+
+
+def test_model_without_repeated_blocks_is_one_region():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_regions(model, "regional") == [model]
+
+
+def test_scope_whole_is_one_region():
+    model = ToyModel()
+    assert find_regions(model, "whole") == [model]
+
+
+def test_instances_of_a_class_share_one_graph(compiler):
+    model = Root(NormBlock).eval()
+    compiler.compile(model)
+    assert warm_up(compiler, lambda: run(model)) == {"NormBlock": "cold"}
+    report = only_report(compiler)
+    assert (report.instances, report.graphs) == (2, 1)
+    assert report.relative_error <= report.tolerance
+
+
+def test_dynamic_shapes_compile_one_graph_for_two_sizes(directory):
+    compiler, model = Compiler(Settings(dynamic=True), directory, is_warm=False), Root(NormBlock).eval()
+    compiler.compile(model)
+    warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
+    assert only_report(compiler).graphs == 1
+
+
+def test_static_shapes_compile_one_graph_for_each_size(compiler):
+    model = Root(NormBlock).eval()
+    compiler.compile(model)
+    warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
+    assert only_report(compiler).graphs == 2
+
+
+def test_graph_break_is_compiled_in_parts_and_reported(compiler):
+    model = Root(BrokenGraph).eval()
+    expected = run(model)
+    compiler.compile(model)
+    assert warm_up(compiler, lambda: run(model)) == {"BrokenGraph": "cold"}
+    assert run(model) == close(expected)
+    assert only_report(compiler).graphs == 2
+
+
+def test_nan_never_passes_the_check(compiler):
+    model = Root(NotANumber).eval()
+    compiler.compile(model)
+    assert warm_up(compiler, lambda: run(model)) == {"NotANumber": "eager"}
+    assert only_report(compiler).relative_error == float("inf")
+
+
+def test_region_that_computes_something_else_answers_as_eager_from_the_first_call_on(compiler, directory):
+    expected, answers = run(CheatingModel().eval()), []
+    model = CheatingModel().eval()
+    compiler.compile(model)
+    steps = warm_up(compiler, lambda: answers.append(run(model)))
+    assert steps == {"WideBlock": "cold", "CheatingBlock": "eager"}
+    assert answers == [close(expected)]
+    assert run(model) == close(expected)
+    assert compiler.withheld
+    assert compiler.withheld < stored(directory.path).keys()
+
+
+def test_models_own_error_passes_through_and_demotes_nothing(compiler):
+    model = Root(Picky).eval()
+    compiler.compile(model)
+    with pytest.raises(ValueError, match="three rows"), compiler.watching():
+        run(model, 3)
+    assert warm_up(compiler, lambda: run(model)) == {"Picky": "cold"}
+
+
+def test_check_sees_the_inputs_as_they_were_before_an_in_place_change(compiler):
+    model = Root(InPlace).eval()
+    expected = run(model)
+    compiler.compile(model)
+    assert warm_up(compiler, lambda: run(model)) == {"InPlace": "cold"}
+    assert run(model) == close(expected)
+
+
+def test_region_that_is_never_called_is_unused(compiler):
+    compiler.compile(Root(NormBlock))
+    assert warm_up(compiler, lambda: None) == {"NormBlock": "unused"}
+
+
+def test_hooks_are_called_as_in_eager(compiler):
+    model, called = Root(NormBlock).eval(), []
+    model.blocks[1].register_forward_hook(lambda *_: called.append(1))
+    compiler.compile(model)
+    warm_up(compiler, lambda: run(model))
+    assert called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_relative_error_is_that_of_the_norms(dtype):
+    reference = torch.full((1000,), 2.0, dtype=dtype)
+    error, _ = largest_relative_error(reference * 1.5, reference)
+    assert error == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("output", "reference"),
+    [
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), (torch.zeros(2),)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.tensor([1, 2]), torch.tensor([1, 3])),
+        (torch.tensor([float("nan")]), torch.tensor([1.0])),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+        (torch.tensor([float("inf")]), torch.tensor([float("inf")])),
+    ],
+)
+def test_what_cannot_be_compared_is_infinitely_wrong(output, reference):
+    assert largest_relative_error(output, reference)[0] == float("inf")
+
+
+def test_largest_error_of_several_outputs_counts():
+    reference = (torch.ones(4), {"a": torch.ones(4)})
+    output = (torch.ones(4), {"a": torch.full((4,), 1.1)})
+    assert largest_relative_error(output, reference)[0] == pytest.approx(0.1)

@@ -1,0 +1,254 @@
+"""The cache directory: one owner each, empty at first, and what in it is an artifact."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from compile_cache.directory import CacheDirectory, FileStamp, is_artifact, logical_key
+from compile_cache.errors import CacheDirectoryError
+
+CLAIM_AND_WAIT = """
+import sys
+from pathlib import Path
+from compile_cache.directory import CacheDirectory
+print(CacheDirectory.claim(Path(sys.argv[1])).path.name, flush=True)
+sys.stdin.read()
+"""
+CLAIM_AND_LEAVE_A_CHILD = """
+import subprocess, sys
+from pathlib import Path
+from compile_cache.directory import CacheDirectory
+directory = CacheDirectory.claim(Path(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], close_fds=False)
+print(child.pid, flush=True)
+"""
+
+
+@contextmanager
+def owner(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that owns a directory in `root`, and the directory's name."""
+    command = [sys.executable, "-c", CLAIM_AND_WAIT, root]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_the_first_process_gets_the_first_path(tmp_path):
+    with owner(tmp_path) as (_, name):
+        assert name == "0"
+
+
+def test_a_second_process_gets_the_next_path(tmp_path):
+    with owner(tmp_path), owner(tmp_path) as (_, second), owner(tmp_path) as (_, third):
+        assert (second, third) == ("1", "2")
+
+
+def test_the_owners_files_are_not_touched_by_another_claim(tmp_path):
+    with owner(tmp_path):
+        (tmp_path / "0" / "artifact").write_text("kept")
+        assert CacheDirectory.claim(tmp_path).path == tmp_path / "1"
+        assert (tmp_path / "0" / "artifact").read_text() == "kept"
+
+
+def test_a_second_claim_in_one_process_gets_the_next_path(tmp_path):
+    first, second = CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)
+    assert [first.path.name, second.path.name] == ["0", "1"]
+
+
+def test_a_process_that_is_killed_owns_nothing_any_more(tmp_path):
+    with owner(tmp_path) as (process, name):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with owner(tmp_path) as (_, next_name):
+            assert next_name == name == "0"
+
+
+def test_a_child_that_outlives_the_owner_does_not_own_the_directory(tmp_path):
+    command = [sys.executable, "-c", CLAIM_AND_LEAVE_A_CHILD, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert int(process.stdout.readline()) > 0
+        process.wait()
+        assert CacheDirectory.claim(tmp_path).path.name == "0"
+
+
+def test_a_claimed_directory_is_emptied_with_its_inbox_and_outbox(tmp_path):
+    for folder in ("0", "0.inbox", "0.outbox"):
+        (tmp_path / folder / "deep").mkdir(parents=True)
+        (tmp_path / folder / "deep" / "file").write_text("left over")
+    directory = CacheDirectory.claim(tmp_path)
+    assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.empty_outbox())] == [
+        []
+    ] * 3
+
+
+def test_a_directory_that_a_killed_process_left_is_emptied(tmp_path):
+    with owner(tmp_path):
+        (tmp_path / "0" / "half-written").write_text("x")
+    assert CacheDirectory.claim(tmp_path).scan() == {}
+
+
+def test_the_folders_above_are_made(tmp_path):
+    assert CacheDirectory.claim(tmp_path / "a" / "b").path == tmp_path / "a" / "b" / "0"
+
+
+@pytest.mark.parametrize("in_the_way", ["", "0", "0.inbox", "0.outbox"])
+def test_a_file_in_the_way_is_a_cache_directory_error_that_names_the_remedy(tmp_path, in_the_way):
+    root = tmp_path / "root"
+    file = root / in_the_way
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("in the way")
+    with pytest.raises(CacheDirectoryError, match="Set COMPILE_CACHE_DIR to a writable folder") as caught:
+        CacheDirectory.claim(root)
+    assert str(root) in str(caught.value)
+    assert file.read_text() == "in the way"
+
+
+def test_a_folder_without_access_is_a_cache_directory_error(read_only, not_root):
+    with pytest.raises(CacheDirectoryError, match="Set COMPILE_CACHE_DIR to a writable folder"):
+        CacheDirectory.claim(read_only)
+
+
+@pytest.fixture
+def read_only(tmp_path) -> Path:
+    (tmp_path / "root").mkdir(mode=0o500)
+    return tmp_path / "root"
+
+
+def test_a_file_system_that_cannot_be_written_is_a_cache_directory_error():
+    with pytest.raises(CacheDirectoryError, match="/proc/compile-cache cannot be used"):
+        CacheDirectory.claim(Path("/proc/compile-cache"))
+
+
+def test_a_link_in_the_way_is_refused_and_what_it_points_to_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("not ours")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "0").symlink_to(elsewhere)
+    with pytest.raises(CacheDirectoryError):
+        CacheDirectory.claim(root)
+    assert (elsewhere / "file").read_text() == "not ours"
+
+
+def test_a_claim_that_failed_owns_nothing(tmp_path):
+    """The next attempt, once the path is free, gets the first directory."""
+    (tmp_path / "0").write_text("in the way")
+    with pytest.raises(CacheDirectoryError):
+        CacheDirectory.claim(tmp_path)
+    (tmp_path / "0").unlink()
+    assert CacheDirectory.claim(tmp_path).path.name == "0"
+
+
+def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("compile_cache.directory._MOST_DIRECTORIES", 2)
+    owners = [CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)]
+    with pytest.raises(CacheDirectoryError, match="2 processes already own"):
+        CacheDirectory.claim(tmp_path)
+    assert len(owners) == 2
+
+
+def test_temporary_directories_are_each_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one, other = CacheDirectory.temporary(), CacheDirectory.temporary()
+    assert one.path.parent != other.path.parent
+    assert one.path.parent.parent == other.path.parent.parent == tmp_path
+
+
+def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
+    directory, environ = CacheDirectory.claim(tmp_path), {"TRITON_CACHE_DIR": "/elsewhere"}
+    directory.activate(environ)
+    assert environ == {
+        "TORCHINDUCTOR_CACHE_DIR": str(directory.path),
+        "TRITON_CACHE_DIR": str(directory.path / "triton"),
+    }
+
+
+def fill(directory: CacheDirectory, *paths: str) -> None:
+    for path in paths:
+        file = directory.path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(path)
+
+
+def test_a_scan_finds_every_artifact_with_its_size_and_time(tmp_path):
+    directory = CacheDirectory.claim(tmp_path)
+    fill(directory, "fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin")
+    found = directory.scan()
+    assert found.keys() == {"fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"}
+    assert found["x.so"] == FileStamp(4, (directory.path / "x.so").stat().st_mtime_ns)
+
+
+def test_a_scan_of_an_empty_directory_is_empty(tmp_path):
+    assert CacheDirectory.claim(tmp_path).scan() == {}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "locks/abc.lock",
+        "deep/locks/abc",
+        "abc.lock",
+        "ab/abc.tmp",
+        "ab/abc.tmp.pid_1_2",
+        "ab/.1.2.tmp",
+        ".hidden",
+        "precompiled/header.h.gch",
+        "server.pid",
+        "triton/tmp.pid_1_2/kernel.cubin",
+    ],
+)
+def test_a_scan_leaves_out_locks_and_files_still_being_written(tmp_path, path):
+    directory = CacheDirectory.claim(tmp_path)
+    fill(directory, path, "kept")
+    assert directory.scan().keys() == {"kept"}
+
+
+def test_a_scan_follows_no_links(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("not ours")
+    directory = CacheDirectory.claim(tmp_path / "root")
+    (directory.path / "folder").symlink_to(elsewhere)
+    (directory.path / "file").symlink_to(elsewhere / "file")
+    assert directory.scan() == {}
+
+
+def test_a_rewritten_file_has_another_stamp(tmp_path):
+    directory = CacheDirectory.claim(tmp_path)
+    fill(directory, "a")
+    before = directory.scan()
+    (directory.path / "a").write_text("another size")
+    assert directory.scan() != before
+
+
+@pytest.mark.parametrize("name", ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"])
+def test_other_names_are_artifacts(name):
+    assert is_artifact(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("fxgraph/ab/fabc/content", "fxgraph/fabc"),
+        ("fxgraph/ab/fabc/other", "fxgraph/fabc"),
+        ("aotautograd/aabc/content", "aotautograd/aabc"),
+        ("aotautograd/aabc/deep/content", "aotautograd/aabc/deep/content"),
+        ("fxgraph/ab/file", "fxgraph/ab/file"),
+        ("ab/cabc.py", "ab/cabc.py"),
+        ("triton/ABC/kernel.cubin", "triton/ABC/kernel.cubin"),
+        ("file", "file"),
+        ("fxgraph", "fxgraph"),
+    ],
+)
+def test_a_graphs_logical_key_is_what_it_is_for_and_any_other_files_is_its_path(path, key):
+    assert logical_key(path) == key

@@ -1,0 +1,177 @@
+"""The environment: what is in it, and that it is right before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+
+import pytest
+
+from compile_cache.environment import (
+    FORMAT_VERSION,
+    Environment,
+    cpu_threads,
+    detect_environment,
+    environment_from_record,
+)
+
+OTHER = {
+    "torch": "2.12.0+cu130",
+    "triton": "",
+    "cuda": "",
+    "hip": "6.4",
+    "gpu": "NVIDIA A100",
+    "capability": "8.0",
+    "device_index": 1,
+    "python": "CPython 3.12.10",
+    "glibc": "glibc 2.41",
+    "machine": "aarch64",
+    "instructions": "avx avx2 avx512f",
+    "threads": 2,
+    "cache_dir": "/tmp/compile-cache/1",
+    "options": "whole default dynamic=False",
+    "variables": (),
+    "format": FORMAT_VERSION + 1,
+}
+
+ASKED_THREADS = {"nothing asked": "", "one thread": "1", "more threads than cores": str(4 * (os.cpu_count() or 1))}
+
+DETECT_AND_OBSERVE = """
+import json, os, sys
+from compile_cache.environment import detect_environment, observe_environment
+detected = detect_environment("/tmp/compile-cache/0", "options", os.environ)
+torch_was_imported = "torch" in sys.modules
+observed = observe_environment(detected)
+print(json.dumps([torch_was_imported, detected.differences(observed)]))
+"""
+
+
+def detect(**environ: str) -> Environment:
+    return detect_environment("/tmp/compile-cache/0", "options", environ)
+
+
+def test_the_digest_names_a_path_segment(environment):
+    assert len(environment.digest) == 32
+    assert set(environment.digest) <= set("0123456789abcdef")
+
+
+def test_the_digest_of_a_record_is_the_same_in_every_release_of_this_format(environment):
+    """If this fails, every stored pack is out of reach: raise FORMAT_VERSION, or keep the record as it was."""
+    assert FORMAT_VERSION == 1
+    assert environment.digest == "b516362690f3aa85c7d13e383d37d101"
+
+
+def test_every_field_has_another_value_to_test_with(environment):
+    assert OTHER.keys() == {field.name for field in fields(environment)}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_the_digest_changes_with_every_field(environment, name):
+    assert replace(environment, **{name: OTHER[name]}).digest != environment.digest
+
+
+def test_equal_environments_have_no_differences(environment):
+    assert environment.differences(replace(environment)) == ()
+
+
+def test_differences_name_the_field_and_both_values(environment):
+    other = replace(environment, torch="2.12.0", threads=4)
+    assert environment.differences(other) == ("torch '2.11.0+cu130' → '2.12.0'", "threads 0 → 4")
+
+
+def test_a_stored_record_is_read_back(environment):
+    assert environment_from_record(json.loads(environment.to_json())) == environment
+
+
+def test_a_record_with_fields_of_a_later_version_is_still_read(environment):
+    assert environment_from_record({**json.loads(environment.to_json()), "later": 1}) == environment
+
+
+def test_a_record_that_lacks_a_field_is_a_key_error(environment):
+    record = json.loads(environment.to_json())
+    del record["glibc"]
+    with pytest.raises(KeyError):
+        environment_from_record(record)
+
+
+@pytest.fixture(scope="module")
+def observed() -> dict[str, tuple[bool, list[str]]]:
+    """For each number of threads asked for: whether detection imported torch, and how it differs from torch. In
+    processes side by side, since each imports torch."""
+    with ThreadPoolExecutor() as executor:
+        return dict(zip(ASKED_THREADS, executor.map(detect_and_observe, ASKED_THREADS.values()), strict=True))
+
+
+def detect_and_observe(asked: str) -> tuple[bool, list[str]]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    if asked:
+        environ["OMP_NUM_THREADS"] = asked
+    command = [sys.executable, "-c", DETECT_AND_OBSERVE]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    return tuple(json.loads(done.stdout))
+
+
+def test_detection_does_not_import_torch(observed):
+    assert not any(torch_was_imported for torch_was_imported, _ in observed.values())
+
+
+@pytest.mark.parametrize("asked", ASKED_THREADS)
+def test_detection_agrees_with_torch(observed, asked):
+    """A difference makes every boot throw its restore away."""
+    _, differences = observed[asked]
+    assert differences == []
+
+
+def test_threads_are_those_asked_for():
+    assert cpu_threads({"OMP_NUM_THREADS": "1"}) == 1
+
+
+def test_of_threads_asked_for_level_by_level_the_first_level_counts():
+    """OpenMP 5.2, section 21.1.2: OMP_NUM_THREADS is a list, of which torch uses the outermost level."""
+    assert cpu_threads({"OMP_NUM_THREADS": "1,4"}) == 1
+
+
+def test_threads_not_asked_for_are_at_least_one_and_no_more_than_allowed_cpus():
+    assert 1 <= cpu_threads({}) <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("nonsense", ["", "many", "0", "-1", "²", "1.5"])
+def test_a_number_of_threads_that_is_none_counts_as_not_set(nonsense):
+    assert cpu_threads({"OMP_NUM_THREADS": nonsense}) == cpu_threads({})
+
+
+def test_the_record_keeps_the_path_and_the_options(environment):
+    detected = detect_environment("/some/path", "some options", {})
+    assert (detected.cache_dir, detected.options) == ("/some/path", "some options")
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_DEBUG", "INDUCTOR_X", "TORCH_COMPILE_X"])
+def test_variables_that_change_code_are_in_the_record(name):
+    assert detect(**{name: "1"}).variables == (f"{name}=1",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TRITON_PRINT_AUTOTUNING",
+        "TORCH_COMPILE_DEBUG",
+        "PATH",
+        "TORCH_LOGS",
+        "COMPILE_CACHE_STORE",
+    ],
+)
+def test_variables_that_do_not_change_code_are_not(name):
+    assert detect(**{name: "1"}).variables == ()
+
+
+def test_the_order_in_which_variables_are_set_does_not_matter():
+    one = detect(TORCHINDUCTOR_A="1", TRITON_B="2")
+    assert one == detect(TRITON_B="2", TORCHINDUCTOR_A="1")
+    assert one.variables == ("TORCHINDUCTOR_A=1", "TRITON_B=2")

@@ -1,0 +1,246 @@
+"""The model's version: it follows what a compiled graph was made from, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile_cache.errors import SettingsError
+from compile_cache.model_version import hub_commit, model_name, model_version, split_revision
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+
+PRINT_COMMIT = """
+import os
+from compile_cache.model_version import hub_commit
+print(hub_commit("org/name", "some-branch", os.environ))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A model's folder in the layout of a diffusers pipeline."""
+    model = tmp_path / "my-model"
+    (model / "transformer").mkdir(parents=True)
+    (model / "model_index.json").write_text("{}")
+    (model / "transformer" / "config.json").write_text('{"layers": 2}')
+    write_safetensors(model / "transformer" / "model.safetensors", HEADER, b"\0" * 16)
+    (model / "extra.bin").write_bytes(b"weights")
+    return model
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """The project's own code: a package."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "model.py").write_text("x = 1\n")
+    return package
+
+
+def write_safetensors(path: Path, header: bytes, content: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content)
+
+
+def version(folder: Path | str, *sources: Path, **environ: str) -> str:
+    return model_version(str(folder), sources, environ)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files so far, page cache included (proc(5), io)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_the_version_is_a_digest_that_stays(folder):
+    assert version(folder) == version(folder)
+    assert len(version(folder)) == 32
+
+
+def test_the_version_does_not_depend_on_where_the_folder_is(folder, tmp_path):
+    before = version(folder)
+    assert version(folder.rename(tmp_path / "elsewhere")) == before
+
+
+def test_a_changed_config_is_another_version(folder):
+    before = version(folder)
+    (folder / "transformer" / "config.json").write_text('{"layers": 3}')
+    assert version(folder) != before
+
+
+def test_a_new_file_is_another_version(folder):
+    before = version(folder)
+    (folder / "scheduler.json").write_text("{}")
+    assert version(folder) != before
+
+
+def test_a_renamed_file_is_another_version(folder):
+    before = version(folder)
+    (folder / "model_index.json").rename(folder / "index.json")
+    assert version(folder) != before
+
+
+def test_weights_of_another_size_are_another_version(folder):
+    before = version(folder)
+    (folder / "extra.bin").write_bytes(b"more weights")
+    assert version(folder) != before
+
+
+def test_another_safetensors_header_is_another_version(folder):
+    before = version(folder)
+    write_safetensors(folder / "transformer" / "model.safetensors", HEADER.replace(b"F32", b"I32"), b"\0" * 16)
+    assert version(folder) != before
+
+
+def test_other_numbers_in_the_same_tensors_are_the_same_version(folder):
+    before = version(folder)
+    write_safetensors(folder / "transformer" / "model.safetensors", HEADER, b"\1" * 16)
+    (folder / "extra.bin").write_bytes(b"WEIGHTS")
+    assert version(folder) == before
+
+
+def test_of_fifty_gigabytes_of_weights_only_the_header_is_read(folder):
+    large = folder / "large.safetensors"
+    write_safetensors(large, HEADER, b"")
+    os.truncate(large, 50 * 1024**3)
+    before = bytes_read()
+    version(folder)
+    assert bytes_read() - before < 1024**2
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 8, b"version https://git-lfs.github.com/spec/v1\n"])
+def test_weights_that_are_not_safetensors_inside_still_have_a_version(folder, content):
+    (folder / "odd.safetensors").write_bytes(content)
+    assert len(version(folder)) == 32
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".cache/download.json", "__pycache__/x.pyc", "transformer/.git/HEAD"])
+def test_hidden_files_and_bytecode_do_not_count(folder, name):
+    before = version(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("anything")
+    assert version(folder) == before
+
+
+def test_changed_source_in_a_folder_is_another_version(folder, source):
+    before = version(folder, source)
+    (source / "model.py").write_text("x = 2\n")
+    assert version(folder, source) != before
+
+
+def test_a_changed_source_file_is_another_version(folder, source):
+    before = version(folder, source / "model.py")
+    (source / "model.py").write_text("x = 2\n")
+    assert version(folder, source / "model.py") != before
+
+
+def test_a_new_source_in_a_deeper_folder_is_another_version(folder, source):
+    before = version(folder, source)
+    (source / "deeper").mkdir()
+    (source / "deeper" / "block.py").write_text("")
+    assert version(folder, source) != before
+
+
+@pytest.mark.parametrize("name", ["__pycache__/model.cpython-312.pyc", "notes.txt", ".hidden.py"])
+def test_beside_source_only_visible_python_files_count(folder, source, name):
+    before = version(folder, source)
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_text("anything")
+    assert version(folder, source) == before
+
+
+def test_a_source_that_is_not_there_is_named(folder, tmp_path):
+    with pytest.raises(SettingsError, match=r"missing\.py.* is not there"):
+        version(folder, tmp_path / "missing.py")
+
+
+def test_another_version_of_a_traced_package_is_another_version(folder, tmp_path, monkeypatch):
+    before = version(folder)
+    metadata = tmp_path / "site" / "diffusers-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert version(folder) != before
+
+
+def test_a_folder_is_named_by_its_own_name(folder):
+    assert model_name(str(folder)) == "my-model"
+    assert model_name(f"{folder}/") == "my-model"
+
+
+def test_a_hub_id_is_a_name_without_its_revision():
+    assert model_name("org/name@main") == "org/name"
+
+
+def test_a_revision_stands_after_the_at_sign():
+    assert split_revision("org/name@v1") == ("org/name", "v1")
+    assert split_revision("org/name") == ("org/name", None)
+    assert split_revision("org/name@") == ("org/name", None)
+
+
+def test_a_folder_with_an_at_sign_has_no_revision(tmp_path):
+    folder = tmp_path / "model@home"
+    folder.mkdir()
+    assert split_revision(str(folder)) == (str(folder), None)
+
+
+def test_a_commit_is_the_version_without_asking_anyone():
+    assert hub_commit("org/name", COMMIT, {"HF_HUB_CACHE": "/nowhere"}) == COMMIT
+
+
+def test_hub_ids_at_different_commits_are_different_versions():
+    assert version(f"org/name@{COMMIT}") != version(f"org/name@{COMMIT[::-1]}")
+    assert version(f"org/name@{COMMIT}") == version(f"org/name@{COMMIT}")
+    assert version(f"org/name@{COMMIT}") != version(f"org/other@{COMMIT}")
+
+
+@pytest.mark.parametrize(("variable", "below"), [("HF_HUB_CACHE", ""), ("HF_HOME", "hub")])
+@pytest.mark.parametrize("revision", ["main", "refs/pr/1"])
+def test_a_downloaded_revision_is_the_commit_in_the_local_hub_cache(tmp_path, variable, below, revision):
+    reference = tmp_path / below / "models--org--name" / "refs" / revision
+    reference.parent.mkdir(parents=True)
+    reference.write_text(COMMIT)
+    assert hub_commit("org/name", revision, {variable: str(tmp_path)}) == COMMIT
+
+
+def test_the_default_revision_is_main(tmp_path):
+    references = tmp_path / "models--org--name" / "refs"
+    references.mkdir(parents=True)
+    (references / "main").write_text(COMMIT)
+    cache = str(tmp_path)
+    assert version("org/name", HF_HUB_CACHE=cache) == version(f"org/name@{COMMIT}", HF_HUB_CACHE=cache)
+
+
+def run_hub_commit(program: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_offline_an_unknown_revision_stands_for_itself(tmp_path):
+    assert run_hub_commit(PRINT_COMMIT, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"
+
+
+def test_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
+    endpoint = f"http://127.0.0.1:{closed_port}"
+    assert run_hub_commit(PRINT_COMMIT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path)) == "some-branch"
+
+
+def test_without_huggingface_hub_installed_a_revision_stands_for_itself(tmp_path):
+    """The library requires torch and zstandard only."""
+    program = "import sys\nsys.modules['huggingface_hub'] = None\n" + PRINT_COMMIT
+    assert run_hub_commit(program, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"

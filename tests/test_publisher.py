@@ -1,0 +1,362 @@
+"""The publisher: what is new reaches the store at READY, later, and at the latest while the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from compile_cache.cache import CompileCache
+from compile_cache.directory import CacheDirectory
+from compile_cache.errors import StoreUnavailable
+from compile_cache.pack import Limits
+from compile_cache.publisher import Publisher
+from compile_cache.report import CompileCounts, PublishReport
+from compile_cache.store import ObjectStore
+from compile_cache.store.local import LocalStore
+
+FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
+PATIENCE_S = 60
+
+
+class FailingStore(LocalStore):
+    """Fails its first puts, then works."""
+
+    failures = 0
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailable("the store does not answer")
+        super().put(name, content)
+
+
+class HangingStore(LocalStore):
+    """Hangs in every put until it is released."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        self.reached.set()
+        self.released.wait()
+        super().put(name, content)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A publisher at work, and what it reports."""
+
+    publisher: Publisher
+    cache: CompileCache
+    directory: CacheDirectory
+    report: PublishReport
+    reported: list[tuple[int, int]]  # (packs, failures) after each attempt
+
+    def write(self, files: dict[str, bytes]) -> None:
+        for path, content in files.items():
+            file = self.directory.path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+
+@pytest.fixture
+def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Started]]:
+    """Starts a publisher over the store given, with FILES in its directory; it is stopped after the test."""
+    monkeypatch.setattr("compile_cache.publisher._POLL_S", 0.01)
+    started = []
+
+    def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
+        directory = CacheDirectory.claim(tmp_path / "cache")
+        cache = CompileCache(store, key, environment, directory, Limits())
+        report, reported = PublishReport(), []
+        publisher = Publisher(
+            cache,
+            report,
+            withheld,
+            "the test",
+            exit_budget_s,
+            lambda: reported.append((report.packs, len(report.failures))),
+        )
+        started.append(Started(publisher, cache, directory, report, reported))
+        started[-1].write(files)
+        if begin:
+            publisher.start()
+        return started[-1]
+
+    yield make
+    for one in started:
+        atexit.unregister(one.publisher.flush)
+        one.publisher._closing.set()
+
+
+@pytest.fixture
+def hanging(tmp_path) -> Iterator[HangingStore]:
+    store = HangingStore(tmp_path / "store")
+    yield store
+    store.released.set()
+
+
+@pytest.fixture
+def counts(monkeypatch) -> CompileCounts:
+    """What the publisher is told of torch's counters; more graphs there mean that something was compiled."""
+    told = CompileCounts()
+    monkeypatch.setattr("compile_cache.publisher.read_counts", lambda: CompileCounts(told.graphs))
+    return told
+
+
+def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
+    """What the next boot finds in the store."""
+    directory = CacheDirectory.claim(folder / "next")
+    cache = CompileCache(store, of.cache.key, of.cache._environment, directory, Limits())
+    cache.install(cache.fetch(threading.Event()))
+    return {path: (directory.path / path).read_bytes() for path in directory.scan()}
+
+
+def poll(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_everything_is_published_at_the_start(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store)
+    assert started.publisher.wait(PATIENCE_S)
+    assert restored(store, tmp_path, started) == FILES
+
+
+def test_the_report_tells_what_was_published(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    (entry,) = started.cache.list()
+    assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
+    assert started.report.failures == []
+
+
+def test_each_attempt_is_told_with_the_report_up_to_date(tmp_path, start):
+    store = FailingStore(tmp_path / "store")
+    store.failures = 1
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert started.reported == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_a_published_pack_takes_no_more_room_on_the_disk(tmp_path, start):
+    started = start(LocalStore(tmp_path / "store"))
+    started.publisher.wait(PATIENCE_S)
+    assert list((tmp_path / "cache" / "0.outbox").iterdir()) == []
+
+
+def test_with_nothing_new_there_is_nothing_to_wait_for(tmp_path, start):
+    started = start(LocalStore(tmp_path / "store"), files={})
+    assert started.publisher.wait(PATIENCE_S)
+    assert not (tmp_path / "store").exists()
+
+
+def test_withheld_files_are_counted_and_never_published(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store, withheld={"kernel.so"})
+    started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert started.report.withheld_files == 1
+    assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
+
+
+# What is compiled later.
+
+
+def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, start, counts, monkeypatch):
+    monkeypatch.setattr("compile_cache.publisher._QUIET_S", 0.01)
+    store = LocalStore(tmp_path / "store")
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.write({"later.so": b"later"})
+    counts.graphs += 1
+    poll(lambda: started.report.packs == 2)
+    assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
+
+
+def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_path, start, counts, monkeypatch):
+    monkeypatch.setattr("compile_cache.publisher._QUIET_S", PATIENCE_S)
+    store = LocalStore(tmp_path / "store")
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.write({"later.so": b"later"})
+    counts.graphs += 1
+    poll(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
+    assert started.report.packs == 1
+    started.publisher.flush()
+    assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
+
+
+def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(tmp_path, start, counts, monkeypatch):
+    monkeypatch.setattr("compile_cache.publisher._POLL_S", PATIENCE_S)
+    store = LocalStore(tmp_path / "store")
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.write({"later.so": b"later"})
+    counts.graphs += 1
+    started.publisher.flush()
+    assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
+
+
+# Faults.
+
+
+def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start):
+    store = FailingStore(tmp_path / "store")
+    store.failures = 1
+    started = start(store)
+    assert started.publisher.wait(PATIENCE_S)
+    assert started.report.failures == ["the store does not answer"]
+    assert started.report.packs == 0
+
+
+def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
+    monkeypatch.setattr("compile_cache.publisher._RETRY_S", 0.01)
+    store = FailingStore(tmp_path / "store")
+    store.failures = 3
+    started = start(store)
+    poll(lambda: started.report.packs == 1)
+    assert len(started.report.failures) == 3
+    assert restored(store, tmp_path, started) == FILES
+
+
+def test_what_a_store_refused_is_published_at_the_exit(tmp_path, start):
+    store = FailingStore(tmp_path / "store")
+    store.failures = 1
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert restored(store, tmp_path, started) == FILES
+
+
+def test_a_store_that_fails_at_the_exit_too_is_reported_twice(tmp_path, start):
+    store = FailingStore(tmp_path / "store")
+    store.failures = 2
+    started = start(store)
+    started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert len(started.report.failures) == 2
+
+
+def test_a_staging_that_failed_is_tried_again_at_the_exit(tmp_path, start):
+    """As on a disk that was full for a while; here, a file is in the way of the outbox."""
+    store = LocalStore(tmp_path / "store")
+    started = start(store, begin=False)
+    outbox = tmp_path / "cache" / "0.outbox"
+    outbox.rmdir()
+    outbox.write_text("in the way")
+    started.publisher.start()
+    started.publisher.wait(PATIENCE_S)
+    assert len(started.report.failures) == 1
+    outbox.unlink()
+    started.publisher.flush()
+    assert restored(store, tmp_path, started) == FILES
+
+
+def test_waiting_for_a_store_that_hangs_ends_in_false(start, hanging):
+    started = start(hanging)
+    assert hanging.reached.wait(PATIENCE_S)
+    assert not started.publisher.wait(0)
+
+
+def test_flushing_a_store_that_hangs_ends_within_the_budget(start, hanging):
+    started = start(hanging, exit_budget_s=0.2)
+    assert hanging.reached.wait(PATIENCE_S)
+    before = time.monotonic()
+    started.publisher.flush()
+    assert time.monotonic() - before < 10
+    assert started.report.packs == 0
+
+
+def test_flushing_twice_publishes_once(tmp_path, start):
+    started = start(LocalStore(tmp_path / "store"))
+    started.publisher.flush()
+    started.publisher.flush()
+    assert started.report.packs == 1
+
+
+# The end of a process.
+
+PUBLISH_AND_END = """
+import sys, threading
+from pathlib import Path
+from compile_cache.cache import CompileCache
+from compile_cache.directory import CacheDirectory
+from compile_cache.environment import detect_environment
+from compile_cache.key import CacheKey
+from compile_cache.pack import Limits
+from compile_cache.publisher import Publisher
+from compile_cache.report import PublishReport
+from compile_cache.settings import Settings
+from compile_cache.store import open_store
+
+folder, store_url, endpoint_url, budget_s = sys.argv[1:]
+store = open_store(Settings(store=store_url, s3_endpoint_url=endpoint_url or None))
+directory = CacheDirectory.claim(Path(folder))
+for number in range(50):
+    (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
+key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
+cache = CompileCache(store, key, environment, directory, Limits())
+publisher = Publisher(cache, PublishReport(), set(), "", float(budget_s), lambda: None)
+"""
+START = "publisher.start()\n"
+HANG = """
+reached = threading.Event()
+def hang(name, content):
+    reached.set()
+    threading.Event().wait()
+store.put = hang
+publisher.start()
+reached.wait()
+"""
+
+
+def run_to_the_end(program: str, folder: Path, store: str, endpoint_url: str = "", budget_s: float = 60) -> int:
+    command = [sys.executable, "-c", PUBLISH_AND_END + program, folder / "cache", store, endpoint_url, str(budget_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode
+
+
+def pack_files(store: ObjectStore, folder: Path, environment) -> int:
+    from compile_cache.key import CacheKey
+
+    directory = CacheDirectory.claim(folder / "next")
+    key = CacheKey("environment", "model", "version")
+    cache = CompileCache(store, key, environment, directory, Limits())
+    return cache.install(cache.fetch(threading.Event()))
+
+
+def test_a_process_that_ends_at_once_has_published_everything(tmp_path, environment):
+    assert run_to_the_end(START, tmp_path, str(tmp_path / "store")) == 0
+    assert pack_files(LocalStore(tmp_path / "store"), tmp_path, environment) == 50
+
+
+def test_a_process_that_ends_at_once_has_published_everything_into_s3(tmp_path, environment, s3_bucket):
+    from compile_cache.store.s3 import S3Store
+
+    assert run_to_the_end(START, tmp_path, f"s3://{s3_bucket.name}/a", s3_bucket.endpoint_url) == 0
+    assert pack_files(S3Store(s3_bucket.name, "a", s3_bucket.endpoint_url), tmp_path, environment) == 50
+
+
+def test_a_process_that_ends_with_an_exit_code_keeps_it_and_has_published_everything(tmp_path, environment):
+    assert run_to_the_end(START + "sys.exit(3)", tmp_path, str(tmp_path / "store")) == 3
+    assert pack_files(LocalStore(tmp_path / "store"), tmp_path, environment) == 50
+
+
+def test_a_store_that_hangs_does_not_keep_a_process_from_ending(tmp_path):
+    assert run_to_the_end(HANG, tmp_path, str(tmp_path / "store"), budget_s=0.1) == 0

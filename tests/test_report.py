@@ -1,0 +1,168 @@
+"""The report: when a boot may call itself fully cached, and the forms it is read in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+
+import pytest
+
+from compile_cache.report import (
+    BootReport,
+    CompileCounts,
+    PublishReport,
+    RefusedPack,
+    RegionReport,
+    RestoreReport,
+)
+
+
+def warm_report() -> BootReport:
+    """A boot that restored all it needed."""
+    return BootReport(
+        model_name="org--model",
+        model_version="1",
+        environment="abc",
+        store="/store",
+        cache_dir="/cache/0",
+        scope="regional",
+        mode="default",
+        phases={"weights": 1.5, "warm_up": 2.0},
+        ready_s=4.25,
+        process_s=5.0,
+        restore=RestoreReport("hit", packs=1, files=12, stored_bytes=3_000_000, seconds=0.5, waited_s=0.1),
+        counts=CompileCounts(graphs=2, fxgraph_hits=2, aotautograd_hits=2),
+        regions=[
+            RegionReport("Block", 12, "cached", graphs=1, compile_s=0.25, relative_error=1e-7, tolerance=1e-5),
+            RegionReport("Head", 1, "cached", graphs=1, compile_s=0.5),
+        ],
+    )
+
+
+def test_a_boot_with_hits_and_nothing_made_anew_is_fully_cached():
+    assert warm_report().fully_cached
+
+
+def test_an_empty_report_is_not_fully_cached():
+    assert not BootReport().fully_cached
+
+
+def test_without_regions_it_is_not_fully_cached():
+    report = warm_report()
+    report.regions = []
+    assert not report.fully_cached
+
+
+@pytest.mark.parametrize("step", ["unused", "eager", "cold"])
+def test_with_one_region_below_cached_it_is_not_fully_cached(step):
+    report = warm_report()
+    report.regions[1].step = step
+    assert not report.fully_cached
+
+
+def test_without_hits_it_is_not_fully_cached():
+    report = warm_report()
+    report.counts = CompileCounts(graphs=2)
+    assert not report.fully_cached
+
+
+@pytest.mark.parametrize(
+    "made_anew",
+    [
+        "fxgraph_misses",
+        "fxgraph_bypasses",
+        "aotautograd_misses",
+        "aotautograd_bypasses",
+        "benchmarks",
+        "kernels_compiled",
+    ],
+)
+def test_with_anything_made_anew_it_is_not_fully_cached(made_anew):
+    report = warm_report()
+    setattr(report.counts, made_anew, 1)
+    assert not report.fully_cached
+
+
+def test_every_counter_either_is_a_hit_or_spoils_fully_cached_or_counts_graphs():
+    """A counter that is added later must be given a meaning here."""
+    hits = {"fxgraph_hits", "aotautograd_hits"}
+    misses = {"fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses"}
+    assert {f.name for f in fields(CompileCounts)} == hits | misses | {"graphs", "benchmarks", "kernels_compiled"}
+
+
+def test_counts_since_are_what_was_added():
+    before = CompileCounts(*range(1, 10))
+    after = CompileCounts(*range(10, 100, 10))
+    assert asdict(after.since(before)) == dict(zip(asdict(after), [9, 18, 27, 36, 45, 54, 63, 72, 81], strict=True))
+
+
+def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses():
+    counts = CompileCounts(0, 1, 10, 100, 2, 20, 200)
+    assert (counts.hits, counts.misses) == (3, 330)
+
+
+def test_compile_seconds_are_the_sum_over_regions():
+    assert warm_report().compile_s == 0.75
+
+
+def test_json_has_every_field_and_the_derived_figures():
+    report = warm_report()
+    report.restore.refused.append(RefusedPack("abc.pack", "it is damaged"))
+    report.publish = PublishReport(packs=1, failures=["the store said no"])
+    read = json.loads(report.to_json())
+    assert read == {**asdict(report), "compile_s": 0.75, "fully_cached": True}
+
+
+def test_json_is_json_even_where_a_region_differs_infinitely_from_eager():
+    """Python writes `Infinity`, which is not JSON (RFC 8259, section 6) and which other readers refuse."""
+    report = warm_report()
+    report.regions[0].relative_error = float("inf")
+    json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_report_is_written_whole_into_folders_made_for_it(tmp_path):
+    path = tmp_path / "a" / "b" / "report.json"
+    warm_report().write(path)
+    assert path.read_text() == warm_report().to_json()
+    assert [file.name for file in path.parent.iterdir()] == ["report.json"]
+
+
+def test_writing_again_replaces_the_report(tmp_path):
+    path = tmp_path / "report.json"
+    BootReport().write(path)
+    warm_report().write(path)
+    assert path.read_text() == warm_report().to_json()
+
+
+def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
+    assert warm_report().lines() == [
+        "restore: hit, 12 files, 3.0 MB in 0.50 s, waited 0.10 s",
+        "region Block x12: cached, 0.25 s, differs from eager by 1.0e-07",
+        "region Head x1: cached, 0.50 s",
+        "lookups: 4 hits, 0 misses; anew: 0 kernels, 0 benchmarks",
+        "ready after 4.25 s (weights 1.50 s, warm_up 2.00 s, of which compiling 0.75 s)",
+    ]
+
+
+def test_lines_name_reasons_refused_packs_and_warnings():
+    report = warm_report()
+    report.restore = RestoreReport("failed", "no answer", refused=[RefusedPack("abc.pack", "it is damaged")])
+    report.regions[0].step, report.regions[0].reason = "cold", "2 lookups found nothing"
+    report.warnings = ["could not write"]
+    lines = report.lines()
+    assert lines[0].startswith("restore: failed (no answer), ")
+    assert "refused pack abc.pack: it is damaged" in lines
+    assert any(line.startswith("region Block x12: cold (2 lookups found nothing)") for line in lines)
+    assert "warning: could not write" in lines
+
+
+def test_metrics_are_flat_rounded_and_prefixed():
+    assert warm_report().metrics() == {
+        "compile_cache.ready_s": 4.25,
+        "compile_cache.restore_s": 0.5,
+        "compile_cache.compile_s": 0.75,
+        "compile_cache.restore": "hit",
+        "compile_cache.regions": {"Block": "cached", "Head": "cached"},
+        "compile_cache.hits": 4,
+        "compile_cache.misses": 0,
+    }

@@ -1,0 +1,114 @@
+"""Picture sizes and the model's settings: parsing, the native buckets, and the choice of one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.settings import DEMO_MODEL, ModelSettings, listed
+from models.sizes import ASPECT_RATIOS, Size, choose_size, native_sizes, parse_sizes
+
+SIZES = (Size(1024, 1024), Size(1344, 768), Size(768, 1344))
+
+
+def test_sizes_are_parsed_in_their_order():
+    assert parse_sizes("IMAGE_SIZES", "1024x1024, 1344x768,") == (Size(1024, 1024), Size(1344, 768))
+
+
+def test_no_text_is_no_sizes():
+    assert parse_sizes("IMAGE_SIZES", "") == ()
+
+
+@pytest.mark.parametrize("wrong", ["1024", "1024x", "x768", "0x64", "-64x64", "64X64", "64x64x64", "64 x 64", "a"])
+def test_what_is_not_a_size_is_named_with_its_variable(wrong):
+    with pytest.raises(ValueError, match="IMAGE_SIZES has ") as caught:
+        parse_sizes("IMAGE_SIZES", f"512x512,{wrong}")
+    assert repr(wrong) in str(caught.value)
+
+
+@given(st.lists(st.builds(Size, st.integers(1, 10_000), st.integers(1, 10_000)), max_size=5).map(tuple))
+def test_listed_sizes_are_parsed_back(sizes):
+    assert parse_sizes("IMAGE_SIZES", listed(sizes)) == sizes
+
+
+@pytest.mark.parametrize("resolution", [512, 768, 1024])
+def test_there_is_a_native_size_for_each_aspect_ratio(resolution):
+    sizes = native_sizes(resolution)
+    assert len(sizes) == len(ASPECT_RATIOS)
+    assert sizes[0] == Size(resolution, resolution)
+
+
+@given(st.integers(1, 4096))
+def test_native_sizes_are_whole_steps_of_64_pixels(resolution):
+    for size in native_sizes(resolution):
+        assert size.width % 64 == size.height % 64 == 0
+        assert min(size.width, size.height) >= 64
+
+
+@given(st.integers(512, 2048))
+def test_native_sizes_all_have_about_the_models_own_number_of_pixels(resolution):
+    for size in native_sizes(resolution):
+        assert size.width * size.height == pytest.approx(resolution**2, rel=0.25)
+
+
+@pytest.mark.parametrize("aspect_ratio", ASPECT_RATIOS)
+@pytest.mark.parametrize("resolution", [512, 768, 1024])
+def test_the_native_sizes_serve_every_aspect_ratio(resolution, aspect_ratio):
+    size = choose_size(native_sizes(resolution), aspect_ratio, None, None)
+    width, height = map(int, aspect_ratio.split(":"))
+    assert size.width / size.height == pytest.approx(width / height, rel=0.05)
+
+
+def test_the_first_size_is_the_default():
+    assert choose_size(SIZES, None, None, None) == SIZES[0]
+
+
+def test_width_and_height_name_a_size_exactly():
+    assert choose_size(SIZES, None, 768, 1344) == Size(768, 1344)
+
+
+def test_width_and_height_come_before_the_aspect_ratio():
+    assert choose_size(SIZES, "1:1", 768, 1344) == Size(768, 1344)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1024, None), (None, 1024)])
+def test_one_side_alone_is_refused(width, height):
+    with pytest.raises(ValueError, match="both width and height"):
+        choose_size(SIZES, None, width, height)
+
+
+@pytest.mark.parametrize(("aspect_ratio", "width", "height"), [(None, 1000, 1000), ("21:9", None, None)])
+def test_a_size_that_there_is_not_is_refused_with_those_that_there_are(aspect_ratio, width, height):
+    with pytest.raises(ValueError, match="is not available") as caught:
+        choose_size(SIZES, aspect_ratio, width, height)
+    assert "1024x1024, 1344x768, 768x1344" in str(caught.value)
+
+
+def test_a_bucket_serves_an_aspect_ratio_that_it_nearly_has():
+    assert choose_size(SIZES, "16:9", None, None) == Size(1344, 768)
+
+
+def test_without_variables_the_demo_model_is_served():
+    assert ModelSettings.from_env({}) == ModelSettings(DEMO_MODEL, (), ())
+
+
+def test_empty_variables_count_as_not_set():
+    assert ModelSettings.from_env({"MODEL": "", "IMAGE_SIZES": "", "WARM_UP_SIZES": " "}) == ModelSettings()
+
+
+def test_variables_set_the_model_and_its_sizes():
+    environ = {"MODEL": "org/name@main", "IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "96x64"}
+    assert ModelSettings.from_env(environ) == ModelSettings(
+        "org/name@main", (Size(64, 64), Size(96, 64)), (Size(96, 64),)
+    )
+
+
+def test_a_warm_up_size_that_is_no_image_size_is_refused():
+    with pytest.raises(ValueError, match=r"WARM_UP_SIZES has 32x32, which is not in IMAGE_SIZES: 64x64, 96x64"):
+        ModelSettings.from_env({"IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "64x64,32x32"})
+
+
+def test_a_bad_warm_up_size_names_its_own_variable():
+    with pytest.raises(ValueError, match="WARM_UP_SIZES has 'big'"):
+        ModelSettings.from_env({"WARM_UP_SIZES": "big"})

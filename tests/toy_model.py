@@ -1,0 +1,56 @@
+"""A small model with two repeated block classes, that compiles in seconds."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.gelu(self.linear(x))
+
+
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sigmoid(self.norm(x))
+
+
+class ToyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.ModuleList([WideBlock(), WideBlock()])
+        self.norms = nn.ModuleList([NormBlock(), NormBlock()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.wide, *self.norms):
+            x = block(x)
+        return x
+
+
+class CheatingBlock(NormBlock):
+    """Compiled, it gives another answer than eager: what a miscompilation looks like from outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+class CheatingModel(ToyModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([CheatingBlock(), CheatingBlock()])
+
+
+def run(model: nn.Module, rows: int = 4) -> list[float]:
+    """One prediction on the same numbers every time."""
+    with torch.inference_mode():
+        return model(torch.linspace(-1, 1, rows * 16).view(rows, 16)).flatten().tolist()
