@@ -38,6 +38,7 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
+_PRELOAD_SWITCH_S = 0.0005
 
 
 def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
@@ -157,7 +158,7 @@ class Boot:
 
             if self._compiler is None:
                 assert self._directory is not None
-                self._compiler = Compiler(self._settings, self._directory, is_warm=self.report.restore.files > 0)
+                self._compiler = Compiler(self._settings, self._directory)
             self._compiler.compile(module)
             self.report.regions = [region.report for region in self._compiler.regions.values()]
 
@@ -263,10 +264,14 @@ def _import_compiler() -> None:
 
     A failure is left to be met, and reported, where they are needed.
     """
+    interval_s = sys.getswitchinterval()
+    # The thread that loads weights leaves the GIL for a moment at each tensor, and would wait this long to have it back.
+    sys.setswitchinterval(_PRELOAD_SWITCH_S)
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("torch._inductor.codecache").torch_key()
         importlib.import_module("triton.runtime.cache").triton_key()
+    sys.setswitchinterval(interval_s)
 
 
 def _process_age_s() -> float:

@@ -29,7 +29,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(directory):
-    return Compiler(Settings(), directory, is_warm=False)
+    return Compiler(Settings(), directory)
 
 
 def warm_up(compiler: Compiler, call) -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_instances_of_a_class_share_one_graph(compiler):
 
 
 def test_dynamic_shapes_compile_one_graph_for_two_sizes(directory):
-    compiler, model = Compiler(Settings(dynamic=True), directory, is_warm=False), Root(NormBlock).eval()
+    compiler, model = Compiler(Settings(dynamic=True), directory), Root(NormBlock).eval()
     compiler.compile(model)
     warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
     assert only_report(compiler).graphs == 1
