@@ -265,7 +265,7 @@ def _import_compiler() -> None:
     A failure is left to be met, and reported, where they are needed.
     """
     interval_s = sys.getswitchinterval()
-    # The thread that loads weights leaves the GIL for a moment at each tensor, and would wait this long to have it back.
+    # The thread that loads weights leaves the GIL for a moment at each tensor, and waits this long to have it back.
     sys.setswitchinterval(_PRELOAD_SWITCH_S)
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module("torch._inductor.compile_fx")

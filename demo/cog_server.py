@@ -13,11 +13,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
+_BUSY_S = 30.0
 
 
 class CogServer:
@@ -101,8 +103,18 @@ class CogServer:
             time.sleep(_POLL_S)
 
     def predict(self, **inputs: Any) -> dict[str, Any]:
-        """One prediction, as the server answers it: status, output, metrics, logs."""
-        return self._request("/predictions", {"input": inputs})
+        """One prediction, as the server answers it: status, output, metrics, logs.
+
+        Waits where the server says 409: it takes a moment after an answer until it takes the next request.
+        """
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                return self._request("/predictions", {"input": inputs})
+            except urllib.error.HTTPError as error:
+                if error.code != HTTPStatus.CONFLICT or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
 
     def predict_later(self, **inputs: Any) -> dict[str, Any]:
         """Start a prediction and return at once, as `Prefer: respond-async` does."""

@@ -1,0 +1,147 @@
+"""The demo model in a real Cog server: cold, restored, and drawing what it is asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cog_server import PROJECT, CogServer, files
+from PIL import Image
+from read_digits import DIGIT_WORDS, share_read
+
+PICTURE = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 4, "output_format": "png"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one server answered, from its boot to its end."""
+
+    report: dict[str, Any]
+    first: dict[str, Any]
+    digits: tuple[bytes, ...]
+    answers: dict[str, dict[str, Any]]
+
+
+def serve(folder: Path, each_digit: int = 0, **requests: dict[str, Any]) -> Served:
+    """Boot, draw the picture, `each_digit` pictures of every digit, and whatever else is asked; then stop."""
+    environ = {
+        "MODEL": "demo/flux-digits",
+        "IMAGE_SIZES": "64x64,96x64,64x96",
+        "HF_HUB_OFFLINE": "1",
+        "COMPILE_CACHE_STORE": str(folder / "store"),
+        "COMPILE_CACHE_DIR": str(folder / "cache"),
+        "COMPILE_CACHE_REPORT": str(folder / "report.json"),
+    }
+    with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
+        server.wait_ready()
+        first = server.predict(**PICTURE)
+        digits = []
+        for word in DIGIT_WORDS if each_digit else ():
+            inputs = {**PICTURE, "prompt": f"a handwritten {word}", "num_outputs": each_digit}
+            digits += files(server.predict(**inputs))
+        answers = {name: server.predict(**inputs) for name, inputs in requests.items()}
+    return Served(json.loads((folder / "report.json").read_text()), first, tuple(digits), answers)
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, serve(folder)
+
+
+@pytest.fixture(scope="module")
+def restored(cold):
+    folder, _ = cold
+    return serve(
+        folder,
+        each_digit=2,
+        wide={**PICTURE, "aspect_ratio": "3:2"},
+        exact={**PICTURE, "width": 64, "height": 64},
+        unavailable={**PICTURE, "width": 100, "height": 100},
+        half={**PICTURE, "width": 64},
+        steered={**PICTURE, "negative_prompt": "a handwritten one", "guidance_scale": 2.0},
+        unseeded={**PICTURE, "seed": None},
+        webp={**PICTURE, "output_format": "webp", "output_quality": 50},
+        jpg={**PICTURE, "output_format": "jpg"},
+        several={**PICTURE, "num_outputs": 2},
+    )
+
+
+def picture(answer: dict[str, Any], number: int = 0) -> Image.Image:
+    return Image.open(io.BytesIO(files(answer)[number]))
+
+
+def test_cold_boot_compiles_every_region_within_tolerance_of_eager(cold):
+    _, served = cold
+    assert {region["step"] for region in served.report["regions"]} == {"cold"}
+    for region in served.report["regions"]:
+        assert 0 < region["relative_error"] <= region["tolerance"]
+
+
+def test_first_prediction_of_either_boot_compiles_nothing(cold, restored):
+    assert cold[1].first["metrics"]["compile_cache"]["compiled_now"] == 0
+    assert restored.first["metrics"]["compile_cache"]["compiled_now"] == 0
+
+
+def test_restored_boot_is_fully_cached(restored):
+    counts = restored.report["counts"]
+    assert restored.report["fully_cached"], restored.report
+    assert counts["fxgraph_hits"] >= len(restored.report["regions"]) > 0
+    assert {region["step"] for region in restored.report["regions"]} == {"cached"}
+    for region in restored.report["regions"]:
+        assert 0 < region["relative_error"] <= region["tolerance"]
+
+
+def test_same_seed_draws_the_same_picture_after_a_restart_from_the_cache(cold, restored):
+    assert files(restored.first) == files(cold[1].first)
+
+
+def test_compiled_model_draws_the_digits_it_is_asked_for(restored):
+    pictures = [Image.open(io.BytesIO(content)) for content in restored.digits]
+    digits = [digit for digit in range(10) for _ in range(2)]
+    assert share_read(pictures, digits) >= 0.9
+
+
+def test_aspect_ratio_and_exact_size_choose_the_bucket(restored):
+    assert picture(restored.answers["wide"]).size == (96, 64)
+    assert picture(restored.answers["exact"]).size == (64, 64)
+
+
+def test_size_that_the_model_cannot_draw_is_refused_with_those_it_can(restored):
+    answer = restored.answers["unavailable"]
+    assert answer["status"] == "failed"
+    assert "64x64, 96x64, 64x96" in answer["error"]
+    assert restored.answers["half"]["status"] == "failed"
+
+
+def test_negative_prompt_changes_the_picture(restored):
+    assert restored.answers["steered"]["status"] == "succeeded"
+    assert files(restored.answers["steered"]) != files(restored.first)
+
+
+def test_omitted_seed_is_random_and_reported(restored):
+    answer = restored.answers["unseeded"]
+    assert f"seed: {answer['metrics']['seed']}" in answer["logs"]
+    assert answer["metrics"]["seed"] != PICTURE["seed"]
+
+
+@pytest.mark.parametrize(("name", "file_format"), [("webp", "WEBP"), ("jpg", "JPEG"), ("exact", "PNG")])
+def test_output_format_is_the_one_asked_for(restored, name, file_format):
+    assert picture(restored.answers[name]).format == file_format
+
+
+def test_several_outputs_count_up_from_the_seed(restored):
+    first, second = files(restored.answers["several"])
+    assert first == files(restored.first)[0]
+    assert second != first
+
+
+def test_cog_yaml_names_the_predictor_and_the_model_that_are_there():
+    text = (PROJECT / "cog.yaml").read_text()
+    assert 'run: "predict.py:Predictor"' in text
+    assert (PROJECT / "demo/flux-digits/model_index.json").is_file()
+    assert "MODEL=demo/flux-digits" in text
