@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A CPU build where one is at hand; on a machine with a GPU, torch's own index serves the CUDA build.
+# What pip finds: on Linux usually the build for CUDA, which runs on a CPU as well.
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test lint types clean

@@ -18,7 +18,8 @@ from warmup import warm_up
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 logging.getLogger("compile_cache").setLevel(logging.INFO)
 
-SOURCES = ("predict.py", "warmup.py", "models")
+PROJECT = os.path.dirname(os.path.abspath(__file__))
+SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
 LARGEST_SEED = 4294967295
 
 

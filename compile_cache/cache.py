@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -62,6 +62,7 @@ class CompileCache:
         self._limits = limits
         self._published = _Published()
         self._environment_published = False
+        self._is_listed = False
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first; what has another name than packs have is none.
@@ -82,16 +83,31 @@ class CompileCache:
             OSError: the staging folder cannot be written.
         """
         started = time.perf_counter()
-        packs, refused, stored_bytes = [], [], 0
-        with ThreadPoolExecutor(_THREADS, "compile-cache-get") as getting, ThreadPoolExecutor(_THREADS) as unpacking:
-            # Two pools: a pack that is unpacked waits for its frames, which must not queue behind other packs.
-            jobs = [(entry, getting.submit(self._fetch_pack, entry, unpacking, abandoned)) for entry in self.list()]
-            for entry, job in jobs:
+        entries = self.list()
+        outcomes: dict[str, tuple[Path, Manifest] | Exception] = {}
+        with ThreadPoolExecutor(_THREADS, "compile-cache-unpack") as unpacking:
+
+            def fetch_pack(entry: StoredObject) -> None:
                 try:
-                    packs.append(job.result())
-                    stored_bytes += entry.size_bytes
-                except (PackError, StoreError) as error:
-                    refused.append(RefusedPack(entry.name, str(error)))
+                    outcomes[entry.name] = self._fetch_pack(entry, unpacking, abandoned)
+                except Exception as error:  # raised again below, but for what concerns this pack alone
+                    outcomes[entry.name] = error
+
+            _in_daemon_threads(fetch_pack, entries)
+        packs, refused, stored_bytes, size_bytes = [], [], 0, 0
+        for entry in entries:
+            outcome = outcomes[entry.name]
+            if isinstance(outcome, PackError | StoreError):
+                refused.append(RefusedPack(entry.name, str(outcome)))
+            elif isinstance(outcome, Exception):
+                raise outcome
+            elif (size_bytes := size_bytes + outcome[1].size_bytes) > self._limits.size_bytes:
+                refused.append(
+                    RefusedPack(entry.name, f"all packs unpack to more than {self._limits.size_bytes} bytes")
+                )
+            else:
+                packs.append(outcome)
+                stored_bytes += entry.size_bytes
         return Fetched(tuple(packs), tuple(refused), stored_bytes, time.perf_counter() - started)
 
     def _fetch_pack(
@@ -125,14 +141,25 @@ class CompileCache:
             self._published.files[path] = (sha256, _stamp(target))
         self._published.keys.update(taken)
         self._environment_published = bool(fetched.packs)
+        self._is_listed = True
         return len(chosen)
+
+    def _learn(self) -> None:
+        """Find out what the store has, where no restore has: nothing is to be published twice."""
+        self._directory.empty_inbox()
+        for _, manifest in self.fetch(threading.Event()).packs:
+            self._published.keys.update(entry.key for entry in manifest.files)
+        self._is_listed = True
 
     def stage(self, withheld: Collection[str], creator: str) -> tuple[Pack, ...]:
         """Finished packs, most valuable first, of all that the store does not have yet, `withheld` paths left out.
 
         Raises:
+            StoreError: the store cannot be listed, where that has not been done before.
             OSError: the staging folder cannot be written.
         """
+        if not self._is_listed:
+            self._learn()
         outbox = self._directory.empty_outbox()
         sources = sorted(self._unpublished(withheld), key=_by_value)
         return tuple(write_pack(outbox, self.key, part, creator) for part in _parts(sources) if part)
@@ -166,6 +193,27 @@ class CompileCache:
         if not self._environment_published:
             self.store.put(self.key.environment_prefix + "environment.json", self._environment.to_json().encode())
             self._environment_published = True
+
+
+def _in_daemon_threads(work: Callable[[StoredObject], None], entries: Sequence[StoredObject]) -> None:
+    """Do `work` for all, a few at a time. Not in a ThreadPoolExecutor, whose threads the interpreter joins before it
+    runs exit hooks: a read that hangs would cost the hook its time."""
+    waiting = iter(entries)
+    lock = threading.Lock()
+
+    def drain() -> None:
+        while True:
+            with lock:
+                entry = next(waiting, None)
+            if entry is None:
+                return
+            work(entry)
+
+    threads = [threading.Thread(target=drain, daemon=True) for _ in range(min(_THREADS, len(entries)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _choose(packs: Sequence[tuple[Path, Manifest]]) -> tuple[dict[str, tuple[Path, str]], set[str]]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.callback
 import torch._inductor.config
 from torch import nn
-from torch._dynamo import funcname_cache
 from torch.utils import _pytree as pytree
 
 from compile_cache.counters import read_counts
@@ -43,6 +44,14 @@ class Compiler:
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
         self.withheld: set[str] = set()
+        self._compiling = threading.Event()
+        torch._dynamo.callback.on_compile_start(lambda _: self._compiling.set())
+        torch._dynamo.callback.on_compile_end(lambda _: self._compiling.clear())
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether some thread is in the middle of a compile, whose files may be half-written."""
+        return self._compiling.is_set()
 
     def compile(self, root: nn.Module) -> None:
         """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself."""
@@ -88,7 +97,10 @@ def _configure_torch() -> None:
     # benchmarks anew, and may choose otherwise. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
         torch._inductor.config.dynamic_scale_rblock = False
-    funcname_cache.cache = _NoFunctionNames()
+    with contextlib.suppress(ImportError):
+        from torch._dynamo import funcname_cache
+
+        funcname_cache.cache = _NoFunctionNames()
 
 
 class _NoFunctionNames(dict[str, dict[int, str]]):
@@ -173,7 +185,7 @@ class Region:
 
     def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call that measures what it compiled, and checks it against eager on the same, unchanged inputs."""
-        kept_args, kept_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        kept_args, kept_kwargs = self._keep(args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:
             with _PeakMemory() as compiled_peak:
@@ -186,22 +198,37 @@ class Region:
         if after.graphs == before.graphs:
             return output
         self._record(before, after, time.perf_counter() - started)
-        with _PeakMemory() as eager_peak:
-            reference = _eager(module, kept_args, kept_kwargs)
+        try:
+            with _PeakMemory() as eager_peak:
+                reference = _eager(module, kept_args, kept_kwargs)
+        except torch.OutOfMemoryError as error:
+            self._explain(f"not checked against eager: {_first_line(error)}")
+            return output
         self._record_peaks(compiled_peak.bytes, eager_peak.bytes)
         return output if self._passes(output, reference) else reference
 
+    def _keep(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Copies of the inputs, which a call may change; the inputs themselves where there is no memory for copies."""
+        try:
+            return pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))  # type: ignore[no-any-return]
+        except torch.OutOfMemoryError as error:
+            self._explain(f"checked on inputs that the call itself may have changed: {_first_line(error)}")
+            return args, kwargs
+
     def _record(self, before: CompileCounts, after: CompileCounts, seconds: float) -> None:
         report = self.report
-        self._artifacts |= self._new_artifacts()
+        if after.misses > before.misses:
+            self._artifacts |= self._new_artifacts()
         report.graphs += after.graphs - before.graphs
         report.compile_s += seconds
         if after.misses > before.misses:
-            report.step, report.reason = "cold", f"{after.misses - before.misses} lookups found nothing"
+            report.step = "cold"
+            self._explain("lookups found nothing")
         elif after.hits > before.hits and report.step == "unused":
             report.step = "cached"
         elif after.hits == before.hits:
-            report.step, report.reason = "cold", "torch did not look it up: its caches are off"
+            report.step = "cold"
+            self._explain("torch did not look it up: its caches are off")
 
     def _record_peaks(self, compiled_bytes: int | None, eager_bytes: int | None) -> None:
         if compiled_bytes is not None and compiled_bytes > (self.report.compiled_peak_bytes or 0):
@@ -216,7 +243,6 @@ class Region:
         if error <= tolerance:
             return True
         self._demote(f"differs from eager by {error:.1e}, and {tolerance:.0e} is allowed")
-        self.withheld |= self._artifacts
         return False
 
     def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
@@ -226,24 +252,40 @@ class Region:
             Exception: the model's own, where eager fails as well; the region then stays as it is.
         """
         if self._fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
+            # Whose error is it? The model's own, which Dynamo met in tracing, is raised here, and nothing changes.
+            _eager(module, *pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
             log.info("compile.graph_break region=%s error=%s", self.report.name, _first_line(error))
             self._fullgraph = False
             for instance in self._compiled:
                 self._compile(instance)
-            self.report.reason = f"with graph breaks: {_first_line(error)}"
+            self._explain(f"with graph breaks: {_first_line(error)}")
             return self._call(module, *args, **kwargs)
         output = _eager(module, args, kwargs)
+        if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+            self._explain(f"eager for further shapes: {_RECOMPILE_LIMIT} are compiled; set COMPILE_CACHE_DYNAMIC=auto")
+            return output
         log.warning("compile.failed region=%s", self.report.name, exc_info=error)
         self._demote(f"{type(error).__name__}: {_first_line(error)}")
         return output
 
     def _demote(self, reason: str) -> None:
+        """Serve eager from now on, and withhold what was compiled from the store."""
         self.report.step, self.report.reason = "eager", reason
+        self.withheld |= self._artifacts
+
+    def _explain(self, reason: str) -> None:
+        """Add a reason to the report, once."""
+        if reason not in self.report.reason:
+            log.info("compile.note region=%s reason=%s", self.report.name, reason)
+            self.report.reason = "; ".join(filter(None, (self.report.reason, reason)))
 
     def conclude(self) -> None:
         """After the warm-up: a region that was called, but for which torch compiled nothing, is eager."""
         if self._calls and not self.report.graphs and self.report.step == "unused":
-            self._demote("torch.compile made no graph; is TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?")
+            self._demote(
+                "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
+                "or this process has compiled the class in an earlier boot"
+            )
 
 
 # What torch raises when compiling fails, as opposed to the model's own errors.

@@ -15,7 +15,8 @@ def read_counts() -> CompileCounts:
     """Totals of this process. Takes microseconds and imports nothing: without torch all is zero."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, Any]] = dynamo.counters if dynamo else {}
-    inductor, aotautograd = counters.get("inductor", {}), counters.get("aot_autograd", {})
+    # A copy, in one step: another thread may be compiling.
+    inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),

@@ -79,6 +79,14 @@ class CacheDirectory:
         that no other process has, so it is never published."""
         return cls.claim(Path(tempfile.mkdtemp(prefix="compile-cache-")))
 
+    def empty_inbox(self) -> None:
+        """Throw away what was fetched.
+
+        Raises:
+            OSError: it cannot be emptied.
+        """
+        _make_empty(self.inbox)
+
     def empty_outbox(self) -> Path:
         """The folder for finished packs, emptied.
 
@@ -98,18 +106,21 @@ class CacheDirectory:
         return dict(self._walk(""))
 
     def _walk(self, folder: str) -> Iterator[tuple[str, FileStamp]]:
-        with os.scandir(self.path / folder) as entries:
-            for entry in entries:
-                path = f"{folder}{entry.name}"
-                if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in _LEFT_OUT_FOLDERS and not entry.name.startswith("tmp."):
-                        yield from self._walk(path + "/")
-                elif entry.is_file(follow_symlinks=False) and is_artifact(entry.name):
-                    try:
-                        stat = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:  # a temporary file, renamed meanwhile
-                        continue
-                    yield path, FileStamp(stat.st_size, stat.st_mtime_ns)
+        try:
+            entries = list(os.scandir(self.path / folder))
+        except FileNotFoundError:  # a temporary folder, renamed meanwhile, or one that somebody removed
+            return
+        for entry in entries:
+            path = f"{folder}{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in _LEFT_OUT_FOLDERS and not entry.name.startswith("tmp."):
+                    yield from self._walk(path + "/")
+            elif entry.is_file(follow_symlinks=False) and is_artifact(entry.name):
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # a temporary file, renamed meanwhile
+                    continue
+                yield path, FileStamp(stat.st_size, stat.st_mtime_ns)
 
 
 def _make_empty(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """One boot: restore while torch and the weights load, compile, warm up, report, publish.
 
-This is the only place where failures of the parts below are caught, logged with their traceback, and turned into a
-slower boot. What the caller's own code raises passes through.
+Failures of the parts below are caught here, logged, and turned into a slower boot; the background threads hand theirs
+over, and a region that cannot be compiled falls back by itself (compiler.py). What the caller's own code raises passes
+through.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
-from compile_cache.errors import CacheDirectoryError, CompileCacheError
+from compile_cache.errors import CacheDirectoryError, CompileCacheError, SettingsError
 from compile_cache.report import BootReport, CompileCounts
 from compile_cache.settings import Settings
 
@@ -53,9 +54,12 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         environ: where settings are read, and where torch's cache paths are set.
 
     Raises:
-        SettingsError: a `COMPILE_CACHE_*` variable is wrong.
+        SettingsError: a `COMPILE_CACHE_*` variable is wrong, or one of `sources` is not there.
     """
-    return Boot(Settings.from_env(environ), model, sources, environ)
+    settings = Settings.from_env(environ)
+    if missing := [str(source) for source in sources if not Path(source).exists()]:
+        raise SettingsError(f"sources of the model are not there: {', '.join(missing)}. Give paths from {Path.cwd()}.")
+    return Boot(settings, model, sources, environ)
 
 
 class Boot:
@@ -101,8 +105,9 @@ class Boot:
             return
         from compile_cache.restore import Restore
 
-        self._restore = Restore(self._settings, self._directory, model, sources, self._environ)
-        self._restore.start()
+        with self._degrading("start the restore; compiling anew"):
+            self._restore = Restore(self._settings, self._directory, model, sources, self._environ)
+            self._restore.start()
 
     def __enter__(self) -> Boot:
         return self
@@ -117,13 +122,15 @@ class Boot:
             return
         if self._compiler is None:
             self._join()
-        self._count()
         self.report.ready_s = time.perf_counter() - self._started
-        self.report.process_s = _process_age_s()
-        self._start_publishing()
+        with self._degrading("count what was compiled"):
+            self._count()
+            self.report.process_s = _process_age_s()
         for line in self.report.lines():
             log.info(line)
         self._write_report()
+        with self._degrading("start publishing"):
+            self._start_publishing()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -185,7 +192,7 @@ class Boot:
         return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Block until everything compiled so far is in the store, or the attempt failed; False after `timeout_s`."""
+        """Block until what the warm-up compiled is in the store, or the attempt failed; False after `timeout_s`."""
         return self._publisher is None or self._publisher.wait(timeout_s)
 
     def _join(self) -> None:
@@ -203,8 +210,8 @@ class Boot:
             self.report.model_name = self._cache.key.model_name
             self.report.model_version = self._cache.key.model_version
             self.report.environment = self._cache.key.environment
-        if self._directory is not None:
-            self._restored = frozenset(self._directory.scan())
+        with self._degrading("list what was restored"):
+            self._restored = frozenset(self._directory.scan() if self._directory else ())
 
     def _count(self) -> None:
         counts = self.counts()
@@ -222,9 +229,15 @@ class Boot:
             return
         from compile_cache.publisher import Publisher
 
-        withheld = self._compiler.withheld if self._compiler else set()
+        compiler = self._compiler
         self._publisher = Publisher(
-            self._cache, self.report.publish, withheld, _creator(), self._settings.exit_budget_s, self._write_report
+            self._cache,
+            self.report.publish,
+            compiler.withheld if compiler else set(),
+            _creator(),
+            self._settings.exit_budget_s,
+            changed=self._write_report,
+            is_compiling=lambda: compiler is not None and compiler.is_compiling,
         )
         self._publisher.start()
 
@@ -267,11 +280,14 @@ def _import_compiler() -> None:
     interval_s = sys.getswitchinterval()
     # The thread that loads weights leaves the GIL for a moment at each tensor, and waits this long to have it back.
     sys.setswitchinterval(_PRELOAD_SWITCH_S)
-    with contextlib.suppress(ImportError, AttributeError):
+    try:
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("torch._inductor.codecache").torch_key()
         importlib.import_module("triton.runtime.cache").triton_key()
-    sys.setswitchinterval(interval_s)
+    except (ImportError, AttributeError, OSError) as error:
+        log.info("preload.incomplete error=%s", error)
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def _process_age_s() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import struct
@@ -12,10 +13,14 @@ from pathlib import Path
 
 from compile_cache.errors import SettingsError
 
+log = logging.getLogger("compile_cache")
+
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
+_LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller, whatever is larger is weights
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 # Their code is traced into the compiled graphs; torch and Triton are in the environment.
 _TRACED_PACKAGES = ("diffusers", "transformers", "accelerate", "peft")
+_HUB_TIMEOUT_S = 5
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -61,7 +66,8 @@ def _ingredients(model: str, sources: Sequence[str | Path], environ: Mapping[str
 
 def _folder_ingredients(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in _files(folder):
-        content = _weights_identity(path) if path.suffix in _WEIGHT_SUFFIXES else path.read_bytes()
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > _LARGEST_READ_BYTES
+        content = _weights_identity(path) if is_weights else path.read_bytes()
         yield path.relative_to(folder).as_posix(), content
 
 
@@ -119,12 +125,9 @@ def hub_commit(name: str, revision: str, environ: Mapping[str, str]) -> str:
 
 def _commit_at_hub(name: str, revision: str) -> str | None:
     try:
-        import httpx
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    except ImportError:  # not among the library's own requirements
-        return None
-    try:
-        return HfApi().model_info(name, revision=revision, timeout=5).sha
-    except (httpx.HTTPError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+
+        return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
+    except Exception as error:  # not installed, offline, not found, or what the HTTP client of its version raises
+        log.info("model_version.unresolved model=%s revision=%s error=%s", name, revision, error)
         return None

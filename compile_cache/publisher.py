@@ -29,7 +29,8 @@ _RETRY_S = 30.0
 class Publisher:
     """Publishes for one boot. `start` begins at READY; the exit hook is registered then.
 
-    `withheld` are artifacts never to be published; `changed` is called after each attempt, with the report up to date.
+    `withheld` are artifacts never to be published; `changed` is called after each attempt, with the report up to date;
+    while `is_compiling`, nothing new is staged, because a compiler may be writing it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Publisher:
         creator: str,
         exit_budget_s: float,
         changed: Callable[[], None],
+        is_compiling: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cache = cache
         self._report = report
@@ -47,6 +49,7 @@ class Publisher:
         self._creator = creator
         self._exit_budget_s = exit_budget_s
         self._changed = changed
+        self._is_compiling = is_compiling
         self._staged: list[Pack] = []
         self._staged_at: CompileCounts | None = None
         self._closing = threading.Event()
@@ -72,7 +75,8 @@ class Publisher:
         due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
-            if self._staged_at != read_counts() and (closing or time.monotonic() >= stage_due_s):
+            is_due = closing or time.monotonic() >= stage_due_s
+            if is_due and self._staged_at != read_counts() and not self._is_compiling():
                 self._idle.clear()
                 is_first = self._staged_at is None
                 stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _RETRY_S
@@ -90,9 +94,11 @@ class Publisher:
         """Do `step`; a failure is logged and reported, and costs only what was not published."""
         try:
             step()
-        except (CompileCacheError, OSError) as error:
-            log.warning("publish.failed error=%s", error)
-            self._report.failures.append(str(error))
+        except Exception as error:  # this thread must outlive whatever happens: nobody would start another
+            is_known = isinstance(error, CompileCacheError | OSError)
+            log.warning("publish.failed error=%s", error, exc_info=None if is_known else error)
+            if self._report.failures[-1:] != [str(error)]:
+                self._report.failures.append(str(error))
             return False
         finally:
             self._changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,11 @@ class PublishReport:
 
 @dataclass(slots=True)
 class BootReport:
-    """Everything about one boot. Seconds are wall-clock: `phases` are import, weights, compile and warm_up;
-    `ready_s` counts from the boot's start, `process_s` from the process's."""
+    """Everything about one boot. Seconds are wall-clock.
+
+    `phases` are those that the caller times (import, weights), the wait for the restore (`join`), `compile_setup`, and
+    `warm_up`, in which regions compile. `ready_s` counts from the boot's start, `process_s` from the process's.
+    """
 
     model_name: str = ""
     model_version: str = ""
@@ -127,11 +131,12 @@ class BootReport:
 
     @property
     def fully_cached(self) -> bool:
-        """True if every planned region is `cached`, with hits, and nothing was compiled or benchmarked anew."""
+        """True if all planned regions are `cached` and checked, with hits, and nothing was compiled or benchmarked."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
         regions_cached = bool(self.regions) and all(region.step == "cached" for region in self.regions)
-        return regions_cached and counts.hits > 0 and made_anew == 0
+        regions_checked = all(region.relative_error is not None for region in self.regions)
+        return regions_cached and regions_checked and counts.hits > 0 and made_anew == 0
 
     def to_json(self) -> str:
         """The whole report, with the figures that are derived from it."""
@@ -149,7 +154,7 @@ class BootReport:
             OSError: the folder cannot be made or written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         temporary.write_text(self.to_json())
         os.replace(temporary, path)
 

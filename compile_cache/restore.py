@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping, Sequence
+import time
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
 from compile_cache.cache import CompileCache, Fetched
@@ -37,7 +38,7 @@ class Restore:
         self._environ = environ
         self._limits = Limits(size_bytes=settings.max_restore_bytes)
         self._abandoned = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="compile-cache-restore", daemon=True)
+        self._thread = self._threaded(self._run)
         self._store: ObjectStore | None = None
         self._detected: Environment | None = None
         self._version = ""
@@ -45,6 +46,10 @@ class Restore:
         self._failure: Exception | None = None
         # Inductor looks CPU code up by torch's thread count: fix what torch would choose, before it is imported.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
+
+    @staticmethod
+    def _threaded(work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=work, name="compile-cache-restore", daemon=True)
 
     def start(self) -> None:
         """Begin on a thread of its own."""
@@ -85,27 +90,51 @@ class Restore:
         Raises:
             OSError: the cache directory cannot be written.
         """
-        self._thread.join(timeout_s)
-        timed_out = self._thread.is_alive()
-        self.abandon()
-        if timed_out:
-            limit_s = self._settings.restore_timeout_s
-            self._failure = StoreUnavailable(f"not fetched within {limit_s:g} s from {self.location}")
+        deadline = time.monotonic() + timeout_s
+        self._wait_until(deadline)
         if self._store is None or self._detected is None or not self._version:
             self._report("failed", str(self._failure))
             return None
         observed = observe_environment(self._detected)
         cache = self._cache(self._store, observed)
-        if differences := self._detected.differences(observed):
-            self._report("discarded", "torch says otherwise: " + "; ".join(differences))
-        elif self._failure is not None:
+        differences = self._detected.differences(observed)
+        if differences:
+            self._fetch_again(cache, deadline)
+        if self._failure is not None:
             self._report("failed", str(self._failure))
+            return cache
+        self.report.files = cache.install(self._fetched)
+        said = "torch says otherwise: " + "; ".join(differences) if differences else ""
+        if self.report.files:
+            self._report("hit", said)
         else:
-            self.report.files = cache.install(self._fetched)
-            self._report(
-                "hit" if self.report.files else "miss", "" if self.report.files else f"nothing in {cache.key.prefix}"
-            )
+            self._report("discarded" if said else "miss", said or f"nothing in {cache.key.prefix}")
         return cache
+
+    def _wait_until(self, deadline: float) -> None:
+        """Wait for the thread; when the time is up, let it end by itself, and count it as failed."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            limit_s = self._settings.restore_timeout_s
+            self._failure = StoreUnavailable(f"not fetched within {limit_s:g} s from {self.location}")
+            self.abandon()
+
+    def _fetch_again(self, cache: CompileCache, deadline: float) -> None:
+        """Drop what was fetched for an environment that is not this one, and fetch what `cache` is for."""
+        if self._thread.is_alive():
+            return
+        self._fetched, self._failure = Fetched(), None
+
+        def fetch() -> None:
+            try:
+                self._directory.empty_inbox()
+                self._fetched = cache.fetch(self._abandoned)
+            except Exception as error:  # handed to the thread that joins
+                self._failure = error
+
+        self._thread = self._threaded(fetch)
+        self._thread.start()
+        self._wait_until(deadline)
 
     def _report(self, outcome: str, reason: str) -> None:
         self.report.outcome, self.report.reason = outcome, reason

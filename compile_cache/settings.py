@@ -12,6 +12,7 @@ from compile_cache.errors import SettingsError
 PREFIX = "COMPILE_CACHE_"
 
 SCOPES = ("regional", "whole", "off")
+STORE_SCHEMES = ("file", "s3")
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
 # CUDA graphs recorded by torch.compile belong to the thread that recorded them, and Cog runs setup() and each run() on
@@ -42,10 +43,10 @@ class Settings:
     report: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a combination that cannot work, naming the variables.
+        """Refuse what cannot work, naming the variables.
 
         Raises:
-            SettingsError: the mode does not suit the scope, or the cache directory's path is relative.
+            SettingsError: the mode does not suit the scope, the directory is relative, or the store is unknown.
         """
         problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
@@ -58,6 +59,9 @@ class Settings:
                 f"{PREFIX}DIR={self.dir!r} is relative, and the path is part of what compiled code is looked up by. "
                 "Give an absolute path that is the same in every container."
             )
+        scheme, separator, rest = self.store.partition("://")
+        if separator and (scheme not in STORE_SCHEMES or (not rest.partition("/")[0].strip() and scheme == "s3")):
+            problems.append(f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix or off")
         if problems:
             raise SettingsError("; ".join(problems))
 

@@ -65,6 +65,7 @@ def environment(name: str) -> dict[str, str]:
         "IMAGE_SIZES": SIZES,
         "COMPILE_CACHE_SCOPE": "off" if name == "eager" else "regional",
         "COMPILE_CACHE_STORE": str(OUTPUT / "store"),
+        "COMPILE_CACHE_DIR": str(OUTPUT / "cache"),
         "COMPILE_CACHE_REPORT": str(OUTPUT / name / "report.json"),
         "HF_HUB_OFFLINE": "1",
     }

@@ -80,10 +80,20 @@ class DiffusionModel:
         return "negative_prompt" in self._parameters
 
     def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
-        """Inputs that make predictions of `sizes` compile nothing; of the first size if none is given."""
+        """Inputs that make predictions of `sizes` compile nothing; of the first size if none is given.
+
+        A pipeline that runs guidance as a batch of two is warmed up without it as well.
+
+        Raises:
+            ValueError: one of `sizes` is not one that this model draws.
+        """
+        if unknown := [size for size in sizes if size not in self.sizes]:
+            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; this model draws {', '.join(map(str, self.sizes))}")
+        scales = (None, 1.0) if hasattr(type(self._pipeline), "do_classifier_free_guidance") else (None,)
         return [
-            ImageInputs("a warm-up", size, seed=0, num_inference_steps=_WARM_UP_STEPS)
+            ImageInputs("a warm-up", size, seed=0, num_inference_steps=_WARM_UP_STEPS, guidance_scale=scale)
             for size in sizes or self.sizes[:1]
+            for scale in scales
         ]
 
     def run(self, inputs: ImageInputs) -> Image.Image:
@@ -115,7 +125,9 @@ class DiffusionModel:
             # Pipelines whose guidance_scale is an input of a distilled network steer away from a negative prompt by
             # this one instead, and ignore the prompt unless it is above 1.
             if "true_cfg_scale" in self._parameters:
-                arguments["true_cfg_scale"] = inputs.guidance_scale or _default(self._pipeline, "guidance_scale")
+                arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
+                if arguments["true_cfg_scale"] is None:
+                    arguments["true_cfg_scale"] = _default(self._pipeline, "guidance_scale")
         return {name: value for name, value in arguments.items() if value is not None and name in self._parameters}
 
     def _native_resolution(self) -> int:
@@ -123,12 +135,18 @@ class DiffusionModel:
         config = getattr(self.denoiser, "config", None)
         candidates = (getattr(self._pipeline, "default_sample_size", None), getattr(config, "sample_size", None), 128)
         latents = next(value for value in candidates if isinstance(value, int))
-        return latents * self._pipeline.vae_scale_factor
+        return latents * self._vae_scale_factor
+
+    @property
+    def _vae_scale_factor(self) -> int:
+        """Pixels a latent, each way."""
+        return int(getattr(self._pipeline, "vae_scale_factor", 8))
 
     def _check_sizes(self) -> None:
-        # Packed latents (FLUX and its kin) take 2 x 2 of them as one token.
+        # Transformers take patches of latents as tokens: as configured, or packed 2 x 2 (FLUX and its kin).
+        patch = getattr(getattr(self.denoiser, "config", None), "patch_size", None)
         packed = 2 if hasattr(self._pipeline, "_pack_latents") else 1
-        multiple = packed * self._pipeline.vae_scale_factor
+        multiple = max(packed, patch if isinstance(patch, int) else 1) * self._vae_scale_factor
         wrong = [size for size in self.sizes if size.width % multiple or size.height % multiple]
         if wrong:
             raise ValueError(f"IMAGE_SIZES has {wrong[0]}; this model draws widths and heights that {multiple} divides")

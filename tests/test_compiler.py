@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
 
 from compile_cache.compiler import Compiler, find_regions, largest_relative_error
+from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
 from compile_cache.settings import Settings
 
@@ -225,3 +227,53 @@ def test_largest_error_of_several_outputs_counts():
     reference = (torch.ones(4), {"a": torch.ones(4)})
     output = (torch.ones(4), {"a": torch.full((4,), 1.1)})
     assert largest_relative_error(output, reference)[0] == pytest.approx(0.1)
+
+
+def test_bad_prediction_leaves_the_graphs_that_are_there(compiler):
+    model = Root(Picky).eval()
+    compiler.compile(model)
+    warm_up(compiler, lambda: run(model))
+    with pytest.raises(ValueError, match="three rows"):
+        run(model, 3)
+    before = read_counts()
+    run(model)
+    assert read_counts().since(before).graphs == 0
+    assert only_report(compiler).reason == "lookups found nothing"
+
+
+def test_shapes_beyond_the_limit_are_served_eager_and_the_others_stay_compiled(compiler):
+    model = Root(NormBlock).eval()
+    compiler.compile(model)
+    expected = run(Root(NormBlock).eval(), 6)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        warm_up(compiler, lambda: [run(model, 4), run(model, 5)])
+        assert run(model, 6) == close(expected)
+    assert only_report(compiler).step == "cold"
+    assert "COMPILE_CACHE_DYNAMIC=auto" in only_report(compiler).reason
+    before = read_counts()
+    run(model, 4)
+    assert read_counts().since(before).graphs == 0
+
+
+class OutOfMemoryWhenEager(NormBlock):
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            raise torch.OutOfMemoryError("no memory for a second answer")
+        return super().forward(x)
+
+
+def test_region_that_has_no_memory_for_the_check_serves_compiled_and_says_so(compiler):
+    model = Root(OutOfMemoryWhenEager).eval()
+    compiler.compile(model)
+    assert warm_up(compiler, lambda: run(model)) == {"OutOfMemoryWhenEager": "cold"}
+    assert "not checked against eager" in only_report(compiler).reason
+    assert only_report(compiler).relative_error is None
+
+
+def test_cache_directory_that_vanishes_does_not_fail_the_warm_up(compiler, directory):
+    model = Root(NormBlock).eval()
+    compiler.compile(model)
+    warm_up(compiler, lambda: run(model))
+    shutil.rmtree(directory.path)
+    warm_up(compiler, lambda: run(model, 8))
+    assert only_report(compiler).instances == 2

@@ -34,7 +34,7 @@ def warm_report() -> BootReport:
         counts=CompileCounts(graphs=2, fxgraph_hits=2, aotautograd_hits=2),
         regions=[
             RegionReport("Block", 12, "cached", graphs=1, compile_s=0.25, relative_error=1e-7, tolerance=1e-5),
-            RegionReport("Head", 1, "cached", graphs=1, compile_s=0.5),
+            RegionReport("Head", 1, "cached", graphs=1, compile_s=0.5, relative_error=1e-8, tolerance=1e-5),
         ],
     )
 
@@ -45,6 +45,12 @@ def test_a_boot_with_hits_and_nothing_made_anew_is_fully_cached():
 
 def test_an_empty_report_is_not_fully_cached():
     assert not BootReport().fully_cached
+
+
+def test_with_one_region_unchecked_it_is_not_fully_cached():
+    report = warm_report()
+    report.regions[1].relative_error = None
+    assert not report.fully_cached
 
 
 def test_without_regions_it_is_not_fully_cached():
@@ -138,7 +144,7 @@ def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
     assert warm_report().lines() == [
         "restore: hit, 12 files, 3.0 MB in 0.50 s, waited 0.10 s",
         "region Block x12: cached, 0.25 s, differs from eager by 1.0e-07",
-        "region Head x1: cached, 0.50 s",
+        "region Head x1: cached, 0.50 s, differs from eager by 1.0e-08",
         "lookups: 4 hits, 0 misses; anew: 0 kernels, 0 benchmarks",
         "ready after 4.25 s (weights 1.50 s, warm_up 2.00 s, of which compiling 0.75 s)",
     ]

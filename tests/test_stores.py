@@ -234,7 +234,7 @@ def test_an_s3_url_opens_a_bucket_and_a_prefix_in_it(s3_bucket):
 
 
 def test_an_unknown_scheme_is_refused_by_the_name_of_the_setting():
-    with pytest.raises(SettingsError, match=r"COMPILE_CACHE_STORE='gs://bucket': give a local folder or s3://"):
+    with pytest.raises(SettingsError, match=r"COMPILE_CACHE_STORE='gs://bucket': give a local folder, s3://"):
         open_store(Settings(store="gs://bucket"))
 
 

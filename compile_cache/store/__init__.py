@@ -49,7 +49,8 @@ def open_store(settings: Settings) -> ObjectStore:
     """The store that `COMPILE_CACHE_STORE` names: `s3://bucket/prefix`, or a local folder. Connects to nothing yet.
 
     Raises:
-        SettingsError: the URL's scheme is not known.
+        StoreError: the endpoint is no URL.
+        SettingsError: the URL's scheme is not known, which `Settings` refuses first.
     """
     scheme, separator, rest = settings.store.partition("://")
     if not separator or scheme == "file":
