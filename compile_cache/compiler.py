@@ -22,14 +22,12 @@ from torch.utils import _pytree as pytree
 
 from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
+from compile_cache.numerics import PeakMemory, largest_relative_error
 from compile_cache.report import CompileCounts, RegionReport
 from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
 
-# Largest ‖compiled − eager‖ / ‖eager‖ of one output. A compiled block rounds less often than eager does; a wrong one is
-# off by orders of magnitude. The half types: a few units in the last place (2⁻⁸, 2⁻¹¹) through a block's products.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # A class that is compiled for several image sizes and input strides passes Dynamo's own limit of 8 graphs a function.
 _RECOMPILE_LIMIT = 64
 
@@ -72,7 +70,7 @@ class Compiler:
     @property
     def device_peak_bytes(self) -> int:
         """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
-        return _PeakMemory.highest_bytes
+        return PeakMemory.highest_bytes
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -188,7 +186,7 @@ class Region:
         kept_args, kept_kwargs = self._keep(args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:
-            with _PeakMemory() as compiled_peak:
+            with PeakMemory() as compiled_peak:
                 output = self._compiled[module](*args, **kwargs)
         except Exception as error:  # whatever it is, the eager call below either serves or raises it again
             self._artifacts |= self._new_artifacts()
@@ -199,7 +197,7 @@ class Region:
             return output
         self._record(before, after, time.perf_counter() - started)
         try:
-            with _PeakMemory() as eager_peak:
+            with PeakMemory() as eager_peak:
                 reference = _eager(module, kept_args, kept_kwargs)
         except torch.OutOfMemoryError as error:
             self._explain(f"not checked against eager: {_first_line(error)}")
@@ -299,53 +297,3 @@ def _eager(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-class _PeakMemory:
-    """Device memory in use at the peak of the context, above what was in use when it began; None without a GPU.
-
-    torch keeps one peak, which this resets: `highest_bytes` is the peak of the whole process until then.
-    """
-
-    bytes: int | None = None
-    highest_bytes = 0
-
-    def __enter__(self) -> _PeakMemory:
-        if torch.cuda.is_available():
-            _PeakMemory.highest_bytes = max(_PeakMemory.highest_bytes, torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_available():
-            self.bytes = torch.cuda.max_memory_allocated() - self._before
-
-
-def largest_relative_error(output: Any, reference: Any) -> tuple[float, float]:
-    """The largest ‖output − reference‖ / ‖reference‖ of all tensors in two nested results, and its dtype's tolerance.
-
-    Infinite for another structure or shape, for NaN on either side, and for integers that differ.
-    """
-    outputs, output_spec = pytree.tree_flatten(output)
-    references, reference_spec = pytree.tree_flatten(reference)
-    worst = (0.0, _TOLERANCES[torch.float32])
-    if output_spec != reference_spec:
-        return float("inf"), worst[1]
-    for one, other in zip(outputs, references, strict=True):
-        if isinstance(other, torch.Tensor):
-            found = _relative_error(one, other), _TOLERANCES.get(other.dtype, 0.0)
-            worst = max(worst, found, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
-    return worst
-
-
-def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    if output.shape != reference.shape or output.dtype != reference.dtype:
-        return float("inf")
-    if not reference.is_floating_point():
-        return 0.0 if torch.equal(output, reference) else float("inf")
-    wide = torch.float64 if reference.dtype in (torch.float32, torch.float64) else torch.float32
-    difference = torch.linalg.vector_norm(output.to(wide) - reference.to(wide)).item()
-    norm = torch.linalg.vector_norm(reference, dtype=wide).item()
-    error = difference / norm if norm else difference
-    return error if error == error else float("inf")

@@ -11,9 +11,10 @@ from boots import stored
 from torch import nn
 from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
 
-from compile_cache.compiler import Compiler, find_regions, largest_relative_error
+from compile_cache.compiler import Compiler, find_regions
 from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
+from compile_cache.numerics import largest_relative_error
 from compile_cache.settings import Settings
 
 
