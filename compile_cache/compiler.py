@@ -104,7 +104,8 @@ def _configure_torch() -> None:
 class _NoFunctionNames(dict[str, dict[int, str]]):
     """Stands for Dynamo's names of traced functions by file and line, which go into debug logs alone.
 
-    Dynamo finds them by tokenizing each traced file whole, whether it logs or not: 0.3 s of a warm boot of FLUX.
+    Dynamo finds them by tokenizing each traced file whole, whether it logs or not: a tenth of a warm boot's
+    compiling (benchmarks/README.md).
     """
 
     def __contains__(self, filename: object) -> bool:
