@@ -1,0 +1,184 @@
+"""Signatures: who made a pack is known for sure, or the pack is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile_cache.errors import PackError, SettingsError
+from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys, generate_keys
+
+MANIFEST = b'{"format": 1, "files": []}'
+PRIVATE, PUBLIC = generate_keys()
+OTHER_PRIVATE, OTHER_PUBLIC = generate_keys()
+SIGNATURE = Signer(PRIVATE).sign(MANIFEST)
+
+WITHOUT_CRYPTOGRAPHY = """
+import sys
+sys.modules["cryptography"] = None
+from compile_cache.errors import SettingsError
+from compile_cache.settings import Settings
+from compile_cache.signing import Signer, TrustedKeys, generate_keys
+Settings()
+assert TrustedKeys().verify(b"manifest", b"") is None
+try:
+    {}
+except SettingsError as error:
+    print(error)
+"""
+NEEDING_CRYPTOGRAPHY = {
+    "generate": "generate_keys()",
+    "sign": f"Signer({PRIVATE!r})",
+    "settings": f"Settings(signing_key={PRIVATE!r})",
+    "verify": f"TrustedKeys([{PUBLIC!r}]).verify({MANIFEST!r}, {SIGNATURE!r})",
+}
+
+
+def refused(manifest: bytes, signature: bytes, *keys: str) -> str:
+    with pytest.raises(PackError) as caught:
+        TrustedKeys(keys or (PUBLIC,)).verify(manifest, signature)
+    return str(caught.value)
+
+
+def test_what_a_trusted_key_signed_is_trusted_by_its_name():
+    assert TrustedKeys([PUBLIC]).verify(MANIFEST, SIGNATURE) == PUBLIC
+
+
+def test_any_of_the_trusted_keys_will_do():
+    keys = TrustedKeys([OTHER_PUBLIC, PUBLIC])
+    assert keys.verify(MANIFEST, SIGNATURE) == PUBLIC
+    assert keys.verify(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST)) == OTHER_PUBLIC
+
+
+def test_what_is_not_signed_is_used_where_no_key_is_trusted():
+    assert TrustedKeys().verify(MANIFEST, b"") is None
+
+
+def test_what_is_not_signed_is_refused_where_keys_are_trusted():
+    assert refused(MANIFEST, b"") == "it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set"
+
+
+def test_what_another_key_signed_is_refused_by_that_keys_name():
+    assert (
+        refused(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST))
+        == f"it is signed by {OTHER_PUBLIC}, which is not trusted"
+    )
+
+
+def test_a_signature_that_claims_to_be_by_a_trusted_key_is_refused():
+    forged = SIGNATURE[:32] + Signer(OTHER_PRIVATE).sign(MANIFEST)[32:]
+    assert "does not fit its manifest" in refused(MANIFEST, forged)
+
+
+@pytest.mark.parametrize("manifest", [b"", MANIFEST + b" ", MANIFEST[:-1], MANIFEST.replace(b"1", b"2")])
+def test_a_signature_of_another_manifest_is_refused(manifest):
+    assert "does not fit its manifest" in refused(manifest, SIGNATURE)
+
+
+@given(st.integers(0, len(SIGNATURE) * 8 - 1))
+def test_a_signature_with_any_bit_changed_is_refused(bit):
+    damaged = bytearray(SIGNATURE)
+    damaged[bit // 8] ^= 1 << bit % 8
+    refused(MANIFEST, bytes(damaged))
+
+
+@given(st.integers(0, len(MANIFEST) * 8 - 1))
+def test_a_manifest_with_any_bit_changed_is_refused(bit):
+    damaged = bytearray(MANIFEST)
+    damaged[bit // 8] ^= 1 << bit % 8
+    refused(bytes(damaged), SIGNATURE)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 32, 64, 95, 97, 192])
+@pytest.mark.parametrize("keys", [(), (PUBLIC,)])
+def test_a_signature_of_another_length_is_refused_whoever_is_trusted(size_bytes, keys):
+    with pytest.raises(PackError, match=f"its signature has {size_bytes} bytes, not 96"):
+        TrustedKeys(keys).verify(MANIFEST, (SIGNATURE * 2)[:size_bytes])
+
+
+def test_a_signature_is_96_bytes_and_says_whose_it_is():
+    assert len(SIGNATURE) == 96
+    assert TrustedKeys([PUBLIC]).verify(MANIFEST, SIGNATURE) == Signer(PRIVATE).public_key == PUBLIC
+
+
+def test_signing_twice_gives_the_same_signature():
+    """Ed25519 is deterministic (RFC 8032): a pack of the same content has the same name."""
+    assert Signer(PRIVATE).sign(MANIFEST) == SIGNATURE
+
+
+def test_pairs_of_keys_differ_and_say_what_they_are():
+    assert len({PRIVATE, PUBLIC, OTHER_PRIVATE, OTHER_PUBLIC}) == 4
+    assert PRIVATE.startswith(PRIVATE_PREFIX)
+    assert PUBLIC.startswith(PUBLIC_PREFIX)
+
+
+def test_a_trusted_key_given_twice_is_one():
+    assert TrustedKeys([PUBLIC, OTHER_PUBLIC, PUBLIC]).texts == tuple(sorted((PUBLIC, OTHER_PUBLIC)))
+
+
+def test_no_keys_are_false():
+    assert not TrustedKeys()
+    assert TrustedKeys([PUBLIC])
+
+
+# What is no key. No message shows one: it may be a private key in the wrong place.
+
+
+def test_a_public_key_does_not_sign():
+    with pytest.raises(SettingsError, match=f"a private key begins with '{PRIVATE_PREFIX}'"):
+        Signer(PUBLIC)
+
+
+def test_a_private_key_is_not_trusted_and_not_shown():
+    with pytest.raises(SettingsError, match=f"a public key begins with '{PUBLIC_PREFIX}'") as caught:
+        TrustedKeys([PRIVATE])
+    assert PRIVATE.removeprefix(PRIVATE_PREFIX) not in str(caught.value)
+
+
+def test_a_private_key_with_the_name_of_a_public_one_trusts_nothing_that_its_pair_signed():
+    """Nobody can tell: both are 32 bytes. Packs are then refused."""
+    swapped = PUBLIC_PREFIX + PRIVATE.removeprefix(PRIVATE_PREFIX)
+    assert "not trusted" in refused(MANIFEST, SIGNATURE, swapped)
+
+
+@pytest.mark.parametrize("prefix", [PRIVATE_PREFIX, PUBLIC_PREFIX])
+@pytest.mark.parametrize(
+    "damage", ["", "AAAA", "A" * 42, "A" * 44, "A" * 42 + "~=", "A" * 40 + " =", "é" * 44, "A" * 86 + "=="]
+)
+def test_a_key_that_is_cut_or_damaged_is_refused_and_not_shown(prefix, damage):
+    read = Signer if prefix == PRIVATE_PREFIX else lambda text: TrustedKeys([text])
+    with pytest.raises(SettingsError, match="it is cut or damaged") as caught:
+        read(prefix + damage)
+    assert not damage or damage not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "ed25519:", PRIVATE.upper(), " " + PRIVATE, PRIVATE.replace("private", "secret")]
+)
+def test_a_text_that_is_no_key_is_refused_with_how_to_make_one(text):
+    with pytest.raises(SettingsError, match="make a pair with `compile-cache keygen`"):
+        Signer(text)
+
+
+@given(st.text())
+def test_any_text_is_a_key_or_a_settings_error(text):
+    for key in (text, PUBLIC_PREFIX + text):
+        try:
+            TrustedKeys([key])
+        except SettingsError:
+            continue
+
+
+# Without `cryptography`
+
+
+@pytest.mark.parametrize("statement", NEEDING_CRYPTOGRAPHY.values(), ids=NEEDING_CRYPTOGRAPHY)
+def test_without_cryptography_only_what_needs_it_is_refused_with_the_remedy(statement):
+    program = WITHOUT_CRYPTOGRAPHY.format(statement)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip install 'cog-compile-cache[signing]'" in done.stdout

@@ -1,0 +1,209 @@
+"""Reading in parallel: the bytes that were asked for, each once, and threads that end with their first failure."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+from hostile_packs import OneObject
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_cache.errors import StoreError, StoreUnavailable
+from compile_cache.transfer import READ_BYTES, THREADS, Abandoned, ObjectReader, in_daemon_threads
+
+CONTENT = bytes(range(100))
+
+
+class Stingy(OneObject):
+    """Gives a few bytes at a time, whatever it is asked for."""
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        return super().read(name, start, min(size_bytes, 3))
+
+
+class Generous(OneObject):
+    """Gives the object to its end, whatever it is asked for."""
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        super().read(name, start, size_bytes)
+        return self.content[start:]
+
+
+# ObjectReader.
+
+
+@given(st.data(), st.sampled_from([OneObject, Stingy, Generous]))
+@settings(max_examples=500)
+def test_the_bytes_from_start_to_end_are_read_in_whatever_pieces_they_are_asked_for(data, kind):
+    start = data.draw(st.integers(0, 100))
+    end = data.draw(st.integers(start, 100))
+    beginning = CONTENT[: data.draw(st.integers(0, 100))]
+    sizes = data.draw(st.lists(st.integers(0, 40), max_size=10))
+    store = kind(CONTENT)
+    with mock.patch("compile_cache.transfer.READ_BYTES", 7):
+        reader = ObjectReader(store, "name", start, end, beginning)
+        parts = [reader.read(size) for size in sizes]
+        rest = reader.read(100)
+    expected = CONTENT[start:end]
+    assert b"".join([*parts, rest]) == expected
+    position = 0
+    for size, part in zip(sizes, parts, strict=True):
+        assert part == expected[position : position + size]
+        position += size
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_nothing_is_requested_twice_or_that_is_known_already(data):
+    start = data.draw(st.integers(0, 100))
+    end = data.draw(st.integers(start, 100))
+    known = data.draw(st.integers(0, 100))
+    store = OneObject(CONTENT)
+    with mock.patch("compile_cache.transfer.READ_BYTES", 7):
+        reader = ObjectReader(store, "name", start, end, CONTENT[:known])
+        while reader.read(5):
+            pass
+    asked = [position for first, size in store.requests for position in range(first, first + size)]
+    assert asked == list(range(max(start, known), end))
+    assert all(size <= 7 for _, size in store.requests)
+    assert reader.requested_bytes == len(asked)
+
+
+def test_a_request_is_for_at_most_4_mib():
+    store = OneObject(bytes(READ_BYTES + 1))
+    assert len(ObjectReader(store, "name", 0, READ_BYTES + 1).read(READ_BYTES + 1)) == READ_BYTES + 1
+    assert store.requests == [(0, READ_BYTES), (READ_BYTES, 1)]
+
+
+def test_an_object_that_ends_before_it_should_gives_what_there_is():
+    reader = ObjectReader(OneObject(CONTENT), "name", 90, 200)
+    assert reader.read(50) == CONTENT[90:]
+    assert reader.read(50) == b""
+
+
+def test_nothing_is_requested_past_the_end():
+    store = OneObject(CONTENT)
+    reader = ObjectReader(store, "name", 10, 20)
+    assert reader.read(1000) == CONTENT[10:20]
+    assert reader.read(1) == reader.read(0) == b""
+    assert store.requests == [(10, 10)]
+
+
+def test_what_is_abandoned_is_not_requested_but_what_is_there_is_given():
+    abandoned = threading.Event()
+    store = OneObject(CONTENT)
+    reader = ObjectReader(store, "some/pack", 0, 100, CONTENT[:10], abandoned)
+    abandoned.set()
+    assert reader.read(10) == CONTENT[:10]
+    with pytest.raises(Abandoned, match="some/pack was not read"):
+        reader.read(1)
+    assert store.requests == []
+
+
+def test_what_is_not_abandoned_is_read():
+    assert ObjectReader(OneObject(CONTENT), "name", 0, 5, abandoned=threading.Event()).read(5) == CONTENT[:5]
+
+
+def test_the_stores_errors_are_the_readers():
+    class Down(OneObject):
+        def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+            raise StoreUnavailable(f"{name} cannot be read")
+
+    with pytest.raises(StoreUnavailable, match="some/pack"):
+        ObjectReader(Down(b""), "some/pack", 0, 1).read(1)
+
+
+# in_daemon_threads.
+
+
+@pytest.mark.parametrize("count", [0, 1, THREADS - 1, THREADS, THREADS + 1, 1000])
+def test_all_work_is_done_once(count):
+    done = []
+    in_daemon_threads(done.append, iter(range(count)))
+    assert sorted(done) == list(range(count))
+
+
+def test_an_item_may_be_anything():
+    done = []
+    in_daemon_threads(done.append, [None, 0, None, ""] * 10)
+    assert len(done) == 40
+
+
+def test_work_is_done_at_once_by_threads_that_an_exit_does_not_wait_for():
+    together = threading.Barrier(THREADS, timeout=60)
+    workers = set()
+
+    def work(_: int) -> None:
+        together.wait()
+        workers.add(threading.current_thread())
+
+    in_daemon_threads(work, range(THREADS))
+    assert len(workers) == THREADS
+    assert all(worker.daemon for worker in workers - {threading.main_thread()})
+
+
+def test_no_more_threads_are_started_than_there_is_work():
+    with mock.patch("threading.Thread", wraps=threading.Thread) as thread:
+        in_daemon_threads(lambda item: None, range(3))
+    assert thread.call_count <= 3
+
+
+def test_where_no_thread_can_be_started_the_work_is_done_all_the_same():
+    """At exit the interpreter starts none any more."""
+    done = []
+    with mock.patch(
+        "threading.Thread.start", side_effect=RuntimeError("can't start new thread at interpreter shutdown")
+    ):
+        in_daemon_threads(done.append, range(20))
+    assert done == list(range(20))
+
+
+@pytest.mark.parametrize("error", [StoreError("not there"), ValueError("a bug"), SystemExit(3)], ids=repr)
+def test_the_first_failure_is_raised_on_the_thread_that_asked(error):
+    def work(item: int) -> None:
+        if item == 5:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        in_daemon_threads(work, range(100))
+    assert raised.value is error
+
+
+def test_after_a_failure_nothing_more_is_begun_and_the_first_one_is_raised():
+    together, first, failing = threading.Barrier(THREADS, timeout=60), threading.Lock(), threading.Event()
+    failed: list[threading.Thread] = []
+    begun = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if len(begun) <= THREADS:
+            together.wait()
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main and first.acquire(blocking=False):
+            failed.append(threading.current_thread())
+            failing.set()
+            raise StoreError("the first one")
+        failing.wait(60)
+        failed[0].join(60)
+        raise StoreError("a later one")
+
+    with pytest.raises(StoreError, match="the first one"):
+        in_daemon_threads(work, range(1000))
+    assert len(begun) == THREADS
+
+
+def test_what_was_begun_has_ended_when_a_failure_is_raised():
+    together = threading.Barrier(2, timeout=60)
+    ended = []
+
+    def work(item: int) -> None:
+        together.wait()
+        if item == 0:
+            raise StoreError("the first one")
+        ended.append(item)
+
+    with pytest.raises(StoreError, match="the first one"):
+        in_daemon_threads(work, range(2))
+    assert ended == [1]

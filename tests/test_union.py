@@ -1,0 +1,231 @@
+"""The union of packs: which file wins, that no two chosen ones exclude each other, and that no logical key is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hostile_packs import KEY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_cache.manifest import Manifest, PackFile, check_paths
+from compile_cache.union import choose
+
+
+def file(path: str, content: str = "A", key: str | None = None, replaces: str | None = None) -> PackFile:
+    return PackFile(path, path if key is None else key, 1, content, replaces)
+
+
+def pack(*files: PackFile) -> Manifest:
+    return Manifest(KEY, files, (), "", 0.0)
+
+
+def contents(*packs: Manifest) -> dict[str, str]:
+    """The content that wins, by path."""
+    return {path: choice.file.sha256 for path, choice in choose(packs).items()}
+
+
+def keys(packs: Sequence[Manifest]) -> set[str]:
+    return {file.key for pack in packs for file in pack.files}
+
+
+def chosen_keys(packs: Sequence[Manifest]) -> set[str]:
+    return {choice.file.key for choice in choose(packs).values()}
+
+
+def merge(packs: Sequence[Manifest]) -> Manifest:
+    """One pack of all that is chosen from `packs`, as a compaction makes it."""
+    return pack(*(choice.file for choice in choose(packs).values()))
+
+
+# Who wins.
+
+
+def test_packs_add_up():
+    assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
+
+
+def test_nothing_adds_up_to_nothing():
+    assert choose([]) == choose([pack(), pack()]) == {}
+
+
+def test_a_choice_says_which_pack_it_is_from():
+    assert {path: choice.pack for path, choice in choose([pack(file("a")), pack(), pack(file("b"))]).items()} == {
+        "a": 0,
+        "b": 2,
+    }
+
+
+def test_of_one_logical_key_the_first_pack_wins():
+    """Two cold compiles give files of different names for one key: one of them is enough."""
+    assert contents(pack(file("k/one", key="k")), pack(file("k/other", key="k"))) == {"k/one": "A"}
+
+
+def test_all_files_that_the_first_pack_has_for_a_key_are_chosen():
+    assert contents(pack(file("k/1", key="k"), file("k/2", key="k")), pack(file("k/3", key="k"))) == {
+        "k/1": "A",
+        "k/2": "A",
+    }
+
+
+def test_of_one_path_the_first_pack_wins():
+    assert contents(pack(file("a", "A")), pack(file("a", "B"))) == {"a": "A"}
+
+
+def test_a_key_whose_first_path_is_taken_is_chosen_from_a_later_pack():
+    """Otherwise it would be in the store, and nobody would ever get it or publish it again."""
+    packs = [pack(file("a", key="1")), pack(file("a/b", key="2")), pack(file("c", key="2"))]
+    assert contents(*packs) == {"a": "A", "c": "A"}
+
+
+# What replaces what.
+
+
+def test_a_file_that_replaces_the_one_that_won_takes_its_place():
+    assert contents(pack(file("a", "A")), pack(file("a", "B", replaces="A"))) == {"a": "B"}
+
+
+def test_a_file_that_replaces_another_one_does_not():
+    assert contents(pack(file("a", "A")), pack(file("a", "C", replaces="B"))) == {"a": "A"}
+
+
+def test_a_chain_of_replacements_is_followed_in_whatever_order_it_is_listed():
+    first, second, third = pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "C", replaces="B"))
+    assert contents(first, second, third) == contents(first, third, second) == {"a": "C"}
+
+
+def test_of_two_that_replace_the_same_the_first_wins_and_its_successors_with_it():
+    base, one, other = pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "X", replaces="A"))
+    assert contents(base, one, other, pack(file("a", "Y", replaces="X"))) == {"a": "B"}
+    assert contents(base, other, one, pack(file("a", "Y", replaces="X"))) == {"a": "Y"}
+
+
+def test_replacements_in_a_circle_end():
+    packs = [pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "A", replaces="B"))]
+    assert contents(*packs) == {"a": "A"}
+    assert contents(pack(file("a", "A", replaces="A")), pack(file("a", "A", replaces="A"))) == {"a": "A"}
+
+
+def test_a_successor_is_used_where_what_it_replaces_is_not_there():
+    assert contents(pack(file("a", "B", replaces="A"))) == {"a": "B"}
+
+
+def test_a_replacement_is_for_its_own_path_alone():
+    packs = [pack(file("a", "A"), file("b", "A")), pack(file("a", "B", replaces="A"))]
+    assert contents(*packs) == {"a": "B", "b": "A"}
+
+
+# Paths that exclude each other.
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a", "a/b"), ("a/b", "a"), ("a/B", "A/b"), ("x", "X/y/z"), ("x/y/z", "X"), ("ß", "SS")]
+)
+def test_a_path_that_the_chosen_ones_exclude_is_left_out(first, second):
+    assert contents(pack(file(first)), pack(file(second))) == {first: "A"}
+
+
+def test_folders_that_differ_in_case_alone_may_both_be_there():
+    assert set(contents(pack(file("a/b")), pack(file("A/c")))) == {"a/b", "A/c"}
+
+
+# Of any packs.
+
+SHA256S = ["A", "B", "C", "D"]
+replaced = st.none() | st.sampled_from(SHA256S)
+# As the library names files: a path has one logical key, and a key may have several paths.
+own_files = st.builds(
+    lambda key, number, content, replaces: file(f"{key}/{number}", content, key, replaces),
+    st.sampled_from(["fxgraph", "aotautograd", "triton", "so"]),
+    st.integers(0, 2),
+    st.sampled_from(SHA256S),
+    replaced,
+)
+any_files = st.builds(
+    file,
+    st.lists(st.sampled_from("aAbß"), min_size=1, max_size=3).map("/".join),
+    st.sampled_from(SHA256S),
+    st.sampled_from("1234"),
+    replaced,
+)
+
+
+def packs_of(files: st.SearchStrategy[PackFile]) -> st.SearchStrategy[list[Manifest]]:
+    one = st.lists(files, max_size=6, unique_by=lambda file: file.path).map(lambda listed: pack(*listed))
+    return st.lists(one, max_size=6)
+
+
+@given(packs_of(own_files))
+@settings(max_examples=500)
+def test_a_union_has_every_logical_key(packs):
+    assert chosen_keys(packs) == keys(packs)
+
+
+@given(packs_of(own_files), st.data())
+@settings(max_examples=500)
+def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
+    """Whichever packs a compaction has read: those published meanwhile stay, and the merged one is listed last."""
+    merged = data.draw(st.sets(st.integers(0, len(packs) - 1))) if packs else set()
+    rest = [pack for number, pack in enumerate(packs) if number not in merged]
+    assert chosen_keys([*rest, merge([packs[number] for number in sorted(merged)])]) == keys(packs)
+
+
+@given(packs_of(own_files) | packs_of(any_files))
+@settings(max_examples=500)
+def test_merging_all_packs_changes_nothing(packs):
+    before = {path: choice.file for path, choice in choose(packs).items()}
+    assert {path: choice.file for path, choice in choose([merge(packs)]).items()} == before
+
+
+@given(packs_of(any_files))
+@settings(max_examples=500)
+def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs):
+    chosen = choose(packs)
+    check_paths(chosen)
+    for path, choice in chosen.items():
+        assert choice.file in packs[choice.pack].files
+        assert choice.file.path == path
+
+
+@given(packs_of(any_files), packs_of(any_files))
+@settings(max_examples=300)
+def test_later_packs_take_no_path_away(packs, more):
+    """A pack that is published later, by whomever, changes no file but those that it replaces."""
+    before, after = choose(packs), choose([*packs, *more])
+    assert before.keys() <= after.keys()
+    for path, choice in after.items():
+        if path in before and choice != before[path]:
+            assert choice.file.replaces is not None
+
+
+@given(packs_of(any_files))
+@settings(max_examples=100)
+def test_a_union_is_always_the_same(packs):
+    assert list(choose(packs).items()) == list(choose(list(packs)).items())
+
+
+CHOOSE_DEEP_PATHS = """
+from compile_cache.key import CacheKey
+from compile_cache.manifest import Manifest, PackFile
+from compile_cache.union import choose
+def peak_bytes():
+    status = open("/proc/self/status").read()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+key = CacheKey("e", "m", "v")
+deep = "x" * 31 + "/" + ("d" * 31 + "/") * 29 + "f"
+paths = [f"{number:05}/{deep}" for number in range(30_000)]
+packs = [Manifest(key, tuple(PackFile(path, path, 0, "") for path in paths), (), "", 0.0)]
+before = peak_bytes()
+assert len(choose(packs)) == len(paths)
+print(peak_bytes() - before)
+"""
+
+
+def test_deep_paths_cost_no_more_memory_than_they_are_long():
+    """30,000 paths of 30 MB are in folders whose paths together have 450 MB."""
+    command = [sys.executable, "-c", CHOOSE_DEEP_PATHS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 128 << 20
