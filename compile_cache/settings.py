@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compile_cache.errors import SettingsError
+from compile_cache.signing import Signer, TrustedKeys
 
 PREFIX = "COMPILE_CACHE_"
 
 SCOPES = ("regional", "whole", "off")
-STORE_SCHEMES = ("file", "s3")
+STORE_SCHEMES = ("file", "s3", "gs", "az")
+LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
 # CUDA graphs recorded by torch.compile belong to the thread that recorded them, and Cog runs setup() and each run() on
@@ -23,13 +26,18 @@ _CUDA_GRAPHS_REFUSED = {
 }
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
+_LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a boot is told from outside. The defaults suit `cog run` in a project folder."""
 
     store: str = ".compile-cache"
+    layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may hold a password
     s3_endpoint_url: str | None = None
+    signing_key: str | None = field(default=None, repr=False)
+    trusted_keys: tuple[str, ...] = ()
     dir: str = "/tmp/compile-cache"
     model_name: str | None = None
     model_version: str | None = None
@@ -37,6 +45,8 @@ class Settings:
     mode: str = "default"
     dynamic: bool | None = False
     publish: bool = True
+    most_packs: int = 4
+    peer_wait_s: float = 0.0
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0
     max_restore_bytes: int = 4 << 30
@@ -46,7 +56,8 @@ class Settings:
         """Refuse what cannot work, naming the variables.
 
         Raises:
-            SettingsError: the mode does not suit the scope, the directory is relative, or the store is unknown.
+            SettingsError: the mode does not suit the scope, the directory is relative, a store is unknown, or a key is
+                none.
         """
         problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
@@ -59,11 +70,47 @@ class Settings:
                 f"{PREFIX}DIR={self.dir!r} is relative, and the path is part of what compiled code is looked up by. "
                 "Give an absolute path that is the same in every container."
             )
-        scheme, separator, rest = self.store.partition("://")
-        if separator and (scheme not in STORE_SCHEMES or (not rest.partition("/")[0].strip() and scheme == "s3")):
-            problems.append(f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix or off")
+        if not _is_store(self.store, STORE_SCHEMES):
+            problems.append(
+                f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix, gs://bucket/prefix, "
+                "az://container/prefix or off"
+            )
+        problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
+        problems += self._key_problems()
         if problems:
             raise SettingsError("; ".join(problems))
+
+    def _layer_problem(self, layer: str) -> str | None:
+        scheme, rest = split_url(layer)
+        authority, slash, path = rest.partition("/")
+        host = authority.rpartition("@")[2]
+        shown = layer if scheme == "file" else f"{scheme}://{host}{slash}{path}"  # without user and password
+        if layer == "off" or not _is_store(layer, LAYER_SCHEMES):
+            return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
+        if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
+            return (
+                f"{PREFIX}LAYERS: what {shown!r} sends can be changed on its way, and is executed here. Use https://, "
+                f"or set {PREFIX}TRUSTED_KEYS."
+            )
+        return None
+
+    def _key_problems(self) -> list[str]:
+        problems = []
+        signer = None
+        try:
+            signer = Signer(self.signing_key) if self.signing_key else None
+        except SettingsError as error:
+            problems.append(f"{PREFIX}SIGNING_KEY: {error}")
+        try:
+            trusted = TrustedKeys(self.trusted_keys)
+        except SettingsError as error:
+            return [*problems, f"{PREFIX}TRUSTED_KEYS: {error}"]
+        if signer and trusted and signer.public_key not in trusted.texts:
+            problems.append(
+                f"{PREFIX}SIGNING_KEY is not trusted here: add {signer.public_key} to {PREFIX}TRUSTED_KEYS, or this "
+                "boot would refuse what it publishes"
+            )
+        return problems
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -73,7 +120,7 @@ class Settings:
             SettingsError: names every unknown variable and every bad value, all in one message.
         """
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value.strip()}
-        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        known = {PREFIX + setting.name.upper(): setting.name for setting in fields(cls)}
         values: dict[str, Any] = {}
         problems = [f"{name} is not a setting; did you mean {_nearest(name, known)}?" for name in given.keys() - known]
         for name in sorted(given.keys() & known.keys()):
@@ -90,9 +137,25 @@ class Settings:
         return settings
 
     @property
+    def may_publish(self) -> bool:
+        """False as well where only signed packs are used, and there is no key to sign with."""
+        return self.publish and self.store != "off" and not (self.trusted_keys and not self.signing_key)
+
+    @property
     def enabled(self) -> bool:
         """False where the scope is `off`: nothing is compiled, restored or published."""
         return self.scope != "off"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Scheme and the rest; a local path has the scheme `file`."""
+    scheme, separator, rest = url.partition("://")
+    return (scheme, rest) if separator else ("file", url)
+
+
+def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
+    scheme, rest = split_url(url)
+    return scheme in schemes and bool(rest.strip() if scheme == "file" else rest.partition("/")[0].strip())
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -122,6 +185,17 @@ def _seconds(value: str) -> float:
     return seconds
 
 
+def _list(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _count(value: str) -> int:
+    count = int(value)
+    if count < 0:
+        raise ValueError("must be a number from 0 on")
+    return count
+
+
 def _size_bytes(value: str) -> int:
     size_bytes = int(value)
     if size_bytes <= 0:
@@ -131,7 +205,10 @@ def _size_bytes(value: str) -> int:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store": str,
+    "layers": _list,
     "s3_endpoint_url": str,
+    "signing_key": str,
+    "trusted_keys": _list,
     "dir": str,
     "model_name": str,
     "model_version": str,
@@ -139,6 +216,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "mode": _one_of(MODES),
     "dynamic": _dynamic,
     "publish": _boolean,
+    "most_packs": _count,
+    "peer_wait_s": _seconds,
     "restore_timeout_s": _seconds,
     "exit_budget_s": _seconds,
     "max_restore_bytes": _size_bytes,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from web_servers import Certificates, make_certificates
 
 from compile_cache.environment import Environment
 from compile_cache.key import CacheKey
@@ -117,6 +118,20 @@ def s3_bucket(s3_server, s3_client, aws_variables) -> S3Bucket:
     bucket = S3Bucket(f"bucket-{uuid.uuid4().hex[:12]}", s3_server)
     s3_client.create_bucket(Bucket=bucket.name)
     return bucket
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory) -> Certificates:
+    """Those of an authority and of a server on 127.0.0.1; nobody trusts them yet."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def trusted_certificates(certificates, monkeypatch) -> Certificates:
+    """The same, which this process and its children trust."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return certificates
 
 
 @pytest.fixture(params=["local", "s3"])

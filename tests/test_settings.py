@@ -8,9 +8,27 @@ import pytest
 
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.settings import PREFIX, Settings
+from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, generate_keys
+
+PRIVATE, PUBLIC = generate_keys()
+_, OTHER_PUBLIC = generate_keys()
 
 GOOD = [
     ("STORE", "s3://bucket/prefix", "s3://bucket/prefix"),
+    ("STORE", "gs://bucket/prefix", "gs://bucket/prefix"),
+    ("STORE", "az://container", "az://container"),
+    ("STORE", "file:///var/packs", "file:///var/packs"),
+    ("STORE", "off", "off"),
+    ("LAYERS", "/opt/packs", ("/opt/packs",)),
+    (
+        "LAYERS",
+        "baked, s3://bucket/a ,https://mirror.example/packs,",
+        ("baked", "s3://bucket/a", "https://mirror.example/packs"),
+    ),
+    ("SIGNING_KEY", PRIVATE, PRIVATE),
+    ("TRUSTED_KEYS", f"{PUBLIC}, {OTHER_PUBLIC}", (PUBLIC, OTHER_PUBLIC)),
+    ("MOST_PACKS", "0", 0),
+    ("PEER_WAIT_S", "30", 30.0),
     ("S3_ENDPOINT_URL", "https://example.com", "https://example.com"),
     ("DIR", "/var/cache", "/var/cache"),
     ("MODEL_NAME", "org/name", "org/name"),
@@ -41,6 +59,16 @@ BAD = [
     ("MAX_RESTORE_BYTES", "0", "must be a positive number of bytes"),
     ("MAX_RESTORE_BYTES", "4GB", "4GB"),
     ("DIR", "some/folder", "is relative"),
+    ("STORE", "ftp://host/packs", "give a local folder"),
+    ("STORE", "https://host/packs", "give a local folder"),
+    ("STORE", "s3://", "give a local folder"),
+    ("STORE", "gs:///prefix", "give a local folder"),
+    ("LAYERS", "ftp://host/packs", "neither a local folder nor the URL of a store or of a mirror"),
+    ("LAYERS", "https://", "neither a local folder nor the URL of a store or of a mirror"),
+    ("LAYERS", "off", "neither a local folder nor the URL of a store or of a mirror"),
+    ("MOST_PACKS", "-1", "must be a number from 0 on"),
+    ("MOST_PACKS", "many", "many"),
+    ("PEER_WAIT_S", "-1", "must be seconds between 0 and 86400"),
 ]
 
 
@@ -55,7 +83,10 @@ def test_nothing_needs_to_be_set():
 def test_the_defaults_are_those_of_the_readme():
     assert Settings() == Settings(
         store=".compile-cache",
+        layers=(),
         s3_endpoint_url=None,
+        signing_key=None,
+        trusted_keys=(),
         dir="/tmp/compile-cache",
         model_name=None,
         model_version=None,
@@ -63,6 +94,8 @@ def test_the_defaults_are_those_of_the_readme():
         mode="default",
         dynamic=False,
         publish=True,
+        most_packs=4,
+        peer_wait_s=0.0,
         restore_timeout_s=60.0,
         exit_budget_s=7.0,
         max_restore_bytes=4 * 1024**3,
@@ -167,3 +200,123 @@ def test_a_settings_error_is_of_the_librarys_tree_and_a_value_error():
     with pytest.raises(CompileCacheError) as caught:
         read(SCOPE="x")
     assert isinstance(caught.value, ValueError)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("host", ["mirror.example", "127.0.0.1.example:80", "localhost.example", "10.0.0.1:8000"])
+def test_a_layer_over_http_needs_trusted_keys(host):
+    """What comes over it is executed."""
+    with pytest.raises(SettingsError, match=rf"{PREFIX}LAYERS: .*Use https://, or set {PREFIX}TRUSTED_KEYS"):
+        read(LAYERS=f"/baked,http://{host}/packs")
+    layers = ("/baked", f"http://{host}/packs")
+    assert read(LAYERS=",".join(layers), TRUSTED_KEYS=PUBLIC).layers == layers
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000"])
+def test_a_layer_over_http_on_this_machine_needs_none(host):
+    for layer in (f"http://{host}", f"http://{host}/packs"):
+        assert read(LAYERS=layer).layers == (layer,)
+
+
+@pytest.mark.parametrize("user", ["localhost:80", "127.0.0.1:", "localhost"])
+def test_a_user_named_as_this_machine_is_not_this_machine(user):
+    with pytest.raises(SettingsError, match="can be changed on its way"):
+        read(LAYERS=f"http://{user}@mirror.example/packs")
+
+
+@pytest.mark.parametrize("layer", ["http://user:secret@mirror.example/packs", "ftp://user:secret@mirror.example/packs"])
+def test_a_layer_is_refused_without_its_password(layer):
+    with pytest.raises(SettingsError, match=f"{PREFIX}LAYERS") as caught:
+        read(LAYERS=layer)
+    assert "mirror.example" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_layers_password_is_not_shown_with_the_settings():
+    assert "secret" not in repr(read(LAYERS="https://user:secret@mirror.example/packs"))
+
+
+def test_every_layer_with_a_problem_is_named():
+    with pytest.raises(SettingsError) as caught:
+        read(LAYERS="ftp://one,/two,http://three")
+    assert "ftp://one" in str(caught.value)
+    assert "http://three" in str(caught.value)
+    assert "/two" not in str(caught.value)
+
+
+# Keys
+
+
+def test_a_signing_key_that_is_not_trusted_is_refused_with_the_key_to_add():
+    with pytest.raises(SettingsError, match="would refuse what it publishes") as caught:
+        read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=OTHER_PUBLIC)
+    assert f"add {PUBLIC} to {PREFIX}TRUSTED_KEYS" in str(caught.value)
+    assert read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=f"{OTHER_PUBLIC},{PUBLIC}").signing_key == PRIVATE
+
+
+def test_the_signing_key_is_not_shown_with_the_settings():
+    assert secret_of(PRIVATE) not in repr(read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=PUBLIC))
+
+
+@pytest.mark.parametrize("keys", [PRIVATE, f"{PUBLIC},{PRIVATE}", PRIVATE.upper(), PRIVATE[8:]])
+def test_a_private_key_where_public_ones_belong_is_refused_and_not_shown(keys):
+    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key begins with") as caught:
+        read(TRUSTED_KEYS=keys)
+    assert secret_of(PRIVATE).lower() not in str(caught.value).lower()
+
+
+BAD_KEYS = {
+    "public": PUBLIC,
+    "cut": PRIVATE[:-5],
+    "damaged": PRIVATE[:-5] + "~~~~=",
+    "longer": PRIVATE + "AAAA",
+    "of another kind": PRIVATE.replace("ed25519", "rsa"),
+    "none": "secret",
+}
+
+
+@pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
+def test_a_bad_signing_key_is_refused_by_the_name_of_its_variable_and_not_shown(key):
+    with pytest.raises(SettingsError, match=f"{PREFIX}SIGNING_KEY: a private key ") as caught:
+        read(SIGNING_KEY=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["", PUBLIC[:-5], PUBLIC + "AAAA", "public", PUBLIC_PREFIX, PRIVATE_PREFIX])
+def test_a_bad_trusted_key_is_refused_by_the_name_of_its_variable(key):
+    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key "):
+        Settings(trusted_keys=(PUBLIC, key))
+
+
+def test_bad_keys_of_both_variables_are_in_one_message():
+    with pytest.raises(SettingsError) as caught:
+        read(SIGNING_KEY="x", TRUSTED_KEYS="y", LAYERS="ftp://z")
+    for name in ("SIGNING_KEY", "TRUSTED_KEYS", "LAYERS"):
+        assert PREFIX + name in str(caught.value)
+
+
+def secret_of(key: str) -> str:
+    return key.removeprefix(PRIVATE_PREFIX)
+
+
+# Publishing
+
+
+@pytest.mark.parametrize(
+    ("variables", "may_publish"),
+    [
+        ({}, True),
+        ({"PUBLISH": "false"}, False),
+        ({"STORE": "off"}, False),
+        ({"STORE": "off", "LAYERS": "/baked"}, False),
+        ({"LAYERS": "/baked"}, True),
+        ({"SIGNING_KEY": PRIVATE}, True),
+        ({"TRUSTED_KEYS": PUBLIC}, False),
+        ({"TRUSTED_KEYS": PUBLIC, "SIGNING_KEY": PRIVATE}, True),
+        ({"TRUSTED_KEYS": PUBLIC, "SIGNING_KEY": PRIVATE, "PUBLISH": "0"}, False),
+    ],
+)
+def test_a_boot_publishes_where_it_may_and_what_it_would_trust(variables, may_publish):
+    assert read(**variables).may_publish is may_publish

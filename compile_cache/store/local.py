@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, 
 from compile_cache.store import StoredObject
 
 _TEMPORARY = ".tmp-"
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
 class LocalStore:
@@ -54,26 +56,49 @@ class LocalStore:
     def put(self, name: str, content: Path | bytes) -> None:
         """Write beside the place and rename: a reader sees the whole object or none."""
         target = self._root / name
-        with _translated(f"write {target}"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=target.parent)
+        with _translated(f"write {target}"), _written_beside(target, content) as temporary:
+            os.replace(temporary, target)
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """Write beside the place and link: whoever links first has stored it (link(2) is atomic, on NFS too). On a file
+        system without links, a look and then a rename."""
+        target = self._root / name
+        with _translated(f"write {target}"), _written_beside(target, content) as temporary:
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        with content.open("rb") as source:
-                            shutil.copyfileobj(source, file, 1 << 20)
-                os.chmod(temporary, 0o644)
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if target.exists():
+                    return False
                 os.replace(temporary, target)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            return True
 
     def delete(self, name: str) -> None:
         """Remove the file; one that is not there is no error."""
         with _translated(f"delete {self._root / name}"):
             (self._root / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _written_beside(target: Path, content: Path | bytes) -> Iterator[str]:
+    """A temporary file with `content` in the folder of `target`, gone afterwards unless it was renamed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                with content.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+        os.chmod(temporary, 0o644)
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _DENIED = frozenset({"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket"})
 _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
+_EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
+_UNCONDITIONAL = frozenset({"501", "NotImplemented", "400", "InvalidArgument", "InvalidRequest"})
 
 # R2 and other look-alikes refuse the checksums that boto3 ≥ 1.36 adds; a pack is named by its own digest.
 _CHECKSUMS: Literal["when_required"] = "when_required"
@@ -95,6 +97,24 @@ class S3Store:
                 with content.open("rb") as body:
                     self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=body)
 
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """One PUT with `If-None-Match: *`; where the store does not know that, a look and then a PUT."""
+        with _translated(f"put {name} into {self.location}"):
+            try:
+                self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=content, IfNoneMatch="*")
+            except ClientError as error:
+                code = str(error.response.get("Error", {}).get("Code", ""))
+                if code in _EXISTS:
+                    return False
+                if code not in _UNCONDITIONAL:
+                    raise
+            else:
+                return True
+        if any(entry.name == name for entry in self.list(name)):
+            return False
+        self.put(name, content)
+        return True
+
     def delete(self, name: str) -> None:
         """Remove an object; S3 does not mind one that is not there."""
         with _translated(f"delete {name} from {self.location}"):
@@ -113,7 +133,8 @@ def _translated(what: str) -> Iterator[None]:
         if code in _DENIED:
             raise StoreAccessDenied(f"cannot {what}: {code}; check the credentials and the bucket's policy") from error
         if code in _MISSING:
-            raise ObjectNotFound(f"cannot {what}: {code}; check the bucket's name, or create it") from error
+            advice = "; check the bucket's name, or create it" if code == "NoSuchBucket" else ""
+            raise ObjectNotFound(f"cannot {what}: {code}{advice}") from error
         raise StoreError(f"cannot {what}: {error}") from error
     except ConnectionError as error:
         raise StoreUnavailable(

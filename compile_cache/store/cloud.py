@@ -1,0 +1,172 @@
+"""A store in Google Cloud Storage or Azure Blob Storage; the class takes any other store of obstore's as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import AzureStore, GCSStore
+
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.settings import split_url
+from compile_cache.store import StoredObject
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ObjectStore as Objects
+
+_READING: ClientConfig = {
+    "connect_timeout": timedelta(seconds=3),
+    "read_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=60),
+}
+# reqwest's read timeout runs from the request's start until the answer begins: no upload may take longer than that.
+_UPLOADING: ClientConfig = {"connect_timeout": timedelta(seconds=3), "timeout": timedelta(seconds=600)}
+_RETRIES: RetryConfig = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
+}
+
+# obstore has exceptions for some of what stores answer; listings, tokens and ranges fail only in words.
+_STATUS = re.compile(r"status code: (\d{3})")
+_BEYOND_THE_END = re.compile(r"status code: 416|StartTooLarge")
+_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+# Before any slash: further on are URLs, with names of objects.
+_NO_CREDENTIALS = re.compile(
+    r"^Generic \w+ error: [^/]*(token request|credential|Account must|Access Key|service account)"
+)
+
+
+class CloudStore:
+    """Objects of one of obstore's stores, whose prefix and credentials are its own."""
+
+    def __init__(self, objects: Objects, location: str, uploads: Objects | None = None) -> None:
+        """`uploads` is the same store with timeouts for what is large, if it is a remote one."""
+        self._objects = objects
+        self._uploads = uploads or objects
+        self._location = location
+
+    @property
+    def location(self) -> str:
+        """The URL."""
+        return self._location
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """All objects whose name begins with `prefix`, oldest first. obstore lists whole folders only."""
+        with _translated(f"list {self._location}{prefix}"):
+            entries = self._objects.list(prefix.rpartition("/")[0] or None).collect()
+        found = [
+            StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp())
+            for entry in entries
+            if entry["path"].startswith(prefix)
+        ]
+        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """The object's bytes from `start` on, at most `size_bytes` of them: one GET, ranged if it need not be whole."""
+        if size_bytes == 0:
+            return b""  # obstore refuses an empty range
+        options: GetOptions = {}
+        if start or size_bytes is not None:
+            options["range"] = {"offset": start} if size_bytes is None else (start, start + size_bytes)
+        with _translated(f"get {name} from {self._location}"):
+            try:
+                return self._objects.get(name, options=options).bytes().to_bytes()
+            except BaseError as error:
+                if _BEYOND_THE_END.search(str(error)):
+                    return b""
+                raise
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """One PUT, during which a file is in memory whole: several parts could be left behind, half an object."""
+        with _translated(f"put {name} into {self._location}"):
+            self._uploads.put(name, content, use_multipart=False)
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """One conditional PUT; where the store knows none, a look and then a PUT."""
+        with _translated(f"put {name} into {self._location}"):
+            try:
+                self._objects.put(name, content, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            except NotImplementedError:
+                pass
+            else:
+                return True
+        if any(entry.name == name for entry in self.list(name)):
+            return False
+        self.put(name, content)
+        return True
+
+    def delete(self, name: str) -> None:
+        """Remove an object. Some stores of obstore's mind one that is not there, some do not."""
+        with _translated(f"delete {name} from {self._location}"):
+            try:
+                self._objects.delete(name)
+            except FileNotFoundError as error:
+                if _NO_BUCKET.search(str(error)):
+                    raise
+
+
+def open_cloud(url: str) -> CloudStore:
+    """The store at `gs://bucket/prefix` or `az://container/prefix`. Credentials are found as obstore finds them:
+    `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_*`, or those of the machine. Connects to nothing yet.
+
+    Raises:
+        StoreError: the credentials cannot be read, or Azure's account is not named.
+    """
+    scheme, rest = split_url(url)
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    kind = GCSStore if scheme == "gs" else AzureStore
+    with _translated(f"open {url}"):
+        objects, uploads = (
+            kind(bucket, prefix=prefix or None, client_options=options, retry_config=_RETRIES)
+            for options in (_READING, _UPLOADING)
+        )
+    return CloudStore(objects, f"{scheme}://{bucket}/{prefix}/" if prefix else f"{scheme}://{bucket}/", uploads)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The one place where obstore's errors become the store's."""
+    try:
+        yield
+    except (BaseError, OSError, ValueError, TypeError, NotImplementedError) as error:  # TypeError: a path to delete
+        kind, advice = _meaning(error)
+        raise kind(f"cannot {what}: {_in_one_line(error)}{advice}") from error
+
+
+def _meaning(error: Exception) -> tuple[type[StoreError], str]:
+    """The kind of error that it is for the cache, and what to do about it."""
+    text = str(error)
+    status = int(match[1]) if (match := _STATUS.search(text)) else None
+    if _NO_BUCKET.search(text):
+        return ObjectNotFound, "; check the bucket's name, or create it"
+    if _NO_CREDENTIALS.search(text):
+        return (
+            StoreAccessDenied,
+            "; set GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+        )
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
+        return StoreAccessDenied, "; check the credentials and what they may do in the bucket"
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return ObjectNotFound, ""
+    if "InvalidCertificate" in text:
+        return StoreError, "; name its authority's certificate in SSL_CERT_FILE"
+    if status in (408, 429) or (status or 0) >= 500 or "HTTP error" in text:
+        return StoreUnavailable, "; check the network"
+    return StoreError, ""
+
+
+def _in_one_line(error: Exception) -> str:
+    """obstore's words without the answer's body, the internals below them, and queries: those can hold signatures."""
+    line = str(error).partition("\n")[0].partition(": <")[0]
+    return re.sub(r"\?[^\s\"')]*", "", line)[:400]

@@ -1,0 +1,76 @@
+"""Several stores read as one: what is baked into the image, a mirror, then the store that is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from compile_cache.errors import ObjectNotFound, StoreError
+from compile_cache.store import ObjectStore, StoredObject
+from compile_cache.store.readonly import ReadOnly
+
+log = logging.getLogger("compile_cache")
+
+
+class LayeredStore(ReadOnly):
+    """Reads from all layers, the first one first. A layer that fails is left out, and said in `problems`."""
+
+    def __init__(self, layers: Sequence[ObjectStore]) -> None:
+        self._layers = layers
+        self._origins: dict[str, ObjectStore] = {}
+        self._problems: dict[str, str] = {}
+
+    @property
+    def location(self) -> str:
+        """Every layer's."""
+        return " + ".join(layer.location for layer in self._layers)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The layers that could not be listed the last time, and why."""
+        return tuple(self._problems.values())
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """All objects whose name begins with `prefix`: layer by layer, oldest first in each. An object that several
+        layers have is listed once, in the first of them.
+
+        Raises:
+            StoreError: no layer could be listed.
+        """
+        found: dict[str, StoredObject] = {}
+        failure: StoreError | None = None
+        failures = 0
+        for layer in self._layers:
+            try:
+                entries = layer.list(prefix)
+            except StoreError as error:
+                log.warning("layer.failed layer=%s error=%s", layer.location, error)
+                self._problems[layer.location] = str(error)
+                failure, failures = failure or error, failures + 1
+                continue
+            self._problems.pop(layer.location, None)
+            for entry in entries:
+                if entry.name not in found:
+                    found[entry.name] = entry
+                    self._origins[entry.name] = layer
+        if failure is not None and failures == len(self._layers):
+            raise failure
+        return list(found.values())
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """The object's bytes, from the layer that listed it, else from the first that has it.
+
+        Raises:
+            StoreError: what the layer that listed it said. Where none did, `ObjectNotFound` only if all of them say so.
+        """
+        origin = self._origins.get(name)
+        layers = [origin] if origin is not None else []
+        layers += [layer for layer in self._layers if layer is not origin]
+        failure: StoreError | None = None
+        for layer in layers:
+            try:
+                return layer.read(name, start, size_bytes)
+            except StoreError as error:
+                if failure is None or (origin is None and isinstance(failure, ObjectNotFound)):
+                    failure = error
+        raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
