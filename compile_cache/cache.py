@@ -1,43 +1,79 @@
 """CompileCache: one key's artifacts between an object store and a cache directory.
 
 There is no index: a listing, ordered by the store's own time, is the index, and the state of a key is the union of its
-packs. For each logical key the first pack wins, but for a file that was changed in place (autotuning results): there
-the pack that names the content it replaces wins over the pack that has it.
+packs (union.py). What is in a pack is known from its head alone, so a boot reads only the frames that it needs, and a
+publisher sends only what nobody has.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from compile_cache.directory import CacheDirectory, FileStamp, logical_key
 from compile_cache.environment import Environment
-from compile_cache.errors import PackError, StoreError
+from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.key import CacheKey
-from compile_cache.pack import SUFFIX, Limits, Manifest, Pack, Source, sha256_of, unpack, write_pack
+from compile_cache.manifest import Limits, PackFile
+from compile_cache.pack import (
+    PACK_NAME,
+    Head,
+    Pack,
+    Run,
+    Source,
+    head_bytes,
+    read_head,
+    runs,
+    sha256_of,
+    unpack_run,
+    write_pack,
+)
+from compile_cache.refusals import Refusals
 from compile_cache.report import RefusedPack
-from compile_cache.store import ObjectStore, StoredObject
+from compile_cache.signing import Signer, TrustedKeys
+from compile_cache.store import ObjectStore, StoredObject, Stores
+from compile_cache.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.union import choose
 
-_THREADS = 8
-_READ_BYTES = 8 << 20
-_PACK_BYTES = 64 << 20
-_PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
+# A first read gets a pack of usual size whole; where a key has many packs, their heads.
+_FIRST_READ_BYTES = 1 << 20
+HEAD_READ_BYTES = 64 << 10
+_MANY_PACKS = 16
+_MOST_LISTINGS = 5
+# The first packs are small, so that what is most valuable is stored first, even when there is hardly any time.
+_SMALLEST_PART_BYTES = 4 << 20
+_LARGEST_PART_BYTES = 64 << 20
+# In an object's name no time of day: a thousand boots of a day write one object.
+_USED = "used-"
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPack:
+    """A pack in the store: its head, verified, and the first bytes of it that have been read already."""
+
+    entry: StoredObject
+    head: Head
+    beginning: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified packs, unpacked in the staging folder, oldest first; nothing is in the cache directory yet."""
+    """Verified files in the staging folder; nothing is in the cache directory yet. `files` maps a path inside the cache
+    directory to the staged file and its line of the manifest. `packs` are the objects that they came from,
+    `superfluous` those that had nothing of their own."""
 
-    packs: tuple[tuple[Path, Manifest], ...] = ()
+    files: dict[str, tuple[Path, PackFile]] = field(default_factory=dict)
+    packs: tuple[str, ...] = ()
+    superfluous: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
     seconds: float = 0.0
+    seeded_from: str = ""
 
 
 @dataclass(slots=True)
@@ -50,19 +86,57 @@ class _Published:
 
 
 class CompileCache:
-    """Restores the artifacts of `key` from `store` into `directory`, and publishes what is new there."""
+    """Restores the artifacts of `key` from `stores` into `directory`, and publishes what is new there.
+
+    `trusted` keys decide whose packs are used, `signer` signs what is published. Used by one thread at a time.
+    """
 
     def __init__(
-        self, store: ObjectStore, key: CacheKey, environment: Environment, directory: CacheDirectory, limits: Limits
+        self,
+        stores: Stores,
+        key: CacheKey,
+        environment: Environment,
+        directory: CacheDirectory,
+        limits: Limits,
+        trusted: TrustedKeys | None = None,
+        signer: Signer | None = None,
     ) -> None:
-        self.store = store
+        self.stores = stores
         self.key = key
-        self._environment = environment
+        self.limits = limits
+        self.trusted = trusted or TrustedKeys()
+        self.signer = signer
+        self._store = stores.reading
+        self.environment = environment
         self._directory = directory
-        self._limits = limits
+        self._refusals = Refusals(directory.refused, self._store.location, limits, self.trusted)
+        self._packs: dict[str, _StoredPack] = {}
+        self._refused: dict[str, RefusedPack] = {}
+        self._uses: set[str] = set()
         self._published = _Published()
+        self._seeded: dict[str, tuple[FileStamp, str]] = {}
         self._environment_published = False
         self._is_listed = False
+
+    def of_written_store(self) -> CompileCache:
+        """The same key in the store that is written alone, with a staging folder of its own: for compaction.
+
+        Raises:
+            StoreError: there is none.
+            OSError: the staging folder cannot be made.
+        """
+        stores = Stores(self.writing, self.writing)
+        annex = self._directory.annex()
+        return CompileCache(stores, self.key, self.environment, annex, self.limits, self.trusted, self.signer)
+
+    @property
+    def staging(self) -> Path:
+        """The folder where what is fetched is unpacked."""
+        return self._directory.inbox
+
+    def for_version(self, key: CacheKey) -> CompileCache:
+        """Another key's packs in the same stores, fetched into the same staging folder."""
+        return CompileCache(self.stores, key, self.environment, self._directory, self.limits, self.trusted, self.signer)
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first; what has another name than packs have is none.
@@ -70,62 +144,149 @@ class CompileCache:
         Raises:
             StoreError: the store cannot be listed.
         """
-        found = self.store.list(self.key.prefix)
-        return [entry for entry in found if _PACK_NAME.fullmatch(entry.name.removeprefix(self.key.prefix))]
+        found = self._store.list(self.key.prefix)
+        names = [entry.name.removeprefix(self.key.prefix) for entry in found]
+        self._uses = {name for name in names if name.startswith(_USED)}
+        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
 
-    def fetch(self, abandoned: threading.Event) -> Fetched:
-        """Get, verify and unpack every pack of this key, in parallel. A pack that fails is refused, and the rest used.
+    @property
+    def pack_names(self) -> tuple[str, ...]:
+        """The packs that can be used, as far as their heads tell, in the order of their listing."""
+        return tuple(self._packs)
 
-        Ends early, with less, when `abandoned` is set.
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store has no pack of this key that could be used; True before it has been listed."""
+        return not self._packs
+
+    @property
+    def is_fully_known(self) -> bool:
+        """Whether of every pack listed the head was read, or refused for what is in it."""
+        return all(refused.is_final for refused in self._refused.values())
+
+    def refresh(self, abandoned: threading.Event | None = None) -> None:
+        """List the store, and read the heads of packs not seen before, in parallel. The store is listed again where one
+        vanishes before it is read, because it was merged into another one.
 
         Raises:
-            StoreError: the store cannot be listed.
+            StoreError: the store cannot be listed, or `abandoned` was set.
+        """
+        self._refresh(abandoned, HEAD_READ_BYTES)
+
+    def _refresh(self, abandoned: threading.Event | None, first_bytes: int) -> None:
+        for _ in range(_MOST_LISTINGS):
+            vanished = self._look(abandoned, first_bytes)
+            if not vanished:
+                break
+        for name in vanished:
+            self._refused[name] = RefusedPack(name, "it is listed, and not there", is_final=False)
+        self._is_listed = True
+
+    def _look(self, abandoned: threading.Event | None, first_bytes: int) -> Sequence[str]:
+        """One listing, and the heads of what is new in it; the names of packs that vanished meanwhile."""
+        entries = self.list()
+        first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
+        found = {entry.name: pack for entry in entries if (pack := self._packs.get(entry.name))}
+        vanished: list[str] = []
+        # What only could not be read is tried again.
+        self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
+
+        def look(entry: StoredObject) -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise Abandoned(f"{entry.name} was not read: the time was up")
+            try:
+                found[entry.name] = self._read_head(entry, first_bytes)
+            except ObjectNotFound:
+                vanished.append(entry.name)
+            except PackError as error:
+                self._refuse(entry, str(error))
+            except StoreError as error:
+                self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+
+        unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
+        in_daemon_threads(look, unseen)
+        self._packs = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        self._published.keys.update(
+            file.key for entry in unseen if entry.name in found for file in found[entry.name].head.manifest.files
+        )
+        self._environment_published |= bool(found)
+        return vanished
+
+    def _refuse(self, entry: StoredObject, reason: str) -> None:
+        self._packs.pop(entry.name, None)
+        self._refused[entry.name] = RefusedPack(entry.name, reason)
+        self._refusals.remember(entry, reason)
+
+    def _read_head(self, entry: StoredObject, first_bytes: int) -> _StoredPack:
+        if reason := self._refusals.reason(entry):
+            raise PackError(reason)
+        head, beginning = fetch_head(self._store, entry.name, entry.size_bytes, first_bytes, self.limits, self.trusted)
+        if head.manifest.key != self.key:
+            raise PackError(f"it is for {head.manifest.key.prefix}, not for {self.key.prefix}")
+        return _StoredPack(entry, head, beginning)
+
+    def fetch(self, abandoned: threading.Event | None = None) -> Fetched:
+        """Get, verify and unpack what the packs of this key add up to, in parallel; frames without use are not read.
+
+        A pack of which anything is wrong is refused whole, and the others make up for it where they can. Where a pack
+        vanishes meanwhile, because it was merged into another one, the store is listed again.
+
+        Raises:
+            StoreError: the store cannot be listed, or `abandoned` was set.
             OSError: the staging folder cannot be written.
         """
         started = time.perf_counter()
-        entries = self.list()
-        outcomes: dict[str, tuple[Path, Manifest] | Exception] = {}
-        with ThreadPoolExecutor(_THREADS, "compile-cache-unpack") as unpacking:
+        task = _Unpacking(self._store, self._directory.inbox, abandoned)
+        self._refresh(abandoned, _FIRST_READ_BYTES)
+        listings = 1
+        while True:
+            packs, too_large = self._within_limits()
+            chosen = choose([pack.head.manifest for pack in packs])
+            needed: dict[str, set[str]] = {}
+            for choice in chosen.values():
+                needed.setdefault(packs[choice.pack].entry.name, set()).add(choice.file.path)
+            failures = task.unpack([(pack, needed[pack.entry.name]) for pack in packs if pack.entry.name in needed])
+            if not failures:
+                break
+            for pack, error in failures:
+                self._drop(pack.entry, error)
+            if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
+                listings += 1
+                self._refresh(abandoned, _FIRST_READ_BYTES)
+        files = {path: (task.folder(packs[c.pack]) / path, c.file) for path, c in chosen.items()}
+        superfluous = tuple(pack.entry.name for pack in packs if pack.entry.name not in needed)
+        refused = (*self._refused.values(), *too_large)
+        # What was read of them has been used, and this cache lives as long as the process.
+        self._packs = {name: replace(pack, beginning=b"") for name, pack in self._packs.items()}
+        seconds = time.perf_counter() - started
+        return Fetched(files, tuple(needed), superfluous, refused, task.stored_bytes, seconds)
 
-            def fetch_pack(entry: StoredObject) -> None:
-                try:
-                    outcomes[entry.name] = self._fetch_pack(entry, unpacking, abandoned)
-                except Exception as error:  # raised again below, but for what concerns this pack alone
-                    outcomes[entry.name] = error
+    def _drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        """Take a pack for absent, and what it alone has for not published."""
+        if isinstance(error, PackError):
+            self._refuse(entry, str(error))
+        else:
+            self._packs.pop(entry.name, None)
+            if not isinstance(error, ObjectNotFound):
+                self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+        self._published.keys = {file.key for pack in self._packs.values() for file in pack.head.manifest.files}
 
-            _in_daemon_threads(fetch_pack, entries)
-        packs, refused, stored_bytes, size_bytes = [], [], 0, 0
-        for entry in entries:
-            outcome = outcomes[entry.name]
-            if isinstance(outcome, PackError | StoreError):
-                refused.append(RefusedPack(entry.name, str(outcome)))
-            elif isinstance(outcome, Exception):
-                raise outcome
-            elif (size_bytes := size_bytes + outcome[1].size_bytes) > self._limits.size_bytes:
-                refused.append(
-                    RefusedPack(entry.name, f"all packs unpack to more than {self._limits.size_bytes} bytes")
-                )
-            else:
-                packs.append(outcome)
-                stored_bytes += entry.size_bytes
-        return Fetched(tuple(packs), tuple(refused), stored_bytes, time.perf_counter() - started)
-
-    def _fetch_pack(
-        self, entry: StoredObject, unpacking: Executor, abandoned: threading.Event
-    ) -> tuple[Path, Manifest]:
-        if entry.size_bytes > self._limits.size_bytes:
-            raise PackError(f"it has {entry.size_bytes} bytes, and {self._limits.size_bytes} are allowed")
-        local = self._directory.inbox / os.path.basename(entry.name)
-        folder = local.with_suffix("")
-        folder.mkdir()
-        with local.open("wb") as file:
-            for start in range(0, entry.size_bytes, _READ_BYTES):
-                if abandoned.is_set():
-                    raise StoreError(f"{entry.name} was not fetched: the restore's time was up")
-                file.write(self.store.read(entry.name, start, min(_READ_BYTES, entry.size_bytes - start)))
-        manifest = unpack(local, folder, self.key, self._limits, unpacking)
-        local.unlink()
-        return folder, manifest
+    def _within_limits(self) -> tuple[Sequence[_StoredPack], Sequence[RefusedPack]]:
+        """The packs, in order, that together unpack to no more than is allowed, and the others."""
+        packs, too_large = [], []
+        keys: set[str] = set()
+        size_bytes = files = 0
+        for pack in self._packs.values():
+            new = [f for f in pack.head.manifest.files if f.key not in keys or f.replaces is not None]
+            more_bytes = sum(file.size_bytes for file in new)
+            if size_bytes + more_bytes > self.limits.size_bytes or files + len(new) > self.limits.files:
+                reason = f"all packs unpack to more than {self.limits.size_bytes} bytes or {self.limits.files} files"
+                too_large.append(RefusedPack(pack.entry.name, reason))
+                continue
+            packs.append(pack)
+            keys.update(file.key for file in new)
+            size_bytes, files = size_bytes + more_bytes, files + len(new)
+        return packs, too_large
 
     def install(self, fetched: Fetched) -> int:
         """Move what `fetch` verified into the cache directory, each file at once and whole; returns how many.
@@ -133,23 +294,17 @@ class CompileCache:
         Raises:
             OSError: the cache directory cannot be written.
         """
-        chosen, taken = _choose(fetched.packs)
-        for path, (folder, sha256) in chosen.items():
+        for path, (staged, file) in fetched.files.items():
             target = self._directory.path / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder / path, target)
-            self._published.files[path] = (sha256, _stamp(target))
-        self._published.keys.update(taken)
-        self._environment_published = bool(fetched.packs)
-        self._is_listed = True
-        return len(chosen)
-
-    def _learn(self) -> None:
-        """Find out what the store has, where no restore has: nothing is to be published twice."""
-        self._directory.empty_inbox()
-        for _, manifest in self.fetch(threading.Event()).packs:
-            self._published.keys.update(entry.key for entry in manifest.files)
-        self._is_listed = True
+            if fetched.seeded_from:
+                _mark_unread(staged)
+            os.replace(staged, target)
+            if fetched.seeded_from:
+                self._seeded[path] = (_stamp(target), file.key)
+            else:
+                self._published.files[path] = (file.sha256, _stamp(target))
+        return len(fetched.files)
 
     def stage(self, withheld: Collection[str], creator: str) -> tuple[Pack, ...]:
         """Finished packs, most valuable first, of all that the store does not have yet, `withheld` paths left out.
@@ -159,26 +314,53 @@ class CompileCache:
             OSError: the staging folder cannot be written.
         """
         if not self._is_listed:
-            self._learn()
+            self.refresh()
         outbox = self._directory.empty_outbox()
         sources = sorted(self._unpublished(withheld), key=_by_value)
-        return tuple(write_pack(outbox, self.key, part, creator) for part in _parts(sources) if part)
+        return tuple(write_pack(outbox, self.key, part, creator, self.signer) for part in _parts(sources) if part)
 
     def _unpublished(self, withheld: Collection[str]) -> Iterator[Source]:
-        """New logical keys, and files whose content differs from the one published under their path."""
+        """New logical keys, files whose content differs from the one published under their path, and of the files of
+        another version those that this boot has read."""
+        everything_read = self._seeded and not self._some_seeded_unread()
+        siblings: dict[str, list[str]] = {}
+        for path in self._published.files:
+            siblings.setdefault(logical_key(path), []).append(path)
         for path, stamp in self._directory.scan().items():
             local, key = self._directory.path / path, logical_key(path)
             known = self._published.files.get(path)
             if path in withheld:
                 continue
             self._published.staged[path] = stamp
-            if known is None:
-                if key not in self._published.keys:
-                    yield Source(local, path, key)
-            elif known[1] != stamp and (sha256 := sha256_of(local)) != known[0]:
-                yield Source(local, path, key, replaces=known[0])
-            elif known[1] != stamp:
-                self._published.files[path] = (sha256, stamp)
+            if known is not None:
+                yield from self._changed(local, path, key, known, stamp)
+            elif (seed := self._seeded.get(path)) and seed[0] == stamp:
+                if seed[1] not in self._published.keys and (everything_read or _is_read(local)):
+                    yield Source(local, path, seed[1])
+            elif key not in self._published.keys:
+                yield Source(local, path, key)
+            elif (more := siblings.get(key)) and (variant := _variant(key, more)) not in self._published.keys:
+                yield Source(local, path, variant)
+
+    def _changed(
+        self, local: Path, path: str, key: str, known: tuple[str, FileStamp], stamp: FileStamp
+    ) -> Iterator[Source]:
+        if known[1] == stamp:
+            return
+        sha256 = sha256_of(local)
+        if sha256 != known[0]:
+            yield Source(local, path, key, replaces=known[0])
+        else:
+            self._published.files[path] = (sha256, stamp)
+
+    def _some_seeded_unread(self) -> bool:
+        """False where the file system does not record reads, or every file was read: then all count as read."""
+        read = [_is_read(self._directory.path / path) for path in self._seeded]
+        return any(read) and not all(read)
+
+    def is_superseded(self, pack: Pack) -> bool:
+        """Whether the store has meanwhile got something that this staged pack would publish again."""
+        return any(file.key in self._published.keys for file in pack.manifest.files if file.replaces is None)
 
     def publish(self, pack: Pack) -> None:
         """Put a staged pack into the store: one PUT of an immutable object. What it holds is not staged again.
@@ -186,65 +368,151 @@ class CompileCache:
         Raises:
             StoreError: it was not stored; nothing that was there has changed.
         """
-        self.store.put(self.key.prefix + pack.name, pack.local)
-        for entry in pack.manifest.files:
-            self._published.keys.add(entry.key)
-            self._published.files[entry.path] = (entry.sha256, self._published.staged[entry.path])
+        store = self.writing
+        name = self.key.prefix + pack.name
+        store.put(name, pack.local)
+        head = Head(pack.manifest, pack.stored_bytes - pack.manifest.frames_bytes)
+        self._packs[name] = _StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), head)
+        for file in pack.manifest.files:
+            self._published.keys.add(file.key)
+            self._published.files[file.path] = (file.sha256, self._published.staged[file.path])
+            self._seeded.pop(file.path, None)
         if not self._environment_published:
-            self.store.put(self.key.environment_prefix + "environment.json", self._environment.to_json().encode())
+            store.put(self.key.environment_prefix + "environment.json", self.environment.to_json().encode())
             self._environment_published = True
 
+    def mark_used(self, today: str) -> None:
+        """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.
 
-def _in_daemon_threads(work: Callable[[StoredObject], None], entries: Sequence[StoredObject]) -> None:
-    """Do `work` for all, a few at a time. Not in a ThreadPoolExecutor, whose threads the interpreter joins before it
-    runs exit hooks: a read that hangs would cost the hook its time."""
-    waiting = iter(entries)
-    lock = threading.Lock()
+        Raises:
+            StoreError: it cannot be recorded.
+        """
+        name = _USED + today
+        if self.is_empty or name in self._uses:
+            return
+        store = self.writing
+        store.put(self.key.prefix + name, b"")
+        for older in [use for use in self._uses if use < name]:
+            store.delete(self.key.prefix + older)
+        self._uses = {name}
 
-    def drain() -> None:
-        while True:
-            with lock:
-                entry = next(waiting, None)
-            if entry is None:
-                return
-            work(entry)
+    @property
+    def writing(self) -> ObjectStore:
+        """The store that is written.
 
-    threads = [threading.Thread(target=drain, daemon=True) for _ in range(min(_THREADS, len(entries)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        Raises:
+            StoreError: there is none.
+        """
+        if self.stores.writing is None:
+            raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
+        return self.stores.writing
 
 
-def _choose(packs: Sequence[tuple[Path, Manifest]]) -> tuple[dict[str, tuple[Path, str]], set[str]]:
-    """Of each path the content that wins, with the folder it is in, and all logical keys there are.
+def fetch_head(
+    store: ObjectStore, name: str, size_bytes: int, first_bytes: int, limits: Limits, trusted: TrustedKeys
+) -> tuple[Head, bytes]:
+    """The verified head of a pack of `size_bytes`, and the first bytes that were read for it: `first_bytes`, or more.
 
-    The first pack wins, then, step by step, the first that replaces what has won: a store's clock is too coarse to
-    list every successor after what it replaces. A path that the paths chosen before it exclude is left out.
+    Raises:
+        PackError: says what is wrong.
+        StoreError: it cannot be read.
     """
-    chosen: dict[str, tuple[Path, str]] = {}
-    owners: dict[str, int] = {}
-    folders: set[str] = set()
-    successors: dict[tuple[str, str | None], list[tuple[Path, str]]] = {}
-    for number, (folder, manifest) in enumerate(packs):
-        for entry in manifest.files:
-            parents = {str(parent) for parent in PurePosixPath(entry.path).parents}
-            if owners.setdefault(entry.key, number) == number and not (
-                entry.path in chosen or entry.path in folders or parents & chosen.keys()
-            ):
-                chosen[entry.path] = (folder, entry.sha256)
-                folders |= parents
-            else:
-                successors.setdefault((entry.path, entry.replaces), []).append((folder, entry.sha256))
-    for path in chosen:
-        while following := successors.get((path, chosen[path][1])):
-            chosen[path] = following.pop(0)
-    return chosen, set(owners)
+    if size_bytes > limits.size_bytes:
+        raise PackError(f"it has {size_bytes} bytes, and {limits.size_bytes} are allowed")
+    beginning = store.read(name, 0, min(first_bytes, size_bytes))
+    missing_bytes = head_bytes(beginning, limits) - len(beginning)
+    if missing_bytes > 0:
+        beginning += store.read(name, len(beginning), missing_bytes)
+    head = read_head(beginning, os.path.basename(name), limits, trusted)
+    if head.stored_bytes != size_bytes:
+        raise PackError(f"it has {size_bytes} bytes, and its manifest describes {head.stored_bytes}")
+    return head, beginning
+
+
+class _Unpacking:
+    """The frames unpacked so far, each pack into a folder of its own."""
+
+    def __init__(self, store: ObjectStore, inbox: Path, abandoned: threading.Event | None) -> None:
+        self.stored_bytes = 0
+        self._store = store
+        self._inbox = inbox
+        self._abandoned = abandoned
+        self._done: set[tuple[str, int]] = set()
+        self._counted: set[str] = set()
+        self._lock = threading.Lock()
+
+    def folder(self, pack: _StoredPack) -> Path:
+        """Where the pack's files are."""
+        return self._inbox / os.path.basename(pack.entry.name).partition(".")[0]
+
+    def unpack(self, packs: Sequence[tuple[_StoredPack, set[str]]]) -> list[tuple[_StoredPack, PackError | StoreError]]:
+        """Unpack those runs of each pack that hold one of its paths; the packs with which something is wrong."""
+        failures: dict[str, tuple[_StoredPack, PackError | StoreError]] = {}
+
+        def work(task: tuple[_StoredPack, list[Run]]) -> None:
+            pack, group = task
+            if pack.entry.name in failures:
+                return
+            try:
+                self._unpack_group(pack, group)
+            except Abandoned:
+                raise
+            except (PackError, StoreError) as error:
+                failures[pack.entry.name] = pack, error
+
+        tasks = [(pack, group) for pack, paths in packs for group in self._groups(pack, paths)]
+        in_daemon_threads(work, tasks)
+        return list(failures.values())
+
+    def _groups(self, pack: _StoredPack, paths: set[str]) -> Iterator[list[Run]]:
+        """The runs still to be unpacked, those that lie together in one request."""
+        group: list[Run] = []
+        for run in runs(pack.head):
+            if (pack.entry.name, run.start) in self._done or not any(file.path in paths for file in run.files):
+                continue
+            size_bytes = sum(member.stored_bytes for member in group)
+            if group and (run.start != group[0].start + size_bytes or size_bytes + run.stored_bytes > READ_BYTES):
+                yield group
+                group = []
+            group.append(run)
+        if group:
+            yield group
+
+    def _unpack_group(self, pack: _StoredPack, group: list[Run]) -> None:
+        start, end = group[0].start, group[-1].start + group[-1].stored_bytes
+        reader = ObjectReader(self._store, pack.entry.name, start, end, pack.beginning, self._abandoned)
+        for run in group:
+            unpack_run(reader, run, self.folder(pack))
+        with self._lock:
+            self._done.update((pack.entry.name, run.start) for run in group)
+            self.stored_bytes += reader.requested_bytes
+            if pack.entry.name not in self._counted:
+                self._counted.add(pack.entry.name)
+                self.stored_bytes += len(pack.beginning)
+
+
+def _variant(key: str, siblings: Iterable[str]) -> str:
+    """The logical key of an entry that was compiled although these had been found under `key`: Inductor keeps several
+    graphs under one key, with guards on sizes, and none of these applied."""
+    names = "\n".join(sorted(os.path.basename(path) for path in siblings))
+    return f"{key}/after/{hashlib.sha256(names.encode()).hexdigest()[:32]}"
 
 
 def _stamp(path: Path) -> FileStamp:
     stat = path.stat()
     return FileStamp(stat.st_size, stat.st_mtime_ns)
+
+
+def _mark_unread(path: Path) -> None:
+    """Give a file an access time before its modification time: the first read then sets it, under relatime too."""
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+
+
+def _is_read(path: Path) -> bool:
+    try:
+        return path.stat().st_atime_ns != 0
+    except FileNotFoundError:
+        return False
 
 
 def _by_value(source: Source) -> tuple[int, str]:
@@ -255,13 +523,13 @@ def _by_value(source: Source) -> tuple[int, str]:
 
 
 def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """`sources` in their order, cut where a pack would grow past its usual size."""
+    """`sources` in their order, cut where a pack would grow past its size: each twice the one before."""
     part: list[Source] = []
-    size_bytes = 0
+    size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
     for source in sources:
-        if part and size_bytes > _PACK_BYTES:
+        if part and size_bytes > most_bytes:
             yield part
-            part, size_bytes = [], 0
+            part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
         part.append(source)
         size_bytes += source.local.stat().st_size if source.local.exists() else 0
     yield part

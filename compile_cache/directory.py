@@ -37,6 +37,7 @@ class CacheDirectory:
         self.path = root / str(number)
         self.inbox = root / f"{number}.inbox"
         self._outbox = root / f"{number}.outbox"
+        self.refused = root / "refused"
         self._lock_fd = lock_fd
 
     @classmethod
@@ -78,6 +79,20 @@ class CacheDirectory:
         """A directory of this process alone, for a boot whose own directory cannot be used. Nothing is found by a path
         that no other process has, so it is never published."""
         return cls.claim(Path(tempfile.mkdtemp(prefix="compile-cache-")))
+
+    def annex(self) -> CacheDirectory:
+        """A staging area of its own inside this one's inbox, emptied, which remembers the same refusals.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        root = self.inbox / "annex"
+        _make_empty(root)
+        annex = CacheDirectory(root, 0, self._lock_fd)
+        annex.refused = self.refused
+        for folder in (annex.path, annex.inbox, annex._outbox):
+            folder.mkdir()
+        return annex
 
     def empty_inbox(self) -> None:
         """Throw away what was fetched.

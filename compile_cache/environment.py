@@ -73,12 +73,25 @@ class Environment:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def differences(self, other: Environment) -> tuple[str, ...]:
-        """One line for each field that differs, as `torch 2.11.0 → 2.13.0`."""
+        """A line for each field that differs, as `torch 2.11.0 → 2.13.0`; of long lists what is new and gone."""
         return tuple(
-            f"{field.name} {getattr(self, field.name)!r} → {getattr(other, field.name)!r}"
+            f"{_LABELS.get(field.name, field.name.replace('_', ' '))} {_difference(ours, theirs)}"
             for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            if (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         )
+
+
+_LABELS = {"triton": "Triton", "cuda": "CUDA", "hip": "HIP", "gpu": "GPU", "capability": "compute capability"}
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """`a → b`; for lists, such as the instruction set, `+ new - gone`."""
+    if isinstance(ours, str) and isinstance(theirs, str) and ours.count(" ") > 4 and theirs.count(" ") > 4:
+        ours, theirs = ours.split(), theirs.split()
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        new, gone = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+        return " ".join([*(f"+{part}" for part in new), *(f"-{part}" for part in gone)])
+    return f"{'none' if ours == '' else ours} → {'none' if theirs == '' else theirs}"
 
 
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:

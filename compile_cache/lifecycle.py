@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from compile_cache.cache import CompileCache
     from compile_cache.compiler import Compiler
+    from compile_cache.lease import Lease
     from compile_cache.publisher import Publisher
     from compile_cache.restore import Restore
 
@@ -78,6 +79,8 @@ class Boot:
         self._cache: CompileCache | None = None
         self._publisher: Publisher | None = None
         self._preloading: threading.Thread | None = None
+        self._lease: Lease | None = None
+        self._explain: Callable[[], None] | None = None
         self._restored: frozenset[str] = frozenset()
         self._counted_before = read_counts()
         _keep_worker_alive_on_interrupt()
@@ -93,7 +96,7 @@ class Boot:
             self._warn(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
             with self._degrading("make a temporary cache directory; serving eager"):
                 self._directory = CacheDirectory.temporary()
-            self._settings = replace(self._settings, store="off", publish=False)
+            self._settings = replace(self._settings, store="off", layers=(), publish=False)
         if self._directory is None:
             self._settings = replace(self._settings, scope="off")
             return
@@ -101,7 +104,7 @@ class Boot:
         self._directory.activate(self._environ)
 
     def _start_restore(self, model: str, sources: Sequence[str | Path]) -> None:
-        if self._directory is None or self._settings.store == "off":
+        if self._directory is None or (self._settings.store == "off" and not self._settings.layers):
             return
         from compile_cache.restore import Restore
 
@@ -119,9 +122,13 @@ class Boot:
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
+            if self._lease is not None:
+                self._lease.release()
             return
         if self._compiler is None:
             self._join()
+        if self._explain is not None:
+            self._explain()
         self.report.ready_s = time.perf_counter() - self._started
         with self._degrading("count what was compiled"):
             self._count()
@@ -202,7 +209,8 @@ class Boot:
             return
         waiting = time.perf_counter()
         with self._degrading("restore compiled artifacts; compiling anew"):
-            self._cache = restore.join(max(0.0, self._settings.restore_timeout_s - (waiting - self._started)))
+            self._cache = restore.join(max(0.0, restore.wait_s - (waiting - self._started)))
+        self._lease, self._explain = restore.lease, restore.explain
         self.report.restore = restore.report
         self.report.restore.waited_s = time.perf_counter() - waiting
         self.report.store = restore.location
@@ -225,7 +233,7 @@ class Boot:
             self.report.device_peak_bytes = max(before_checks, torch.cuda.max_memory_allocated())
 
     def _start_publishing(self) -> None:
-        if self._cache is None or not self._settings.publish:
+        if self._cache is None or not self._settings.may_publish:
             return
         from compile_cache.publisher import Publisher
 
@@ -233,11 +241,14 @@ class Boot:
         self._publisher = Publisher(
             self._cache,
             self.report.publish,
-            compiler.withheld if compiler else set(),
             _creator(),
             self._settings.exit_budget_s,
             changed=self._write_report,
+            withheld=lambda: compiler.withheld if compiler else (),
+            unread=lambda: compiler.unread_files() if compiler else (),
             is_compiling=lambda: compiler is not None and compiler.is_compiling,
+            most_packs=self._settings.most_packs,
+            lease=self._lease,
         )
         self._publisher.start()
 

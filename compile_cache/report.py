@@ -66,19 +66,27 @@ class CompileCounts:
 
 @dataclass(frozen=True, slots=True)
 class RefusedPack:
-    """A pack that counts as absent, and why."""
+    """A pack that counts as absent, and why. `is_final` is False where it only could not be read."""
 
     name: str
     reason: str
+    is_final: bool = True
 
 
 @dataclass(slots=True)
 class RestoreReport:
-    """`outcome`: `hit`, `miss` (the store has nothing for this key), `failed`, `discarded` (torch contradicted the
-    environment) or `off`; `reason` says why in a line."""
+    """`outcome`: `hit`, `seeded` (from another version of the model, `seeded_from`), `miss` (the store has nothing for
+    this key), `failed`, `discarded` (torch contradicted the environment) or `off`; `reason` says why in a line.
+
+    `waited_for_peer_s` is the time given to another boot that was compiling the same; `problems` are layers that could
+    not be read.
+    """
 
     outcome: str = "off"
     reason: str = ""
+    seeded_from: str = ""
+    waited_for_peer_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
     packs: int = 0
     files: int = 0
     stored_bytes: int = 0
@@ -89,13 +97,19 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class PublishReport:
-    """What has been put into the store so far; `failures` in words, one a line."""
+    """What has been put into the store so far; `failures` in words, one a line.
+
+    `withheld_files` are those of graphs that differ from eager, `unread_files` those that no warm boot would read.
+    `compacted_packs` were merged into one.
+    """
 
     packs: int = 0
     files: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
     withheld_files: int = 0
+    unread_files: int = 0
+    compacted_packs: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -163,8 +177,10 @@ class BootReport:
         restore, counts = self.restore, self.counts
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
         lines = [
-            f"restore: {restore.outcome}{f' ({restore.reason})' if restore.reason else ''}, {restore.files} files, "
+            f"restore: {restore.outcome}{_from(restore)}{f' ({restore.reason})' if restore.reason else ''}, "
+            f"{restore.files} files, "
             f"{restore.stored_bytes / 1e6:.1f} MB in {restore.seconds:.2f} s, waited {restore.waited_s:.2f} s",
+            *(f"layer left out: {problem}" for problem in restore.problems),
             *(f"refused pack {pack.name}: {pack.reason}" for pack in restore.refused),
             *(_region_line(region) for region in self.regions),
             f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
@@ -185,6 +201,11 @@ class BootReport:
             "compile_cache.hits": self.counts.hits,
             "compile_cache.misses": self.counts.misses,
         }
+
+
+def _from(restore: RestoreReport) -> str:
+    """Of a seeded boot, which version it was seeded from."""
+    return f" from version {restore.seeded_from}" if restore.seeded_from else ""
 
 
 def _region_line(region: RegionReport) -> str:

@@ -80,7 +80,7 @@ def test_equal_environments_have_no_differences(environment):
 
 def test_differences_name_the_field_and_both_values(environment):
     other = replace(environment, torch="2.12.0", threads=4)
-    assert environment.differences(other) == ("torch '2.11.0+cu130' → '2.12.0'", "threads 0 → 4")
+    assert environment.differences(other) == ("torch 2.11.0+cu130 → 2.12.0", "threads 0 → 4")
 
 
 def test_a_stored_record_is_read_back(environment):

@@ -16,10 +16,10 @@ import pytest
 from compile_cache.cache import CompileCache
 from compile_cache.directory import CacheDirectory
 from compile_cache.errors import StoreUnavailable
-from compile_cache.pack import Limits
+from compile_cache.manifest import Limits
 from compile_cache.publisher import Publisher
 from compile_cache.report import CompileCounts, PublishReport
-from compile_cache.store import ObjectStore
+from compile_cache.store import ObjectStore, Stores
 from compile_cache.store.local import LocalStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -74,17 +74,20 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     monkeypatch.setattr("compile_cache.publisher._POLL_S", 0.01)
     started = []
 
-    def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
+    def make(
+        store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True, **options
+    ) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
-        cache = CompileCache(store, key, environment, directory, Limits())
+        cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
         report, reported = PublishReport(), []
         publisher = Publisher(
             cache,
             report,
-            withheld,
             "the test",
             exit_budget_s,
-            lambda: reported.append((report.packs, len(report.failures))),
+            changed=lambda: reported.append((report.packs, len(report.failures))),
+            withheld=lambda: withheld,
+            **options,
         )
         started.append(Started(publisher, cache, directory, report, reported))
         started[-1].write(files)
@@ -116,8 +119,8 @@ def counts(monkeypatch) -> CompileCounts:
 def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
     """What the next boot finds in the store."""
     directory = CacheDirectory.claim(folder / "next")
-    cache = CompileCache(store, of.cache.key, of.cache._environment, directory, Limits())
-    cache.install(cache.fetch(threading.Event()))
+    cache = CompileCache(Stores(store, store), of.cache.key, of.cache.environment, directory, Limits())
+    cache.install(cache.fetch())
     return {path: (directory.path / path).read_bytes() for path in directory.scan()}
 
 
@@ -150,7 +153,7 @@ def test_each_attempt_is_told_with_the_report_up_to_date(tmp_path, start):
     started = start(store)
     started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
-    assert started.reported == [(0, 0), (0, 1), (1, 1)]
+    assert list(dict.fromkeys(started.reported)) == [(0, 0), (0, 1), (1, 1)]
 
 
 def test_a_published_pack_takes_no_more_room_on_the_disk(tmp_path, start):
@@ -299,20 +302,19 @@ from compile_cache.cache import CompileCache
 from compile_cache.directory import CacheDirectory
 from compile_cache.environment import detect_environment
 from compile_cache.key import CacheKey
-from compile_cache.pack import Limits
+from compile_cache.manifest import Limits
 from compile_cache.publisher import Publisher
 from compile_cache.report import PublishReport
-from compile_cache.settings import Settings
-from compile_cache.store import open_store
+from compile_cache.store import Stores, open_url
 
 folder, store_url, endpoint_url, budget_s = sys.argv[1:]
-store = open_store(Settings(store=store_url, s3_endpoint_url=endpoint_url or None))
+store = open_url(store_url, endpoint_url or None)
 directory = CacheDirectory.claim(Path(folder))
 for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
 key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
-cache = CompileCache(store, key, environment, directory, Limits())
-publisher = Publisher(cache, PublishReport(), set(), "", float(budget_s), lambda: None)
+cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+publisher = Publisher(cache, PublishReport(), "", float(budget_s), lambda: None)
 """
 START = "publisher.start()\n"
 HANG = """
@@ -338,8 +340,8 @@ def pack_files(store: ObjectStore, folder: Path, environment) -> int:
 
     directory = CacheDirectory.claim(folder / "next")
     key = CacheKey("environment", "model", "version")
-    cache = CompileCache(store, key, environment, directory, Limits())
-    return cache.install(cache.fetch(threading.Event()))
+    cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+    return cache.install(cache.fetch())
 
 
 def test_a_process_that_ends_at_once_has_published_everything(tmp_path, environment):

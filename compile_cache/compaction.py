@@ -1,0 +1,70 @@
+"""Compaction: many packs of a key become one. Nothing is deleted before what replaces it was read back and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from compile_cache.cache import HEAD_READ_BYTES, CompileCache, fetch_head
+from compile_cache.errors import PackError
+from compile_cache.manifest import Limits
+from compile_cache.pack import Head, Source, runs, unpack_run, write_pack
+from compile_cache.signing import TrustedKeys
+from compile_cache.store import ObjectStore
+from compile_cache.transfer import ObjectReader, in_daemon_threads
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """What one compaction did: how many packs it deleted, and the length of the one that it stored, if it had to."""
+
+    packs: int = 0
+    stored_bytes: int = 0
+
+
+def compact(cache: CompileCache, folder: Path, creator: str, is_wanted: Callable[[], bool] = lambda: True) -> Compacted:
+    """Merge all packs of `cache`, which reads and writes one store and no other, into one, which is made in `folder`.
+
+    Two compactions at once are safe, and so is one that is killed at any moment: a pack is deleted only when one that
+    holds its verified contents has been read back. Packs that have nothing of their own are deleted, and where only one
+    is left, nothing is written. Stops, without deleting, when not `is_wanted`.
+
+    Raises:
+        StoreError: the store did not do what was asked. Nothing is lost.
+        PackError: what was written does not verify, and nothing was deleted.
+        OSError: `folder` cannot be written.
+    """
+    store = cache.writing
+    fetched = cache.fetch()
+    merged, stored_bytes = list(fetched.superfluous), 0
+    if len(fetched.packs) > 1 and is_wanted():
+        sources = [Source(staged, path, file.key, file.replaces) for path, (staged, file) in fetched.files.items()]
+        pack = write_pack(folder, cache.key, sources, creator, cache.signer)
+        if len(pack.manifest.files) < len(sources):
+            raise PackError(f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} meanwhile")
+        name, stored_bytes = cache.key.prefix + pack.name, pack.stored_bytes
+        store.put(name, pack.local)
+        pack.local.unlink()
+        verify_pack(store, name, stored_bytes, cache.limits, cache.trusted)
+        merged += fetched.packs
+    if not is_wanted():
+        return Compacted(0, stored_bytes)
+    for name in merged:
+        store.delete(name)
+    return Compacted(len(merged), stored_bytes)
+
+
+def verify_pack(store: ObjectStore, name: str, size_bytes: int, limits: Limits, trusted: TrustedKeys) -> Head:
+    """Read a whole pack from `store` and verify everything in it; nothing is kept.
+
+    Raises:
+        PackError: says what is wrong.
+        StoreError: it cannot be read.
+    """
+    head, _ = fetch_head(store, name, size_bytes, HEAD_READ_BYTES, limits, trusted)
+    in_daemon_threads(
+        lambda run: unpack_run(ObjectReader(store, name, run.start, run.start + run.stored_bytes), run, None),
+        runs(head),
+    )
+    return head

@@ -1,0 +1,141 @@
+"""Boots in company: layers, signatures, other versions, another boot that compiles the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings, stored
+
+from compile_cache.catalog import read_catalog
+from compile_cache.environment import environment_from_record
+from compile_cache.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.signing import generate_keys
+from compile_cache.store.local import LocalStore
+
+DAY_S = 86_400
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory):
+    """A folder whose store a cold boot has filled with signed packs, that boot, and the public key."""
+    folder = tmp_path_factory.mktemp("signed")
+    private, public = generate_keys()
+    return folder, boot_once(settings(folder, signing_key=private)), public
+
+
+def from_layer(signed, folder: Path, **variables: str) -> dict[str, str]:
+    """Settings of a boot that finds the signed packs in a layer, and has the same cache directory."""
+    source, _, _ = signed
+    return settings(folder, dir=str(source / "cache"), layers=str(source / "store"), **variables)
+
+
+def test_boot_restores_from_a_layer_and_publishes_nothing_that_is_there(signed, tmp_path):
+    booted = boot_once(from_layer(signed, tmp_path))
+    assert_fully_warm(booted)
+    assert booted.report["publish"]["packs"] == 0
+    assert (
+        not any(name.endswith(".pack") for name in stored(tmp_path / "store")) if (tmp_path / "store").exists() else 1
+    )
+
+
+def test_boot_without_a_store_restores_from_a_layer(signed, tmp_path):
+    """As on Replicate: the packs are in the image, and there are no secrets."""
+    assert_fully_warm(boot_once(from_layer(signed, tmp_path, store="off")))
+
+
+def test_layer_that_cannot_be_read_is_named_and_the_others_are_used(signed, tmp_path, closed_port):
+    source, _, _ = signed
+    layers = f"https://127.0.0.1:{closed_port}/mirror,{source / 'store'}"
+    booted = boot_once(settings(tmp_path, dir=str(source / "cache"), layers=layers))
+    assert_fully_warm(booted)
+    (problem,) = booted.report["restore"]["problems"]
+    assert str(closed_port) in problem
+
+
+def test_read_only_fleet_with_the_public_key_is_warm_and_publishes_nothing(signed, tmp_path):
+    booted = boot_once(from_layer(signed, tmp_path, trusted_keys=signed[2]), "--again", "8")
+    assert_fully_warm(booted)
+    assert booted.report["publish"]["packs"] == 0
+    assert booted.report["publish"]["failures"] == []
+
+
+def test_pack_signed_by_nobody_trusted_is_refused_with_the_reason_and_costs_the_boot_nothing_else(signed, tmp_path):
+    _, stranger = generate_keys()
+    booted = boot_once(from_layer(signed, tmp_path, trusted_keys=stranger))
+    assert set(booted.steps.values()) == {"cold"}
+    (refused,) = booted.report["restore"]["refused"]
+    assert "not trusted" in refused["reason"]
+
+
+def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_its_predecessor(tmp_path):
+    first = boot_once(settings(tmp_path, model_version="1"))
+    successor = settings(tmp_path, model_version="2")
+    seeded = boot_once(successor)
+    assert_fully_warm(seeded)
+    assert seeded.report["restore"]["outcome"] == "seeded"
+    assert seeded.report["restore"]["seeded_from"] == "1"
+    assert seeded.report["publish"]["files"] > 0
+
+    store = LocalStore(tmp_path / "store")
+    catalog = read_catalog(store)
+    in_a_month = max(version.used_s for version in catalog.versions) + 30 * DAY_S
+    apply_prune(store, plan_prune(catalog, PrunePolicy(keep_versions=1), in_a_month))
+    assert [version.key.model_version for version in read_catalog(store).versions] == ["2"]
+
+    again = boot_once(successor)
+    assert_fully_warm(again)
+    assert again.report["restore"]["outcome"] == "hit"
+    assert again.output == first.output
+
+
+def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path):
+    source, _, _ = signed
+    for record in (source / "store").glob("v1/*/environment.json"):
+        environment = environment_from_record(__import__("json").loads(record.read_text()))
+        assert environment.torch
+    booted = boot_once(settings(tmp_path, layers=str(source / "store")))  # in another cache directory
+    assert booted.report["restore"]["outcome"] == "miss"
+    assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
+
+
+def test_boot_waits_for_another_that_compiles_the_same_and_is_warm(tmp_path):
+    environ = settings(tmp_path, peer_wait_s="240")
+    first = subprocess.Popen(
+        [sys.executable, TESTS / "boot_once.py"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: list(tmp_path.glob("store/v1/*/*/*/compile.lease")))
+        # The same cache directory's path, as another container would have it, so that the key is the same.
+        command = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path / "cache"} && exec "$@"', "sh"]
+        waiting = {**environ, "COMPILE_CACHE_REPORT": str(tmp_path / "second.json")}
+        second = subprocess.run(
+            [*command, sys.executable, TESTS / "boot_once.py"], env=waiting, capture_output=True, text=True, timeout=300
+        )
+        assert first.wait(300) == 0
+    finally:
+        first.kill()
+        first.wait()
+    assert second.returncode == 0, second.stderr
+    report = __import__("json").loads((tmp_path / "second.json").read_text())
+    assert report["fully_cached"], report
+    assert report["restore"]["waited_for_peer_s"] > 0
+    assert not list(tmp_path.glob("store/v1/*/*/*/compile.lease"))
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_key_that_cannot_be_fails_the_boot_and_is_not_shown(tmp_path):
+    private, _ = generate_keys()
+    done = run_boot(settings(tmp_path, trusted_keys=private))
+    assert done.returncode != 0
+    assert "COMPILE_CACHE_TRUSTED_KEYS" in done.stderr
+    assert private.partition(":")[2] not in done.stderr
