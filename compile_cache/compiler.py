@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
+from compile_cache.kernels import configure_autotuner, unread_files
 from compile_cache.numerics import PeakMemory, largest_relative_error
 from compile_cache.report import CompileCounts, RegionReport
 from compile_cache.settings import Settings
@@ -67,6 +68,10 @@ class Compiler:
         new, self._seen = now - self._seen, now
         return new
 
+    def unread_files(self) -> set[str]:
+        """The artifacts that no warm boot will read: what autotuning tried and did not choose."""
+        return unread_files(self._directory.scan())
+
     @property
     def device_peak_bytes(self) -> int:
         """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
@@ -95,6 +100,7 @@ def _configure_torch() -> None:
     # benchmarks anew, and may choose otherwise. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
         torch._inductor.config.dynamic_scale_rblock = False
+    configure_autotuner()
     with contextlib.suppress(ImportError):
         from torch._dynamo import funcname_cache
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from compile_cache.report import CompileCounts
 
+# Where kernels.py keeps what torch has added to its own counters without doing it, by the same names.
+REPLAYED = "compile_cache_replayed"
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
 
 
@@ -17,6 +19,8 @@ def read_counts() -> CompileCounts:
     counters: Mapping[str, Mapping[str, Any]] = dynamo.counters if dynamo else {}
     # A copy, in one step: another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
+    for name, count in dict(counters.get(REPLAYED, {})).items():
+        inductor[name] = inductor.get(name, 0) - count
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
