@@ -1,0 +1,18 @@
+"""The command `compile-cache`: what is in a store, whether it is sound, what a boot would find; and tidying it."""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDED = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the command. The library itself needs neither Typer nor rich, so they may not be installed."""
+    try:
+        from compile_cache.cli.app import app
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in _NEEDED:
+            raise
+        sys.exit(f"error: compile-cache needs the package {error.name}: pip install 'cog-compile-cache[cli]'")
+    app()

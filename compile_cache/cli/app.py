@@ -1,0 +1,252 @@
+"""The commands: each reads its options, has the library do the work, and prints what came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from compile_cache.catalog import read_catalog
+from compile_cache.cli import documents, outcomes
+from compile_cache.cli import options as opt
+from compile_cache.cli import output as out
+from compile_cache.copying import Copied, copy_versions
+from compile_cache.errors import CompileCacheError
+from compile_cache.explanation import explain_boot, read_report
+from compile_cache.inspection import Verdict, inspect_heads, inspect_packs
+from compile_cache.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.settings import Settings
+from compile_cache.signing import generate_keys
+from compile_cache.store import ObjectStore
+from compile_cache.store.local import LocalStore
+
+
+class _Commands(TyperGroup):
+    """The one place where a known error becomes a line on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has seen enough: Typer ends quietly
+            raise
+        except (CompileCacheError, OSError) as error:
+            out.print_note(f"error: {error}")
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # private keys may be among them
+    help="Look into a store of compiled artifacts, verify it, copy it, tidy it, and explain what a boot finds there.",
+)
+_silent = logging.NullHandler()
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        out.print_line(f"cog-compile-cache {version('cog-compile-cache')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    # What the library logs is in the errors that it raises, and would be on stderr twice.
+    logging.getLogger("compile_cache").addHandler(_silent)
+
+
+@app.command()
+def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False) -> None:
+    """List what is stored: versions of models, the one used last first."""
+    reading = opt.open_reading(opt.read_settings(store))
+    catalog = read_catalog(reading)
+    opt.warn_of_problems(reading)
+    versions = [version for version in catalog.versions if version.packs and opt.Selection(model).takes(version.key)]
+    versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
+    documents.print_versions(reading, catalog, versions, json)
+
+
+@app.command()
+def show(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The beginning of model/version, or of a pack's name.")],
+    store: opt.Store = None,
+    files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
+    json: opt.Json = False,
+) -> None:
+    """Show one version: its packs, who made and signed them, and what is in them."""
+    settings = opt.read_settings(store)
+    reading = opt.open_reading(settings)
+    catalog = read_catalog(reading)
+    opt.warn_of_problems(reading)
+    found = opt.find_versions(catalog.versions, key)
+    if not found:
+        raise CompileCacheError(f"nothing stored begins with {key}: `compile-cache ls` lists what there is")
+    if len(found) > 1:
+        out.print_note(f"error: {key} may be any of these; say more of it:")
+        for version in found:
+            out.print_note(f"  {version.key.environment}/{version.key.model_name}/{version.key.model_version}")
+        raise typer.Exit(2)
+    packs = inspect_heads(reading, found[0].packs, *opt.rules(settings))
+    documents.print_version(reading, catalog, found[0], packs, files, json)
+
+
+@app.command()
+def verify(
+    store: opt.Store = None,
+    model: opt.Model = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete what is damaged in the store that is written.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    json: opt.Json = False,
+) -> None:
+    """Read every pack whole and verify it. The exit code is 1 if one is not sound, or if there is none."""
+    settings = opt.read_settings(store)
+    looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
+    versions = read_catalog(looked_at).versions
+    opt.warn_of_problems(looked_at)
+    packs = [pack for version in versions if opt.Selection(model).takes(version.key) for pack in version.packs]
+    with out.progress_bar("verifying") as progress:
+        inspected = inspect_packs(looked_at, packs, *opt.rules(settings), progress)
+    documents.print_inspected(looked_at, inspected, json)
+    damaged = [pack.entry for pack in inspected if pack.verdict is Verdict.DAMAGED]
+    if delete and damaged and (yes or typer.confirm(f"Delete what is damaged ({len(damaged)})?", err=True)):
+        # Once more: what was only damaged on its way here is sound in the store.
+        for pack in inspect_packs(looked_at, damaged, *opt.rules(settings)):
+            if pack.verdict is Verdict.DAMAGED:
+                looked_at.delete(pack.entry.name)
+                out.print_note(f"deleted {pack.entry.name}")
+    if not inspected or any(pack.verdict is not Verdict.SOUND for pack in inspected):
+        raise typer.Exit(1)
+
+
+@app.command()
+def pull(
+    to: opt.ToFolder,
+    source: opt.From = None,
+    model: opt.Model = None,
+    version: opt.Version = None,
+    environment: opt.Environment = None,
+) -> None:
+    """Copy verified packs into a folder, to be baked into an image, or served by any web server."""
+    from compile_cache.store.index import write_index
+
+    settings = opt.read_settings(source)
+    target = LocalStore(to.absolute())
+    copied = _copy(opt.open_reading(settings), target, settings, opt.Selection(model, version, environment))
+    if to.is_dir():
+        write_index(to)
+    _end(copied, target)
+
+
+@app.command()
+def push(
+    source: opt.FromFolder,
+    to: opt.To = None,
+    model: opt.Model = None,
+    version: opt.Version = None,
+    environment: opt.Environment = None,
+) -> None:
+    """Copy verified packs from a folder into a store."""
+    settings = opt.read_settings(to)
+    target = opt.open_writing(settings)
+    copied = _copy(LocalStore(source.absolute()), target, settings, opt.Selection(model, version, environment))
+    _end(copied, target)
+
+
+def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection) -> Copied:
+    limits, trusted = opt.rules(settings)
+    with out.progress_bar("copying") as progress:
+        copied = copy_versions(source, target, selection.takes, limits, trusted, progress)
+    opt.warn_of_problems(source)
+    if not copied.versions:
+        raise CompileCacheError(f"there is nothing to copy in {source.location}{selection.text}")
+    return copied
+
+
+def _end(copied: Copied, target: ObjectStore) -> None:
+    outcomes.print_copied(copied, target)
+    if copied.refused:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    store: opt.Store = None,
+    unused_days: Annotated[float | None, typer.Option(min=0, help="Remove what was not used for longer.")] = None,
+    keep_versions: Annotated[
+        int | None, typer.Option(min=1, help="Keep so many of each model and environment: those used last.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(parser=out.parse_size, metavar="SIZE", help="Remove what was used longest ago: 10GB.")
+    ] = None,
+    in_use_days: Annotated[float, typer.Option(min=0, help="Always keep what was used or published since.")] = 2.0,
+    apply: Annotated[bool, typer.Option("--apply", help="Do it. Without this, only say what would go.")] = False,
+    json: opt.Json = False,
+) -> None:
+    """Remove versions that are no longer used. Without --apply, only say what would go."""
+    if (unused_days, keep_versions, max_bytes) == (None, None, None):
+        out.print_note("error: say what may go: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
+        raise typer.Exit(2)
+    writing = opt.open_writing(opt.read_settings(store))
+    policy = PrunePolicy(unused_days, keep_versions, max_bytes, in_use_days)
+    plan = plan_prune(read_catalog(writing), policy, time.time())
+    outcomes.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
+
+
+@app.command()
+def explain(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, or org/name@revision.")] = None,
+    source: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="The sources that the predictor names; may be repeated.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Explain this boot report instead.")] = None,
+    store: opt.Store = None,
+    json: opt.Json = False,
+) -> None:
+    """Say what a boot on this machine would find, and if nothing, why; or what a boot has reported."""
+    if (model is None) == (report is None):
+        out.print_note("error: give a MODEL, or a boot's report with --report FILE")
+        raise typer.Exit(2)
+    if report is not None:
+        outcomes.print_report(read_report(report), json)
+    elif model is not None:
+        settings = opt.read_settings(store)
+        reading = opt.open_reading(settings)
+        explanation = explain_boot(settings, reading, model, source or (), os.environ)
+        opt.warn_of_problems(reading)
+        outcomes.print_explanation(settings, reading, explanation, json)
+
+
+@app.command()
+def keygen(
+    folder: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")
+    ] = None,
+) -> None:
+    """Make a pair of keys: one to sign packs with, one to trust."""
+    private, public = generate_keys()
+    if folder is None:
+        outcomes.print_keys(private, public)
+        return
+    files = {folder / "signing.key": (private, 0o600), folder / "signing.pub": (public, 0o644)}
+    if there := [str(path) for path in files if path.exists()]:
+        raise CompileCacheError(f"{' and '.join(there)} would be overwritten: give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, (content, mode) in files.items():
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(content + "\n")
+    outcomes.print_keys(*(f'"$(cat {shlex.quote(str(path))})"' for path in files))

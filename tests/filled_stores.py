@@ -1,0 +1,55 @@
+"""Stores with real packs of any age, for tests of what reads and tidies stores."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from compile_cache.environment import Environment
+from compile_cache.key import CacheKey
+from compile_cache.pack import Source, write_pack
+from compile_cache.signing import Signer
+from compile_cache.store import ObjectStore
+
+DAY_S = 86_400.0
+GRAPH = {"fxgraph/ab/fgraph/one": b"a graph", "ab/kernel.so": b"\x7fELF" * 100}
+
+
+def put_pack(
+    store: ObjectStore,
+    key: CacheKey,
+    files: Mapping[str, bytes] = GRAPH,
+    signer: Signer | None = None,
+    creator: str = "the test",
+) -> str:
+    """Store a real pack under `key`; its name."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = []
+        for number, (path, content) in enumerate(files.items()):
+            local = Path(folder, str(number))
+            local.write_bytes(content)
+            sources.append(Source(local, path, path.rpartition("/")[0] if path.startswith("fxgraph/") else path))
+        pack = write_pack(Path(folder), key, sources, creator, signer)
+        store.put(key.prefix + pack.name, pack.local)
+    return key.prefix + pack.name
+
+
+def put_record(store: ObjectStore, environment: Environment) -> None:
+    """Store an environment's record where a boot puts it."""
+    store.put(f"v1/{environment.digest}/environment.json", environment.to_json().encode())
+
+
+def set_age(root: Path, name: str, days: float, now_s: float) -> None:
+    """Make a local store's object, or all objects whose name begins with `name`, that old."""
+    for path in root.rglob("*"):
+        if path.is_file() and path.relative_to(root).as_posix().startswith(name):
+            os.utime(path, (now_s - days * DAY_S,) * 2)
+
+
+def damage(root: Path, name: str) -> None:
+    """Change a byte of a local store's object, as a bad disk does: in its last frame, not in what is signed."""
+    content = bytearray((root / name).read_bytes())
+    content[-1] ^= 0xFF
+    (root / name).write_bytes(content)

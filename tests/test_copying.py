@@ -1,0 +1,310 @@
+"""Copying: only what was verified arrives, whole, once, and whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from filled_stores import GRAPH, damage, put_pack, put_record
+
+from compile_cache.copying import Copied, copy_versions
+from compile_cache.errors import StoreError, StoreUnavailable
+from compile_cache.key import CacheKey
+from compile_cache.manifest import Limits
+from compile_cache.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.store import ObjectStore
+from compile_cache.store.local import LocalStore
+
+TESTS = Path(__file__).parent
+MIB = 1 << 20
+LIMITS = Limits()
+
+
+@pytest.fixture
+def source(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "source")
+
+
+@pytest.fixture
+def target(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "target")
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def noise(size_bytes: int) -> bytes:
+    """What cannot be compressed."""
+    return random.Random(size_bytes).randbytes(size_bytes)
+
+
+def copy(
+    source: ObjectStore, target: ObjectStore, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
+) -> Copied:
+    return copy_versions(source, target, lambda key: True, limits, trusted or TrustedKeys())
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file, those still being written included."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# What arrives.
+
+
+def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path, store, target, key, environment):
+    names = [put_pack(store, key), put_pack(store, replace(key, model_version="2"), {"large": noise(5 * MIB)})]
+    put_record(store, environment)
+    copied = copy(store, target)
+    assert (copied.versions, copied.packs, copied.present_packs, copied.refused) == (2, 2, 0, ())
+    arrived = contents(tmp_path / "target")
+    assert arrived == {name: store.read(name) for name in [*names, f"v1/{environment.digest}/environment.json"]}
+    assert copied.stored_bytes == sum(len(arrived[name]) for name in names)
+
+
+def test_a_store_of_each_kind_takes_what_a_folder_has(source, store, key, environment):
+    name = put_pack(source, key)
+    put_record(source, environment)
+    assert copy(source, store).packs == 1
+    assert store.read(name) == source.read(name)
+
+
+def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
+    put_pack(source, key)
+    put_record(source, environment)
+    copy(source, target)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")}
+    copied = copy(source, target)
+    assert (copied.packs, copied.stored_bytes, copied.present_packs) == (0, 0, 1)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")} == before
+
+
+def test_only_what_is_wanted_is_copied(source, target, key, environment):
+    wanted = put_pack(source, key)
+    put_pack(source, replace(key, model_version="other"))
+    put_pack(source, replace(key, environment="0" * 32))
+    copied = copy_versions(source, target, lambda k: k == key, LIMITS, TrustedKeys())
+    assert copied.versions == 1
+    assert [entry.name for entry in target.list("")] == [wanted]
+
+
+def test_marks_of_use_and_leases_stay_where_they_are(source, target, key):
+    name = put_pack(source, key)
+    for other in ("used-2026-11-20", "compile.lease"):
+        source.put(key.prefix + other, b"")
+    copy(source, target)
+    assert [entry.name for entry in target.list("")] == [name]
+
+
+def test_packs_of_a_version_arrive_in_their_order(source, target, key):
+    names = [put_pack(source, key, {"a": bytes([number])}) for number in range(10)]
+    copy(source, target)
+    assert [entry.name for entry in target.list("")] == names
+
+
+def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
+    name = put_pack(source, key)
+    target.put(name, b"half")
+    assert copy(source, target).packs == 1
+    assert target.read(name) == source.read(name)
+
+
+def test_progress_ends_at_all_bytes(source, target, key):
+    for number in range(3):
+        put_pack(source, key, {"large": noise(5 * MIB + number)})
+    told: list[tuple[int, int]] = []
+    progress: Callable[[int, int], None] = lambda done, total: told.append((done, total))  # noqa: E731
+    copied = copy_versions(source, target, lambda key: True, LIMITS, TrustedKeys(), progress)
+    assert told[-1] == (copied.stored_bytes, copied.stored_bytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+# What does not.
+
+
+def test_a_damaged_pack_is_not_copied_and_is_named_and_the_others_arrive(tmp_path, source, target, key):
+    sound, damaged = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"a": b"2"})
+    damage(tmp_path / "source", damaged)
+    copied = copy(source, target)
+    assert [(refused.name, refused.is_final) for refused in copied.refused] == [(damaged, True)]
+    assert list(contents(tmp_path / "target")) == [sound]
+
+
+def test_a_misplaced_pack_is_not_copied(tmp_path, source, target, key):
+    name = put_pack(source, key)
+    other = replace(key, model_version="other").prefix + name.rpartition("/")[2]
+    source.put(other, tmp_path / "source" / name)
+    assert [refused.name for refused in copy(source, target).refused] == [other]
+    assert [entry.name for entry in target.list("")] == [name]
+
+
+def test_only_packs_of_trusted_keys_are_copied(source, target, key):
+    private, public = generate_keys()
+    trusted = put_pack(source, key, {"a": b"1"}, Signer(private))
+    unsigned = put_pack(source, key, {"a": b"2"})
+    copied = copy(source, target, trusted=TrustedKeys([public]))
+    assert [refused.name for refused in copied.refused] == [unsigned]
+    assert [entry.name for entry in target.list("")] == [trusted]
+
+
+def test_a_record_that_is_not_the_environments_own_is_not_copied(source, target, key):
+    put_pack(source, key)
+    source.put(key.environment_prefix + "environment.json", b"forged")
+    copied = copy(source, target)
+    assert [refused.name for refused in copied.refused] == [key.environment_prefix + "environment.json"]
+    assert copied.packs == 1
+    assert all(entry.name.endswith(".pack") for entry in target.list(""))
+
+
+class Reads(LocalStore):
+    """A local store that counts what is read of it, and calls `before` each read."""
+
+    def __init__(self, root: Path, before: Callable[[str, int], None] = lambda name, start: None) -> None:
+        super().__init__(root)
+        self.read_bytes = 0
+        self._before = before
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        self._before(name, start)
+        data = super().read(name, start, size_bytes)
+        self.read_bytes += len(data)
+        return data
+
+
+def test_a_large_pack_that_its_head_refuses_is_not_read(tmp_path, source, target, key):
+    put_pack(source, key, {"large": noise(9 * MIB)})
+    reads = Reads(tmp_path / "source")
+    trusted = TrustedKeys([generate_keys()[1]])
+    assert len(copy(reads, target, trusted=trusted).refused) == 1
+    assert reads.read_bytes < MIB
+
+
+def test_a_pack_beyond_the_limits_is_not_copied(source, target, key):
+    put_pack(source, key, {"large": noise(5 * MIB)})
+    (refused,) = copy(source, target, Limits(size_bytes=MIB)).refused
+    assert "allowed" in refused.reason
+    assert target.list("") == []
+
+
+# What interrupts.
+
+
+def test_a_pack_that_cannot_be_read_is_named_and_the_others_arrive(tmp_path, source, target, key):
+    hanging, sound = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"a": b"2"})
+
+    def hang(name: str, start: int) -> None:
+        if name == hanging:
+            raise StoreUnavailable("it hangs")
+
+    copied = copy(Reads(tmp_path / "source", hang), target)
+    assert [(refused.name, refused.is_final) for refused in copied.refused] == [(hanging, False)]
+    assert [entry.name for entry in target.list("")] == [sound]
+
+
+def test_an_interrupted_copy_leaves_whole_packs_and_no_temporary_files(tmp_path, source, target, key, temporary):
+    first = put_pack(source, key, {"large": noise(5 * MIB)})
+    second = put_pack(source, key, {"large": noise(9 * MIB)})
+
+    def interrupt(name: str, start: int) -> None:
+        if name == second and start:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy(Reads(tmp_path / "source", interrupt), target)
+    assert contents(tmp_path / "target") == {first: source.read(first)}
+    assert list(temporary.iterdir()) == []
+    copied = copy(source, target)
+    assert (copied.packs, copied.present_packs) == (1, 1)
+
+
+def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, tmp_path, key, temporary):
+    put_pack(source, key)
+    (tmp_path / "target").write_text("a file, where a folder should be")
+    with pytest.raises(StoreError):
+        copy(source, LocalStore(tmp_path / "target"))
+    assert list(temporary.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from compile_cache.copying import copy_versions
+from compile_cache.manifest import Limits
+from compile_cache.signing import TrustedKeys
+from compile_cache.store.local import LocalStore
+
+class Killing(LocalStore):
+    puts = 0
+    def put(self, name, content):
+        self.puts += 1
+        if self.puts == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().put(name, content)
+
+copy_versions(LocalStore(Path(sys.argv[1])), Killing(Path(sys.argv[2])), lambda key: True, Limits(), TrustedKeys())
+"""
+
+
+def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source, target, key):
+    for number in range(5):
+        put_pack(source, key, {**GRAPH, "number": bytes([number])})
+    command = [sys.executable, "-c", KILLED, tmp_path / "source", tmp_path / "target"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, cwd=TESTS.parent, env=environ)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    arrived = contents(tmp_path / "target")
+    assert len(arrived) == 2
+    assert arrived.items() <= contents(tmp_path / "source").items()
+    copied = copy(source, target)
+    assert (copied.packs, copied.present_packs) == (3, 2)
+    assert contents(tmp_path / "target") == contents(tmp_path / "source")
+
+
+# What changes meanwhile.
+
+
+def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path, source, target, key):
+    first, second = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"b": b"2"})
+    merged: list[str] = []
+
+    def merge(name: str, start: int) -> None:
+        if name == second and not merged:
+            merged.append(put_pack(source, key, {"a": b"1", "b": b"2"}))
+            for old in (first, second):
+                source.delete(old)
+
+    copied = copy(Reads(tmp_path / "source", merge), target)
+    assert copied.refused == ()
+    assert {entry.name for entry in target.list("")} == {first, *merged}
+
+
+def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, target, key):
+    put_pack(source, key, {"number": b"0"})
+    listings = []
+
+    def vanish(name: str, start: int) -> None:
+        listings.append(name)
+        put_pack(source, key, {"number": bytes([len(listings)])})
+        source.delete(name)
+
+    (refused,) = copy(Reads(tmp_path / "source", vanish), target).refused
+    assert refused.is_final is False
+    assert target.list("") == []
+
+
+def test_copying_an_empty_store_copies_nothing(source, target, key: CacheKey):
+    assert copy(source, target) == Copied()
