@@ -8,6 +8,7 @@ publisher sends only what nobody has.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -37,8 +38,10 @@ from compile_cache.refusals import Refusals
 from compile_cache.report import RefusedPack
 from compile_cache.signing import Signer, TrustedKeys
 from compile_cache.store import ObjectStore, StoredObject, Stores
-from compile_cache.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads, read_exactly
 from compile_cache.union import choose
+
+log = logging.getLogger("compile_cache")
 
 # A first read gets a pack of usual size whole; where a key has many packs, their heads.
 _FIRST_READ_BYTES = 1 << 20
@@ -215,7 +218,10 @@ class CompileCache:
     def _refuse(self, entry: StoredObject, reason: str) -> None:
         self._packs.pop(entry.name, None)
         self._refused[entry.name] = RefusedPack(entry.name, reason)
-        self._refusals.remember(entry, reason)
+        try:
+            self._refusals.remember(entry, reason)
+        except OSError as error:  # a full disk; then the next boot judges it again
+            log.info("refusal.not_remembered pack=%s error=%s", entry.name, error)
 
     def _read_head(self, entry: StoredObject, first_bytes: int) -> _StoredPack:
         if reason := self._refusals.reason(entry):
@@ -419,10 +425,10 @@ def fetch_head(
     """
     if size_bytes > limits.size_bytes:
         raise PackError(f"it has {size_bytes} bytes, and {limits.size_bytes} are allowed")
-    beginning = store.read(name, 0, min(first_bytes, size_bytes))
-    missing_bytes = head_bytes(beginning, limits) - len(beginning)
+    beginning = read_exactly(store, name, 0, min(first_bytes, size_bytes))
+    missing_bytes = min(head_bytes(beginning, limits), size_bytes) - len(beginning)
     if missing_bytes > 0:
-        beginning += store.read(name, len(beginning), missing_bytes)
+        beginning += read_exactly(store, name, len(beginning), missing_bytes)
     head = read_head(beginning, os.path.basename(name), limits, trusted)
     if head.stored_bytes != size_bytes:
         raise PackError(f"it has {size_bytes} bytes, and its manifest describes {head.stored_bytes}")
@@ -467,14 +473,15 @@ class _Unpacking:
     def _groups(self, pack: _StoredPack, paths: set[str]) -> Iterator[list[Run]]:
         """The runs still to be unpacked, those that lie together in one request."""
         group: list[Run] = []
+        end = 0
         for run in runs(pack.head):
             if (pack.entry.name, run.start) in self._done or not any(file.path in paths for file in run.files):
                 continue
-            size_bytes = sum(member.stored_bytes for member in group)
-            if group and (run.start != group[0].start + size_bytes or size_bytes + run.stored_bytes > READ_BYTES):
+            if group and (run.start != end or run.start + run.stored_bytes - group[0].start > READ_BYTES):
                 yield group
                 group = []
             group.append(run)
+            end = run.start + run.stored_bytes
         if group:
             yield group
 

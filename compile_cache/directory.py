@@ -145,7 +145,10 @@ def _make_empty(folder: Path) -> None:
 
 
 def is_artifact(name: str) -> bool:
-    """False for locks and files still being written: Inductor's and Triton's are hidden or named with `.tmp`."""
+    """False for locks, files still being written (Inductor's and Triton's are hidden or named with `.tmp`), and names
+    that no pack may have."""
+    if not name.isprintable() or "\\" in name:
+        return False
     return not name.startswith(".") and not name.endswith(_LEFT_OUT_SUFFIXES) and ".tmp." not in name
 
 

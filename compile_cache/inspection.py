@@ -136,11 +136,11 @@ def _check_own_signature(store: ObjectStore, found: Inspected, limits: Limits) -
     """Where no keys are trusted, a signature was not verified: do so with the key that it names itself."""
     if found.head is None or found.head.signed_by is None:
         return found
-    named = TrustedKeys([found.head.signed_by])
     try:
+        named = TrustedKeys([found.head.signed_by])
         fetch_head(store, found.entry.name, found.entry.size_bytes, HEAD_READ_BYTES, limits, named)
     except PackError as error:
         return replace(found, verdict=Verdict.REFUSED, reason=str(error), signed_by=None)
-    except (SettingsError, ImportError):  # cryptography is not installed
+    except SettingsError:  # cryptography is not installed
         return replace(found, signed_by=None)
     return found

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from compile_cache.errors import StoreError
+from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.store import ObjectStore
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ class ObjectReader:
         self.requested_bytes = 0
 
     def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes`; fewer at the end, or where the object ends before it should.
+        """The next `size_bytes`; fewer at the end.
 
         Raises:
             StoreError: they cannot be had. `Abandoned`: they are no longer wanted.
@@ -65,10 +65,26 @@ class ObjectReader:
         if self._abandoned is not None and self._abandoned.is_set():
             raise Abandoned(f"{self._name} was not read: the time was up")
         wanted = min(READ_BYTES, self._end - self._position)
-        data = self._store.read(self._name, self._position, wanted) if wanted > 0 else b""
+        data = read_exactly(self._store, self._name, self._position, wanted) if wanted > 0 else b""
         self.requested_bytes += len(data)
-        self._buffer = memoryview(data)[:wanted]
+        self._buffer = memoryview(data)
         return bool(data)
+
+
+def read_exactly(store: ObjectStore, name: str, start: int, size_bytes: int) -> bytes:
+    """Bytes of an object that was listed as long enough to have them.
+
+    Raises:
+        StoreUnavailable: the store has fewer. That is no fault of the pack's, which is tried again.
+        StoreError: they cannot be read.
+    """
+    data = b""
+    while len(data) < size_bytes:
+        more = store.read(name, start + len(data), size_bytes - len(data))
+        if not more:
+            raise StoreUnavailable(f"cannot get {name}: of {size_bytes} bytes from {start} on, {len(data)} were sent")
+        data = data + more if data else more
+    return data[:size_bytes]
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:

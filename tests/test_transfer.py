@@ -77,10 +77,11 @@ def test_a_request_is_for_at_most_4_mib():
     assert store.requests == [(0, READ_BYTES), (READ_BYTES, 1)]
 
 
-def test_an_object_that_ends_before_it_should_gives_what_there_is():
+def test_an_object_that_ends_before_it_should_is_the_stores_failure():
+    """And not the pack's, which would be remembered as refused."""
     reader = ObjectReader(OneObject(CONTENT), "name", 90, 200)
-    assert reader.read(50) == CONTENT[90:]
-    assert reader.read(50) == b""
+    with pytest.raises(StoreUnavailable, match="of 110 bytes from 90 on, 10 were sent"):
+        reader.read(50)
 
 
 def test_nothing_is_requested_past_the_end():
