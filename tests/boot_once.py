@@ -2,7 +2,7 @@
 
 With `--thread-count N`, torch is told to use N threads after the boot has begun; with `--cheat`, one block class
 computes something else when compiled; with `--raise`, the caller's own code fails in the middle; with `--again ROWS`,
-another input shape is predicted after READY.
+another input shape is predicted after READY; with `--restore-alone` nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--cheat", action="store_true")
     parser.add_argument("--raise", dest="fails", action="store_true")
     parser.add_argument("--again", type=int)
+    parser.add_argument("--restore-alone", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with compile_cache.boot("toy/model@" + "0" * 40) as boot:
@@ -33,8 +34,9 @@ def main() -> None:
         if arguments.thread_count:
             torch.set_num_threads(arguments.thread_count)
         model = (CheatingModel if arguments.cheat else ToyModel)().eval()
-        boot.compile(model)
-        boot.warm_up(lambda: run(model))
+        if not arguments.restore_alone:
+            boot.compile(model)
+            boot.warm_up(lambda: run(model))
         if arguments.fails:
             raise ValueError("the caller's own mistake")
     before = boot.counts()

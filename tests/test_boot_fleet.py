@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings, stored
+from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings
 
 from compile_cache.catalog import read_catalog
-from compile_cache.environment import environment_from_record
 from compile_cache.prune import PrunePolicy, apply_prune, plan_prune
 from compile_cache.signing import generate_keys
 from compile_cache.store.local import LocalStore
@@ -37,9 +38,7 @@ def test_boot_restores_from_a_layer_and_publishes_nothing_that_is_there(signed, 
     booted = boot_once(from_layer(signed, tmp_path))
     assert_fully_warm(booted)
     assert booted.report["publish"]["packs"] == 0
-    assert (
-        not any(name.endswith(".pack") for name in stored(tmp_path / "store")) if (tmp_path / "store").exists() else 1
-    )
+    assert not list(tmp_path.glob("store/**/*.pack"))
 
 
 def test_boot_without_a_store_restores_from_a_layer(signed, tmp_path):
@@ -63,10 +62,11 @@ def test_read_only_fleet_with_the_public_key_is_warm_and_publishes_nothing(signe
     assert booted.report["publish"]["failures"] == []
 
 
-def test_pack_signed_by_nobody_trusted_is_refused_with_the_reason_and_costs_the_boot_nothing_else(signed, tmp_path):
+def test_pack_signed_by_nobody_trusted_is_refused_with_the_reason(signed, tmp_path):
     _, stranger = generate_keys()
-    booted = boot_once(from_layer(signed, tmp_path, trusted_keys=stranger))
-    assert set(booted.steps.values()) == {"cold"}
+    booted = boot_once(from_layer(signed, tmp_path, trusted_keys=stranger), "--restore-alone")
+    assert booted.report["restore"]["outcome"] == "miss"
+    assert booted.report["restore"]["files"] == 0
     (refused,) = booted.report["restore"]["refused"]
     assert "not trusted" in refused["reason"]
 
@@ -94,14 +94,12 @@ def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_
 
 def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path):
     source, _, _ = signed
-    for record in (source / "store").glob("v1/*/environment.json"):
-        environment = environment_from_record(__import__("json").loads(record.read_text()))
-        assert environment.torch
-    booted = boot_once(settings(tmp_path, layers=str(source / "store")))  # in another cache directory
+    booted = boot_once(settings(tmp_path, layers=str(source / "store")), "--restore-alone")
     assert booted.report["restore"]["outcome"] == "miss"
     assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a second container's cache directory needs a mount of its own, so root")
 def test_boot_waits_for_another_that_compiles_the_same_and_is_warm(tmp_path):
     environ = settings(tmp_path, peer_wait_s="240")
     first = subprocess.Popen(
@@ -120,7 +118,7 @@ def test_boot_waits_for_another_that_compiles_the_same_and_is_warm(tmp_path):
         first.kill()
         first.wait()
     assert second.returncode == 0, second.stderr
-    report = __import__("json").loads((tmp_path / "second.json").read_text())
+    report = json.loads((tmp_path / "second.json").read_text())
     assert report["fully_cached"], report
     assert report["restore"]["waited_for_peer_s"] > 0
     assert not list(tmp_path.glob("store/v1/*/*/*/compile.lease"))
