@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 # What pip finds: on Linux usually the build for CUDA, which runs on a CPU as well.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types clean
+# What `make test` does a part of, in full: about half an hour, and root for namespaces.
+SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py
+
+.PHONY: demo test soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   boot the demo model in a real Cog server: eager, cold, restored"
 	@echo "make test   run the whole test suite"
+	@echo "make soak   the store under load and faults, in full; needs root, tini and iproute2"
 	@echo "make lint   ruff"
 	@echo "make types  mypy"
 
@@ -20,6 +24,12 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/ready
+	@failed=; for soak in $(SOAKS); do \
+	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

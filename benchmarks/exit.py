@@ -33,20 +33,20 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AW
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of an S3 server that lasts as long as the context."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port = probe.getsockname()[1]
-    command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    command = [Path(sys.executable).with_name("moto_server"), "-H", host, "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             while server.poll() is None:
                 with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    if probe.connect_ex((host, port)) == 0:
                         break
                 time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://{host}:{port}"
         finally:
             server.kill()
 
