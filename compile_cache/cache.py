@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compile_cache.directory import CacheDirectory, FileStamp, logical_key
 from compile_cache.environment import Environment
-from compile_cache.errors import ObjectNotFound, PackError, StoreError
+from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key import CacheKey
 from compile_cache.manifest import Limits, PackFile
 from compile_cache.pack import (
@@ -51,6 +52,8 @@ _MOST_LISTINGS = 5
 # The first packs are small, so that what is most valuable is stored first, even when there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
+# What torch writes again in place: the best configuration that tuning has found for a kernel.
+_TUNED = ".best_config"
 # In an object's name no time of day: a thousand boots of a day write one object.
 _USED = "used-"
 
@@ -91,7 +94,8 @@ class _Published:
 class CompileCache:
     """Restores the artifacts of `key` from `stores` into `directory`, and publishes what is new there.
 
-    `trusted` keys decide whose packs are used, `signer` signs what is published. Used by one thread at a time.
+    `trusted` keys decide whose packs are used, `signer` signs what is published; a signer without trusted keys trusts
+    itself alone. Used by one thread at a time.
     """
 
     def __init__(
@@ -107,7 +111,8 @@ class CompileCache:
         self.stores = stores
         self.key = key
         self.limits = limits
-        self.trusted = trusted or TrustedKeys()
+        # Who signs would otherwise pass on, with its own signature, what anybody has put there.
+        self.trusted = trusted or TrustedKeys([signer.public_key] if signer else [])
         self.signer = signer
         self._store = stores.reading
         self.environment = environment
@@ -115,6 +120,8 @@ class CompileCache:
         self._refusals = Refusals(directory.refused, self._store.location, limits, self.trusted)
         self._packs: dict[str, _StoredPack] = {}
         self._refused: dict[str, RefusedPack] = {}
+        self._unavailable: set[str] = set()
+        self._left_alone: set[str] = set()
         self._uses: set[str] = set()
         self._published = _Published()
         self._seeded: dict[str, tuple[FileStamp, str]] = {}
@@ -131,6 +138,10 @@ class CompileCache:
         stores = Stores(self.writing, self.writing)
         annex = self._directory.annex()
         return CompileCache(stores, self.key, self.environment, annex, self.limits, self.trusted, self.signer)
+
+    def forget_annex(self) -> None:
+        """Give back the disk that `of_written_store` has taken."""
+        self._directory.empty_annex()
 
     @property
     def staging(self) -> Path:
@@ -164,8 +175,8 @@ class CompileCache:
 
     @property
     def is_fully_known(self) -> bool:
-        """Whether of every pack listed the head was read, or refused for what is in it."""
-        return all(refused.is_final for refused in self._refused.values())
+        """Whether the store has answered for every pack listed: with its head, or that it cannot be had."""
+        return not self._unavailable
 
     def refresh(self, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of packs not seen before, in parallel. The store is listed again where one
@@ -177,10 +188,11 @@ class CompileCache:
         self._refresh(abandoned, HEAD_READ_BYTES)
 
     def _refresh(self, abandoned: threading.Event | None, first_bytes: int) -> None:
+        vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
-            vanished = self._look(abandoned, first_bytes)
-            if not vanished:
-                break
+            before, vanished = vanished, self._look(abandoned, first_bytes)
+            if not set(vanished) - set(before):
+                break  # what a store lists and does not have was not merged into another one
         for name in vanished:
             self._refused[name] = RefusedPack(name, "it is listed, and not there", is_final=False)
         self._is_listed = True
@@ -193,6 +205,7 @@ class CompileCache:
         vanished: list[str] = []
         # What only could not be read is tried again.
         self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
+        self._unavailable = set()
 
         def look(entry: StoredObject) -> None:
             if abandoned is not None and abandoned.is_set():
@@ -205,13 +218,16 @@ class CompileCache:
                 self._refuse(entry, str(error))
             except StoreError as error:
                 self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+                if isinstance(error, StoreUnavailable):
+                    self._unavailable.add(entry.name)
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
+        is_gone = self._packs.keys() - found.keys() - set(vanished) - self._refused.keys()
         self._packs = {entry.name: found[entry.name] for entry in entries if entry.name in found}
-        self._published.keys.update(
-            file.key for entry in unseen if entry.name in found for file in found[entry.name].head.manifest.files
-        )
+        if is_gone:  # merged, mostly; but what was pruned is to be published again by whoever still has it
+            self._forget_published()
+        self._published.keys.update(file.key for pack in self._packs.values() for file in pack.head.manifest.files)
         self._environment_published |= bool(found)
         return vanished
 
@@ -230,6 +246,24 @@ class CompileCache:
         if head.manifest.key != self.key:
             raise PackError(f"it is for {head.manifest.key.prefix}, not for {self.key.prefix}")
         return _StoredPack(entry, head, beginning)
+
+    def fetch_mergeable(self, abandoned: threading.Event | None = None) -> Fetched:
+        """As `fetch`, but only of packs that this cache may merge: signed by its own signer, or, where it has none, by
+        nobody; and without files that replace another pack's, because they lose their meaning where that one is not
+        merged with them.
+
+        Raises:
+            StoreError, OSError: as `fetch`; or some pack cannot be read just now.
+        """
+        self.refresh(abandoned)
+        own = self.signer.public_key if self.signer else None
+        for name, pack in self._packs.items():
+            if pack.head.signed_by != own or any(file.replaces for file in pack.head.manifest.files):
+                self._left_alone.add(name)
+        fetched = self.fetch(abandoned)
+        if not self.is_fully_known:
+            raise StoreUnavailable(f"some packs of {self.key.prefix} cannot be read: they are merged another time")
+        return fetched
 
     def fetch(self, abandoned: threading.Event | None = None) -> Fetched:
         """Get, verify and unpack what the packs of this key add up to, in parallel; frames without use are not read.
@@ -259,7 +293,9 @@ class CompileCache:
             if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
                 listings += 1
                 self._refresh(abandoned, _FIRST_READ_BYTES)
-        files = {path: (task.folder(packs[c.pack]) / path, c.file) for path, c in chosen.items()}
+        folders = [task.folder(pack) for pack in packs]
+        files = {path: (folders[c.pack] / path, c.file) for path, c in chosen.items()}
+        files = {path: staged for path, staged in files.items() if not _lacks_binary(path, files)}
         superfluous = tuple(pack.entry.name for pack in packs if pack.entry.name not in needed)
         refused = (*self._refused.values(), *too_large)
         # What was read of them has been used, and this cache lives as long as the process.
@@ -273,16 +309,23 @@ class CompileCache:
             self._refuse(entry, str(error))
         else:
             self._packs.pop(entry.name, None)
-            if not isinstance(error, ObjectNotFound):
-                self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+            self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+        self._forget_published()
+
+    def _forget_published(self) -> None:
+        """Count as published only what the packs that are known now have."""
         self._published.keys = {file.key for pack in self._packs.values() for file in pack.head.manifest.files}
+        paths = {file.path for pack in self._packs.values() for file in pack.head.manifest.files}
+        self._published.files = {path: file for path, file in self._published.files.items() if path in paths}
 
     def _within_limits(self) -> tuple[Sequence[_StoredPack], Sequence[RefusedPack]]:
         """The packs, in order, that together unpack to no more than is allowed, and the others."""
         packs, too_large = [], []
         keys: set[str] = set()
         size_bytes = files = 0
-        for pack in self._packs.values():
+        for name, pack in self._packs.items():
+            if name in self._left_alone:
+                continue
             new = [f for f in pack.head.manifest.files if f.key not in keys or f.replaces is not None]
             more_bytes = sum(file.size_bytes for file in new)
             if size_bytes + more_bytes > self.limits.size_bytes or files + len(new) > self.limits.files:
@@ -301,11 +344,14 @@ class CompileCache:
             OSError: the cache directory cannot be written.
         """
         for path, (staged, file) in fetched.files.items():
-            target = self._directory.path / path
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target = f"{self._directory.path}/{path}"
             if fetched.seeded_from:
                 _mark_unread(staged)
-            os.replace(staged, target)
+            try:
+                os.replace(staged, target)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.replace(staged, target)
             if fetched.seeded_from:
                 self._seeded[path] = (_stamp(target), file.key)
             else:
@@ -328,7 +374,7 @@ class CompileCache:
     def _unpublished(self, withheld: Collection[str]) -> Iterator[Source]:
         """New logical keys, files whose content differs from the one published under their path, and of the files of
         another version those that this boot has read."""
-        everything_read = self._seeded and not self._some_seeded_unread()
+        everything_read = bool(self._seeded) and not _records_reads(self._directory.inbox)
         siblings: dict[str, list[str]] = {}
         for path in self._published.files:
             siblings.setdefault(logical_key(path), []).append(path)
@@ -355,14 +401,15 @@ class CompileCache:
             return
         sha256 = sha256_of(local)
         if sha256 != known[0]:
-            yield Source(local, path, key, replaces=known[0])
+            # Nothing else is written twice, unless it is damaged; and of several successors the first is used.
+            if path.endswith(_TUNED) and not self._has_successor(path, known[0]):
+                yield Source(local, path, key, replaces=known[0])
         else:
             self._published.files[path] = (sha256, stamp)
 
-    def _some_seeded_unread(self) -> bool:
-        """False where the file system does not record reads, or every file was read: then all count as read."""
-        read = [_is_read(self._directory.path / path) for path in self._seeded]
-        return any(read) and not all(read)
+    def _has_successor(self, path: str, sha256: str) -> bool:
+        files = (file for pack in self._packs.values() for file in pack.head.manifest.files)
+        return any(file.path == path and file.replaces == sha256 for file in files)
 
     def is_superseded(self, pack: Pack) -> bool:
         """Whether the store has meanwhile got something that this staged pack would publish again."""
@@ -505,14 +552,34 @@ def _variant(key: str, siblings: Iterable[str]) -> str:
     return f"{key}/after/{hashlib.sha256(names.encode()).hexdigest()[:32]}"
 
 
-def _stamp(path: Path) -> FileStamp:
-    stat = path.stat()
+def _stamp(path: str) -> FileStamp:
+    stat = os.stat(path)
     return FileStamp(stat.st_size, stat.st_mtime_ns)
 
 
 def _mark_unread(path: Path) -> None:
     """Give a file an access time before its modification time: the first read then sets it, under relatime too."""
     os.utime(path, ns=(0, path.stat().st_mtime_ns))
+
+
+def _records_reads(folder: Path) -> bool:
+    """Whether the file system sets access times: not where it is mounted with `noatime`."""
+    with tempfile.NamedTemporaryFile(dir=folder) as probe:
+        probe.write(b"read")
+        probe.flush()
+        _mark_unread(Path(probe.name))
+        Path(probe.name).read_bytes()
+        return _is_read(Path(probe.name))
+
+
+def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
+    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton believes the record, and
+    fails; without it, it compiles the kernel."""
+    folder, _, name = path.rpartition("/")
+    if not (path.startswith("triton/") and name.startswith("__grp__")):
+        return False
+    kernel = name.removeprefix("__grp__").rpartition(".")[0]
+    return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))
 
 
 def _is_read(path: Path) -> bool:
@@ -534,7 +601,8 @@ def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
     part: list[Source] = []
     size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
     for source in sources:
-        if part and size_bytes > most_bytes:
+        # All files of a logical key are in one pack: the first pack that has the key is the one that they come from.
+        if part and size_bytes > most_bytes and source.key != part[-1].key:
             yield part
             part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
         part.append(source)

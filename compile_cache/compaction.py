@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,19 @@ class Compacted:
     stored_bytes: int = 0
 
 
-def compact(cache: CompileCache, folder: Path, creator: str, is_wanted: Callable[[], bool] = lambda: True) -> Compacted:
+def compact(
+    cache: CompileCache,
+    folder: Path,
+    creator: str,
+    is_wanted: Callable[[], bool] = lambda: True,
+    stopped: threading.Event | None = None,
+) -> Compacted:
     """Merge all packs of `cache`, which reads and writes one store and no other, into one, which is made in `folder`.
 
-    Two compactions at once are safe, and so is one that is killed at any moment: a pack is deleted only when one that
-    holds its verified contents has been read back. Packs that have nothing of their own are deleted, and where only one
-    is left, nothing is written. Stops, without deleting, when not `is_wanted`.
+    Any number of compactions at once are safe, and so is one that is killed at any moment: each deletes only packs that
+    it read before it put one with all of their verified contents. So of whatever was published, the copy put last is
+    there, because whoever deletes a copy has put a later one. Stops, without deleting, when `stopped` is set or not
+    `is_wanted`.
 
     Raises:
         StoreError: the store did not do what was asked. Nothing is lost.
@@ -36,23 +44,29 @@ def compact(cache: CompileCache, folder: Path, creator: str, is_wanted: Callable
         OSError: `folder` cannot be written.
     """
     store = cache.writing
-    fetched = cache.fetch()
-    merged, stored_bytes = list(fetched.superfluous), 0
-    if len(fetched.packs) > 1 and is_wanted():
-        sources = [Source(staged, path, file.key, file.replaces) for path, (staged, file) in fetched.files.items()]
-        pack = write_pack(folder, cache.key, sources, creator, cache.signer)
-        if len(pack.manifest.files) < len(sources):
-            raise PackError(f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} meanwhile")
-        name, stored_bytes = cache.key.prefix + pack.name, pack.stored_bytes
-        store.put(name, pack.local)
-        pack.local.unlink()
-        verify_pack(store, name, stored_bytes, cache.limits, cache.trusted)
-        merged += fetched.packs
-    if not is_wanted():
-        return Compacted(0, stored_bytes)
-    for name in merged:
+    fetched = cache.fetch_mergeable(stopped)
+    # Packs that have nothing of their own too: another compaction may be deleting those that have the same.
+    merged = (*fetched.superfluous, *fetched.packs)
+    if len(merged) < 2 or not is_wanted():
+        return Compacted()
+    sources = [Source(staged, path, file.key) for path, (staged, file) in fetched.files.items()]
+    pack = write_pack(folder, cache.key, sources, creator, cache.signer)
+    if len(pack.manifest.files) < len(sources):
+        raise PackError(f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} meanwhile")
+    name = cache.key.prefix + pack.name
+    store.put(name, pack.local)
+    try:
+        verify_pack(store, name, pack.stored_bytes, cache.limits, cache.trusted)
+    except PackError:
         store.delete(name)
-    return Compacted(len(merged), stored_bytes)
+        raise
+    deleted = 0
+    for old in merged:
+        if not is_wanted():
+            break
+        store.delete(old)
+        deleted += 1
+    return Compacted(deleted, pack.stored_bytes)
 
 
 def verify_pack(store: ObjectStore, name: str, size_bytes: int, limits: Limits, trusted: TrustedKeys) -> Head:

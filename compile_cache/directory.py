@@ -94,6 +94,10 @@ class CacheDirectory:
             folder.mkdir()
         return annex
 
+    def empty_annex(self) -> None:
+        """Remove what the annex has."""
+        shutil.rmtree(self.inbox / "annex", ignore_errors=True)
+
     def empty_inbox(self) -> None:
         """Throw away what was fetched.
 

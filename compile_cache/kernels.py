@@ -59,8 +59,8 @@ def unread_files(paths: Iterable[str]) -> set[str]:
     try:
         whole, binary, names = _live_kernels()
         names |= _benchmarked_names()
-    except (ImportError, AttributeError) as error:
-        log.info("kernels.not_known error=%s", error)
+    except Exception as error:  # whatever torch has changed: then everything is kept
+        log.info("kernels.not_known error=%r", error)
         return set()
     unread: set[str] = set()
     for folder, files in folders.items():
@@ -132,8 +132,8 @@ def _trim_bundles(bundler: Any) -> None:
         bundle, metadata = original(cls)
         try:
             return _trimmed(bundle), metadata
-        except (ImportError, AttributeError, TypeError) as error:
-            log.info("kernels.not_trimmed error=%s", error)
+        except Exception as error:  # it must not fail a compile that has succeeded
+            log.info("kernels.not_trimmed error=%r", error)
             return bundle, metadata
 
     collect.trims = True  # type: ignore[attr-defined]
@@ -166,7 +166,6 @@ def _recheck_tuned(autotuner: Any) -> None:
     original = autotuner.recheck_autotune_cache
     if getattr(original, "rechecks", False):
         return
-    from torch._inductor.runtime.runtime_utils import triton_config_to_hashable
 
     @functools.wraps(original)
     def recheck(self: Any, reload_kernel_from_src: Any) -> None:
@@ -175,23 +174,29 @@ def _recheck_tuned(autotuner: Any) -> None:
         if len(self.compile_results) == 1 and getattr(self.compile_results[0].config, "found_by_coordesc", False):
             return
         try:
-            best = _recorded_config(self, [result.config for result in before])
-        except (ImportError, AttributeError, TypeError, ValueError, KeyError, OSError) as error:
-            log.info("kernels.no_record error=%r", error)  # it is tuned again, as without this
-            return
-        if best is None:
-            return
-        for result in before:
-            if triton_config_to_hashable(result.config) == triton_config_to_hashable(best):
-                result.config.found_by_coordesc = getattr(best, "found_by_coordesc", False)
-                self.compile_results = [result]
-                return
-        if self.fn.fn is None:
-            self.fn = reload_kernel_from_src().fn
-        self.compile_results = [self._precompile_config(best)]
+            _take_recorded(self, before, reload_kernel_from_src)
+        except Exception as error:  # it is tuned again, as without this
+            log.info("kernels.not_found_again error=%r", error)
 
     recheck.rechecks = True  # type: ignore[attr-defined]
     autotuner.recheck_autotune_cache = recheck
+
+
+def _take_recorded(autotuner: Any, before: list[Any], reload_kernel_from_src: Any) -> None:
+    """Have the autotuner use the configuration that is on record for it, if one is."""
+    from torch._inductor.runtime.runtime_utils import triton_config_to_hashable
+
+    best = _recorded_config(autotuner, [result.config for result in before])
+    if best is None:
+        return
+    for result in before:
+        if triton_config_to_hashable(result.config) == triton_config_to_hashable(best):
+            result.config.found_by_coordesc = getattr(best, "found_by_coordesc", False)
+            autotuner.compile_results = [result]
+            return
+    if autotuner.fn.fn is None:
+        autotuner.fn = reload_kernel_from_src().fn
+    autotuner.compile_results = [autotuner._precompile_config(best)]
 
 
 def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:

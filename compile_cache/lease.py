@@ -68,6 +68,11 @@ class Lease:
                 self._store.delete(self._name)
         return False
 
+    def give_up(self) -> None:
+        """Renew it no more, and wait for nothing: the thread that renews it removes it, if the store lets it."""
+        if self._ended is not None:
+            self._ended.set()
+
     def release(self) -> None:
         """Let the next one have it at once."""
         if self._ended is None:
@@ -80,11 +85,7 @@ class Lease:
             if self._renewal.is_alive():
                 log.info("lease.not_released name=%s error=the store does not answer", self._name)
                 return
-        try:
-            if self._is_ours():
-                self._store.delete(self._name)
-        except StoreError as error:
-            log.info("lease.not_released name=%s error=%s", self._name, error)
+        self._remove()
 
     def _content(self) -> bytes:
         """Never the same twice: it would look like that of a holder who died."""
@@ -128,6 +129,15 @@ class Lease:
                 self._store.put(self._name, self._content())
             except StoreError as error:
                 log.info("lease.not_renewed name=%s error=%s", self._name, error)
+        if self._ended is ended:  # given up, and not released, which removes it itself
+            self._remove()
+
+    def _remove(self) -> None:
+        try:
+            if self._is_ours():
+                self._store.delete(self._name)
+        except StoreError as error:
+            log.info("lease.not_released name=%s error=%s", self._name, error)
 
 
 def _stated(content: bytes) -> Mapping[str, Any]:

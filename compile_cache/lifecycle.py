@@ -123,7 +123,7 @@ class Boot:
             if self._restore is not None:
                 self._restore.abandon()
             if self._lease is not None:
-                self._lease.release()
+                self._lease.give_up()
             return
         if self._compiler is None:
             self._join()
@@ -234,6 +234,8 @@ class Boot:
 
     def _start_publishing(self) -> None:
         if self._cache is None or not self._settings.may_publish:
+            if self._lease is not None:
+                self._lease.give_up()
             return
         from compile_cache.publisher import Publisher
 

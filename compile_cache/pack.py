@@ -269,8 +269,12 @@ def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
 def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager[BinaryIO | None]:
     if folder is None:
         return contextlib.nullcontext()
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    return (folder / path).open("wb")
+    local = f"{folder}/{path}"
+    try:
+        return open(local, "wb")
+    except FileNotFoundError:  # asked for once a folder: asking for each of many small files doubles what they cost
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        return open(local, "wb")
 
 
 def _decompress(stored: bytes, size_bytes: int, what: str) -> bytes:

@@ -36,6 +36,7 @@ _RETRY_S = 30.0
 _LONGEST_LOOK_S = 15.0
 # Not before does one publish beside another that is still at it: all that wait would do so.
 _LONGEST_WAIT_S = 600.0
+_COMPACT_AFTER_S = 20.0
 # A renewal may take several seconds where the store is overloaded, and nobody is in a hurry.
 _LEASE_EXPIRY_S = 30.0
 
@@ -46,7 +47,8 @@ class Publisher:
     `withheld` are artifacts never to be published, `unread` those that no warm boot would read; both are asked at each
     staging. `changed` is called after each attempt, with the report up to date. While `is_compiling`, nothing new is
     staged, because a compiler may be writing it. A key with more than `most_packs` packs is compacted, unless that is
-    0. `lease` is what other boots wait for while they do not compile the same; it is released when all is published.
+    0, `compact_after_s` later: the first predictions have the CPU to themselves. `lease` is what other boots wait for
+    while they do not compile the same; it is released when all is published.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Publisher:
         is_compiling: Callable[[], bool] = lambda: False,
         most_packs: int = 0,
         lease: Lease | None = None,
+        compact_after_s: float = _COMPACT_AFTER_S,
     ) -> None:
         self._cache = cache
         self._report = report
@@ -75,7 +78,9 @@ class Publisher:
         self._publish_lease: Lease | None = None
         self._waiting_since: float | None = None
         self._looks = 0
-        self._is_kept = False
+        self._kept_on = ""
+        self._compact_at: float | None = None
+        self._compact_after_s = compact_after_s
         self._staged: list[Pack] = []
         self._staged_at: CompileCounts | None = None
         self._closing = threading.Event()
@@ -127,9 +132,12 @@ class Publisher:
         if self._staged:
             return
         self._waiting_since, self._looks = None, 0
-        if not self._is_kept:
-            self._is_kept = True
+        if self._kept_on != _today():
+            self._kept_on = _today()
             self._keep()
+        if self._compact_at is not None and time.monotonic() >= self._compact_at and not self._closing.is_set():
+            self._compact_at = None
+            self._maintain(self._compact)
 
     def _attempt(self, step: Callable[[], None]) -> bool:
         """Do `step`; a failure is logged and reported, and costs only what was not published."""
@@ -148,7 +156,7 @@ class Publisher:
     def _stage(self) -> None:
         counts = read_counts()
         withheld, unread = self._withheld(), self._unread()
-        self._staged = []  # staging empties the outbox first
+        self._staged, self._staged_at = [], None  # staging empties the outbox first; if it fails, it is due again
         self._staged = list(self._cache.stage({*withheld, *unread}, self._creator))
         self._staged_at = counts
         self._report.withheld_files = len(withheld)
@@ -179,7 +187,7 @@ class Publisher:
     def _put(self, pack: Pack) -> None:
         started = time.perf_counter()
         self._cache.publish(pack)
-        self._is_kept = False
+        self._kept_on = ""
         self._report.packs += 1
         self._report.files += len(pack.manifest.files)
         self._report.stored_bytes += pack.stored_bytes
@@ -207,34 +215,46 @@ class Publisher:
             return True
 
     def _look_s(self) -> float:
-        return min(_LONGEST_LOOK_S, 0.5 * 2.0**self._looks) * random.uniform(0.5, 1.0)
+        return min(_LONGEST_LOOK_S, 0.5 * 2.0 ** min(self._looks, 10)) * random.uniform(0.5, 1.0)
 
     def _keep(self) -> None:
-        """Record that the key is used, and merge its packs if there are many. A failure costs nothing but that."""
+        """Record, once a day, that the key is used, and see whether its packs are to be merged."""
+        self._maintain(lambda: self._cache.mark_used(_today()))
+        if 0 < self._most_packs < len(self._cache.pack_names):
+            self._compact_at = time.monotonic() + self._compact_after_s
+
+    def _maintain(self, step: Callable[[], None]) -> None:
+        """Do `step`, of which a failure costs nothing but itself."""
         try:
-            self._cache.mark_used(datetime.now(timezone.utc).date().isoformat())
-            is_many = 0 < self._most_packs < len(self._cache.pack_names)
-            if is_many and not self._closing.is_set():
-                self._compact()
+            step()
         except (CompileCacheError, OSError) as error:
-            log.info("keep.failed error=%s", error)
+            log.info("maintain.failed error=%s", error)
         except Exception as error:  # this thread must outlive whatever happens
-            log.warning("keep.failed", exc_info=error)
+            log.warning("maintain.failed", exc_info=error)
         finally:
             self._changed()
 
     def _compact(self) -> None:
-        written = self._cache.of_written_store()
         if not self._acquire():
             return  # whoever publishes or compacts now will see to it, or the next boot
         try:
+            written = self._cache.of_written_store()
             if len(written.list()) > self._most_packs:
-                done = compact(written, written.staging, self._creator, lambda: not self._closing.is_set())
+                done = compact(written, written.staging, self._creator, self._may_compact, self._closing)
                 self._report.compacted_packs += done.packs
                 log.info("compact.done packs=%d bytes=%d", done.packs, done.stored_bytes)
         finally:
             if self._publish_lease is not None:
                 self._publish_lease.release()
+            self._cache.forget_annex()
+
+    def _may_compact(self) -> bool:
+        """While the lease is ours and nobody has told the process to end."""
+        return self._publish_lease is not None and self._publish_lease.is_held and not self._closing.is_set()
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
 
 
 def _retry_s() -> float:

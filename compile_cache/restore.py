@@ -67,7 +67,7 @@ class Restore:
         """Fetch no more, and let nobody wait for this boot."""
         self._abandoned.set()
         if self.lease is not None:
-            self.lease.release()
+            self.lease.give_up()
 
     @property
     def location(self) -> str:
@@ -118,11 +118,15 @@ class Restore:
             log.info("restore.no_lease error=%s", error)
             is_ours = False
         self.report.waited_for_peer_s = time.monotonic() - started
-        fetched = cache.fetch(self._abandoned)
-        if is_ours and cache.is_empty and not self._abandoned.is_set():
-            self.lease = lease
-        else:
-            lease.release()
+        self.lease = lease if is_ours else None
+        try:
+            fetched = cache.fetch(self._abandoned)
+        except Exception:
+            lease.give_up()
+            raise
+        if not cache.is_empty or self._abandoned.is_set():
+            self.lease = None
+            lease.give_up()
         return fetched
 
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
@@ -157,8 +161,14 @@ class Restore:
         cache = self._fetching.cache if not failed else None
         if cache is None:
             self._report("failed", str(self._fetching.failure))
+            if self._fetching.done.is_set():
+                self._directory.empty_inbox()  # a disk that was too small for it is needed to compile
             return self._cache(self._stores, observed)
-        self.report.files = cache.install(self._fetching.fetched)
+        try:
+            self.report.files = cache.install(self._fetching.fetched)
+        except OSError as error:
+            self._report("failed", str(error))
+            raise
         said = "torch says otherwise: " + "; ".join(differences) if differences else ""
         if self._fetching.fetched.seeded_from:
             self._report("seeded", said or f"nothing in {cache.key.prefix}")
@@ -185,7 +195,7 @@ class Restore:
         if not self._fetching.done.is_set() or self._stores is None:
             return
         if self.lease is not None:
-            self.lease.release()
+            self.lease.give_up()
             self.lease = None
         stores = self._stores
 

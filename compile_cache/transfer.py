@@ -18,6 +18,9 @@ THREADS = 8
 READ_BYTES = 4 << 20
 
 
+_ATTEMPTS = 3
+
+
 class Abandoned(StoreError):
     """The caller's time was up; nothing is wrong with what was being read."""
 
@@ -62,29 +65,38 @@ class ObjectReader:
         return b"".join(parts)
 
     def _fill(self) -> bool:
-        if self._abandoned is not None and self._abandoned.is_set():
-            raise Abandoned(f"{self._name} was not read: the time was up")
         wanted = min(READ_BYTES, self._end - self._position)
-        data = read_exactly(self._store, self._name, self._position, wanted) if wanted > 0 else b""
+        if wanted <= 0:
+            return False
+        data = read_exactly(self._store, self._name, self._position, wanted, self._abandoned)
         self.requested_bytes += len(data)
         self._buffer = memoryview(data)
-        return bool(data)
+        return True
 
 
-def read_exactly(store: ObjectStore, name: str, start: int, size_bytes: int) -> bytes:
-    """Bytes of an object that was listed as long enough to have them.
+def read_exactly(
+    store: ObjectStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
+) -> bytes:
+    """Bytes of an object that was listed as long enough to have them. A read that breaks off is tried again: a client
+    of S3 does so only until the answer has begun.
 
     Raises:
-        StoreUnavailable: the store has fewer. That is no fault of the pack's, which is tried again.
-        StoreError: they cannot be read.
+        StoreUnavailable: the store does not answer, or has fewer bytes. That is no fault of the pack's.
+        StoreError: they cannot be read. `Abandoned`: they are no longer wanted.
     """
     data = b""
-    while len(data) < size_bytes:
-        more = store.read(name, start + len(data), size_bytes - len(data))
-        if not more:
-            raise StoreUnavailable(f"cannot get {name}: of {size_bytes} bytes from {start} on, {len(data)} were sent")
-        data = data + more if data else more
-    return data[:size_bytes]
+    for attempt in range(_ATTEMPTS):
+        if abandoned is not None and abandoned.is_set():
+            raise Abandoned(f"{name} was not read: the time was up")
+        try:
+            data = store.read(name, start, size_bytes)
+        except StoreUnavailable:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            continue
+        if len(data) >= size_bytes:
+            return data[:size_bytes]
+    raise StoreUnavailable(f"cannot get {name}: of {size_bytes} bytes from {start} on, {len(data)} were sent")
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:

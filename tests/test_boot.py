@@ -142,7 +142,7 @@ def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
     assert set(booted.steps.values()) == {"cold"}
     (refused,) = booted.report["restore"]["refused"]
     assert refused["name"] == name
-    assert "content is not what its name says" in refused["reason"]
+    assert "its manifest describes" in refused["reason"]
     assert stored(tmp_path / "store")[name] == before
 
 

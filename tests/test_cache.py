@@ -18,7 +18,7 @@ from compile_cache.cache import CompileCache, Fetched
 from compile_cache.compaction import compact
 from compile_cache.directory import CacheDirectory
 from compile_cache.environment import environment_from_record
-from compile_cache.errors import ObjectNotFound, StoreError
+from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key import CacheKey
 from compile_cache.manifest import Limits
 from compile_cache.pack import Pack, Source, write_pack
@@ -33,7 +33,7 @@ COLD = {
     "aotautograd/aabc/one": b"an entry",
     "ab/kernel.so": b"\x7fELF" * 1000,
     "ab/wrapper.py": b"x = 1",
-    "autotune/best.json": b"{}",
+    "autotune/best.best_config": b"{}",
     "empty": b"",
 }
 
@@ -297,7 +297,7 @@ def test_the_most_valuable_files_come_first(local, machine):
         "fxgraph/ab/fabc/one",
         "ab/kernel.so",
         "ab/wrapper.py",
-        "autotune/best.json",
+        "autotune/best.best_config",
         "empty",
     ]
 
@@ -321,10 +321,10 @@ def test_a_file_changed_in_place_is_published_with_what_it_replaces(local, machi
     first = machine(local)
     first.write(COLD)
     first.publish()
-    first.write({"autotune/best.json": b'{"config": 1}'})
+    first.write({"autotune/best.best_config": b'{"config": 1}'})
     (pack,) = first.publish()
     (file,) = pack.manifest.files
-    assert (file.path, file.replaces) == ("autotune/best.json", hashlib.sha256(b"{}").hexdigest())
+    assert (file.path, file.replaces) == ("autotune/best.best_config", hashlib.sha256(b"{}").hexdigest())
 
 
 def test_the_newest_content_is_restored_after_any_number_of_changes(store, machine):
@@ -335,21 +335,21 @@ def test_the_newest_content_is_restored_after_any_number_of_changes(store, machi
         tick(store)
         booted = machine(store)
         booted.restore()
-        booted.write({"autotune/best.json": b"step" * (step + 1)})
+        booted.write({"autotune/best.best_config": b"step" * (step + 1)})
         booted.publish()
     last.restore()
-    assert last.files() == {**COLD, "autotune/best.json": b"step" * 3}
+    assert last.files() == {**COLD, "autotune/best.best_config": b"step" * 3}
     assert last.publish() == ()
 
 
 def test_one_machine_may_change_a_file_many_times(local, machine):
     first, second = machine(local), machine(local)
     for content in (b"1", b"22", b"333", b"1"):
-        first.write({"best.json": content})
+        first.write({"best.best_config": content})
         assert len(first.publish()) == 1
         tick(local)
     second.restore()
-    assert second.files() == {"best.json": b"1"}
+    assert second.files() == {"best.best_config": b"1"}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -358,41 +358,41 @@ def test_the_newest_content_wins_in_whatever_order_the_store_lists_the_packs(loc
     first, second = machine(local), machine(local)
     names = []
     for content in (b"1", b"22", b"333"):
-        first.write({"best.json": content})
+        first.write({"best.best_config": content})
         (pack,) = first.publish()
         names.append(pack.name)
     for time_s, number in enumerate(order, start=1_000_000):
         os.utime(tmp_path / "store" / key.prefix / names[number], (time_s, time_s))
     second.restore()
-    assert second.files() == {"best.json": b"333"}
+    assert second.files() == {"best.best_config": b"333"}
 
 
 def test_of_two_changes_of_the_same_content_the_first_wins(store, machine):
     first = machine(store)
-    first.write({"best.json": b"{}"})
+    first.write({"best.best_config": b"{}"})
     first.publish()
     tick(store)
     one, other, last = machine(store), machine(store), machine(store)
     for booted in (one, other):
         booted.restore()
     for booted, content in ((one, b"one"), (other, b"other")):
-        booted.write({"best.json": content})
+        booted.write({"best.best_config": content})
         booted.publish()
         tick(store)
     last.restore()
-    assert last.files() == {"best.json": b"one"}
+    assert last.files() == {"best.best_config": b"one"}
 
 
 def test_a_change_between_staging_and_publishing_is_published_next(local, machine):
     first, second = machine(local), machine(local)
-    first.write({"best.json": b"staged"})
+    first.write({"best.best_config": b"staged"})
     (pack,) = first.cache.stage((), "")
-    first.write({"best.json": b"changed before it was published"})
+    first.write({"best.best_config": b"changed before it was published"})
     first.cache.publish(pack)
     tick(local)
     first.publish()
     second.restore()
-    assert second.files() == {"best.json": b"changed before it was published"}
+    assert second.files() == {"best.best_config": b"changed before it was published"}
 
 
 # Two packs for the same thing.
@@ -761,3 +761,142 @@ def test_a_use_is_recorded_once_a_day_as_an_empty_object(store, machine, key):
         second.cache.mark_used(day)
     uses = {name: content for name, content in stored(store).items() if "used-" in name}
     assert uses == {f"{key.prefix}used-2026-11-21": b""}
+
+
+# What review found.
+
+
+def test_who_signs_and_trusts_nobody_trusts_itself_alone(local, machine):
+    """It would otherwise merge what a stranger has put there into a pack with its own signature."""
+    private, public = generate_keys()
+    stranger, booted, fleet = machine(local), machine(local, signer=Signer(private)), None
+    stranger.write({"evil.so": b"evil"})
+    stranger.publish()
+    assert [refused.is_final for refused in booted.restore().refused] == [True]
+    booted.write({"own.so": b"own"})
+    booted.publish()
+    compact(booted.cache.of_written_store(), booted.directory.inbox, "the test")
+    fleet = machine(local, trusted=TrustedKeys([public]))
+    fleet.restore()
+    assert fleet.files() == {"own.so": b"own"}
+
+
+def test_a_compaction_without_a_key_leaves_signed_packs_alone(local, machine):
+    private, public = generate_keys()
+    publisher = machine(local, signer=Signer(private))
+    for number in range(3):
+        publisher.write({f"{number}.so": b"kernel"})
+        publisher.publish()
+    unsigned = machine(local)
+    compact(unsigned.cache, unsigned.cache.staging, "the test")
+    fleet = machine(local, trusted=TrustedKeys([public]))
+    fleet.restore()
+    assert sorted(fleet.files()) == ["0.so", "1.so", "2.so"]
+
+
+def test_compaction_leaves_one_pack_with_everything(store, machine):
+    publisher, booted = machine(store), machine(store)
+    for number in range(5):
+        publisher.write({f"{number}.so": b"kernel" * number, f"fxgraph/ab/f{number}/entry": b"graph"})
+        publisher.publish()
+    compactor = machine(store)
+    done = compact(compactor.cache, compactor.cache.staging, "the test")
+    assert done.packs == 5
+    booted.restore()
+    assert booted.files() == publisher.files()
+    assert len(booted.cache.pack_names) == 1
+
+
+def test_compaction_keeps_what_was_changed_in_place(local, machine):
+    first, second, booted = machine(local), machine(local), machine(local)
+    first.write({**COLD, "more.so": b"more"})
+    first.publish()
+    second.restore()
+    second.write({"autotune/best.best_config": b"better"})
+    second.publish()
+    first.write({"late.so": b"late"})
+    first.publish()
+    compactor = machine(local)
+    compact(compactor.cache, compactor.cache.staging, "the test")
+    booted.restore()
+    assert booted.files() == {
+        **COLD,
+        "more.so": b"more",
+        "late.so": b"late",
+        "autotune/best.best_config": b"better",
+    }
+
+
+def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
+    published_pair(local, machine)
+    before = stored(local)
+
+    class Damaging(LocalStore):
+        def put(self, name: str, content: Path | bytes) -> None:
+            super().put(name, damage_flip(content.read_bytes()) if isinstance(content, Path) else content)
+
+    compactor = machine(Damaging(Path(local.location)))
+    with pytest.raises(PackError):
+        compact(compactor.cache, compactor.cache.staging, "the test")
+    assert stored(local) == before
+
+
+def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
+    monkeypatch.setattr("compile_cache.cache._SMALLEST_PART_BYTES", 3000)
+    first, second = machine(local), machine(local)
+    first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
+    first.write({f"{number}.so": os.urandom(2000) for number in range(5)})
+    assert len(first.publish()) > 1
+    second.restore()
+    assert second.files() == first.files()
+
+
+def test_a_read_that_breaks_off_is_tried_again(local, machine):
+    published_pair(local, machine)
+    reads: list[str] = []
+
+    class Flaky(LocalStore):
+        def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+            reads.append(name)
+            if reads.count(name) == 1:
+                raise StoreUnavailable("the connection was reset")
+            return super().read(name, start, size_bytes)
+
+    booted = machine(Flaky(Path(local.location)))
+    assert booted.restore().refused == ()
+    assert booted.files() == {**COLD, "more.so": b"more"}
+
+
+def test_what_was_pruned_is_published_again_by_whoever_still_has_it(local, machine, key):
+    serving, booted = machine(local), machine(local)
+    serving.write(COLD)
+    serving.publish()
+    for entry in local.list(key.prefix):
+        local.delete(entry.name)
+    serving.cache.refresh()
+    serving.publish()
+    booted.restore()
+    assert booted.files() == COLD
+
+
+def test_tritons_record_of_a_kernel_is_not_restored_without_its_binary(local, machine):
+    """Triton believes the record, and fails."""
+    first, second = machine(local), machine(local)
+    first.write({"triton/HASH/__grp__kernel.json": b"{}", "triton/HASH/kernel.ptx": b"text"})
+    first.write({"triton/OTHER/__grp__kernel.json": b"{}", "triton/OTHER/kernel.cubin": b"binary"})
+    first.publish()
+    second.restore()
+    assert sorted(second.files()) == [
+        "triton/HASH/kernel.ptx",
+        "triton/OTHER/__grp__kernel.json",
+        "triton/OTHER/kernel.cubin",
+    ]
+
+
+def test_a_file_damaged_in_place_is_not_published_over_a_sound_one(local, machine):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    first.publish()
+    second.restore()
+    second.write({"ab/kernel.so": b"cut short"})
+    assert second.publish() == ()

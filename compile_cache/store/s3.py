@@ -21,6 +21,7 @@ _DENIED = frozenset({"401", "403", "AccessDenied", "InvalidAccessKeyId", "Signat
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket"})
 _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
 _EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
+_OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 _UNCONDITIONAL = frozenset({"501", "NotImplemented", "400", "InvalidArgument", "InvalidRequest"})
 
 # R2 and other look-alikes refuse the checksums that boto3 ≥ 1.36 adds; a pack is named by its own digest.
@@ -67,6 +68,10 @@ class S3Store:
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
             for page in pages:
+                # Every listing says whether it goes on. An empty body, or a web page of something in the middle, does
+                # not, and to botocore is a listing of nothing.
+                if "IsTruncated" not in page:
+                    raise StoreUnavailable(f"cannot list {self.location}{prefix}: what was answered is no listing")
                 for entry in page.get("Contents", ()):
                     name = entry["Key"].removeprefix(self._prefix)
                     found.append(StoredObject(name, entry["Size"], entry["LastModified"].timestamp()))
@@ -86,6 +91,10 @@ class S3Store:
                 if error.response.get("Error", {}).get("Code") in _BEYOND_THE_END:
                     return b""
                 raise
+            # Without this, other bytes of the object would be taken for those of a damaged pack.
+            if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
+                answer["Body"].close()
+                raise StoreUnavailable(f"cannot get {name} from {self.location}: another range of it was answered")
             return answer["Body"].read()
 
     def put(self, name: str, content: Path | bytes) -> None:
@@ -135,6 +144,8 @@ def _translated(what: str) -> Iterator[None]:
         if code in _MISSING:
             advice = "; check the bucket's name, or create it" if code == "NoSuchBucket" else ""
             raise ObjectNotFound(f"cannot {what}: {code}{advice}") from error
+        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in _OVERLOADED:
+            raise StoreUnavailable(f"cannot {what}: {error}") from error
         raise StoreError(f"cannot {what}: {error}") from error
     except ConnectionError as error:
         raise StoreUnavailable(
