@@ -1,0 +1,202 @@
+"""Simulated containers: what the soaks share. A fake compile, a cache over a store, and a store that counts.
+
+Nothing here imports torch: a publisher stages what it finds in its cache directory, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compile_cache.cache import CompileCache
+from compile_cache.directory import CacheDirectory, logical_key
+from compile_cache.environment import detect_environment
+from compile_cache.key import CacheKey
+from compile_cache.manifest import Limits
+from compile_cache.pack import PACK_NAME
+from compile_cache.store import ObjectStore, StoredObject, Stores
+
+KEY = CacheKey("environment", "model", "version")
+ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What a compile writes: its logical key, and its folder where the content names the file."""
+
+    key: str
+    folder: str
+    size_bytes: int
+
+    def path(self, content: bytes) -> str:
+        """Where Inductor or Triton would write `content`."""
+        return f"{self.folder}/{hashlib.sha256(content).hexdigest()[:40]}" if self.folder else self.key
+
+
+def graph(name: str, size_bytes: int) -> tuple[Artifact, ...]:
+    """What compiling one graph writes, of `size_bytes` together: its entries, its wrapper and its kernels."""
+    key = hashlib.sha256(name.encode()).hexdigest()
+    triton = f"triton/{key[:40].upper()}"
+    return (
+        Artifact(f"fxgraph/f{key}", f"fxgraph/{key[:2]}/f{key}", size_bytes // 2),
+        Artifact(f"aotautograd/a{key}", f"aotautograd/a{key}", size_bytes // 8),
+        Artifact(f"{key[2:4]}/c{key[:40]}.py", "", size_bytes // 8),
+        Artifact(f"{triton}/triton_poi_fused_0.cubin", "", size_bytes // 8),
+        Artifact(f"{triton}/triton_red_fused_1.cubin", "", size_bytes // 8),
+    )
+
+
+def compile_missing(folder: Path, artifacts: Iterable[Artifact], seed: int) -> int:
+    """Write those artifacts whose logical keys `folder` does not have, with bytes, and so names, of this seed's own;
+    how many."""
+    there = {logical_key(path) for path in files_in(folder)}
+    missing = [artifact for artifact in artifacts if artifact.key not in there]
+    source = random.Random(seed)
+    for artifact in missing:
+        content = make_content(artifact.key, artifact.size_bytes, source)
+        file = folder / artifact.path(content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return len(missing)
+
+
+def make_content(key: str, size_bytes: int, source: random.Random) -> bytes:
+    """Bytes that tell what they are for, and whether they are whole; half noise, so that zstd halves them."""
+    noise = source.randbytes(size_bytes // 2)
+    text = (key.encode() + b"\n") * (size_bytes // 2 // len(key) + 1)
+    content = key.encode() + b"\n" + noise + text[: size_bytes // 2]
+    return content + hashlib.sha256(content).digest()
+
+
+def is_right(path: str, content: bytes) -> bool:
+    """Whether `content` is what some compile wrote at `path`: for this logical key, whole, and under its own name."""
+    body, digest = content[:-32], content[-32:]
+    key = logical_key(path)
+    is_whole = hashlib.sha256(body).digest() == digest and body.startswith(key.encode() + b"\n")
+    is_named = key == path or path.endswith("/" + hashlib.sha256(content).hexdigest()[:40])
+    return is_whole and is_named
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Every file below `folder`, by its path inside it."""
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def open_cache(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[CompileCache, CacheDirectory]:
+    """A container's cache, and its own directory below `root`."""
+    directory = CacheDirectory.claim(root)
+    return CompileCache(Stores(store, store), key, ENVIRONMENT, directory, Limits()), directory
+
+
+def restored_keys(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[set[str], list[str]]:
+    """What the next container restores: its logical keys, and a line for each thing that is not as it should be."""
+    cache, directory = open_cache(store, root, key)
+    fetched = cache.fetch()
+    problems = [f"{pack.name} is refused: {pack.reason}" for pack in fetched.refused]
+    cache.install(fetched)
+    paths = list(files_in(directory.path))
+    problems += [f"{path} is wrong" for path in paths if not is_right(path, (directory.path / path).read_bytes())]
+    return {logical_key(path) for path in paths}, problems
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests by method and kind of object, bytes put by kind of object, and failures by their words."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    uploaded_bytes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    last_s: float = field(default_factory=time.time)
+
+    def add(self, other: Counts) -> None:
+        """Count what `other` has counted as well."""
+        self.requests += other.requests
+        self.uploaded_bytes += other.uploaded_bytes
+        self.failures += other.failures
+        self.last_s = max(self.last_s, other.last_s)
+
+
+class CountingStore:
+    """Another store, and what was asked of it in `counts`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.counts = Counts()
+        self._store = store
+        self._lock = threading.Lock()
+
+    @property
+    def location(self) -> str:
+        """The other store's."""
+        return self._store.location
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """Counted as one request: a page holds a thousand objects."""
+        with self._counted("list", prefix):
+            return self._store.list(prefix)
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """Counted."""
+        with self._counted("read", name):
+            return self._store.read(name, start, size_bytes)
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Counted, with its bytes."""
+        with self._counted("put", name, content):
+            self._store.put(name, content)
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """Counted, with its bytes."""
+        with self._counted("put_if_absent", name, content):
+            return self._store.put_if_absent(name, content)
+
+    def delete(self, name: str) -> None:
+        """Counted."""
+        with self._counted("delete", name):
+            self._store.delete(name)
+
+    def _counted(self, method: str, name: str, content: Path | bytes = b"") -> _Counting:
+        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        return _Counting(self.counts, self._lock, method, kind_of(name), size_bytes)
+
+
+@dataclass(slots=True)
+class _Counting:
+    """One request, counted when it ends; one that failed may have sent its bytes too."""
+
+    counts: Counts
+    lock: threading.Lock
+    method: str
+    kind: str
+    size_bytes: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        with self.lock:
+            self.counts.requests[f"{self.method} {self.kind}".strip()] += 1
+            if self.size_bytes:
+                self.counts.uploaded_bytes[self.kind] += self.size_bytes
+            if error is not None and kind is not None:
+                self.counts.failures[f"{self.method} {self.kind}: {kind.__name__}"] += 1
+            self.counts.last_s = time.time()
+
+
+def kind_of(name: str) -> str:
+    """`pack`, `use`, `publish.lease` and so on: what an object's name says it is; nothing for a prefix."""
+    base = name.rpartition("/")[2]
+    if PACK_NAME.fullmatch(base):
+        return "pack"
+    return "use" if base.startswith("used-") else base
+
+
+def packs_in(store: ObjectStore, key: CacheKey = KEY) -> Collection[StoredObject]:
+    """The packs listed below a key."""
+    return [entry for entry in store.list(key.prefix) if kind_of(entry.name) == "pack"]

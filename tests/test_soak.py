@@ -1,0 +1,191 @@
+"""Short soaks: publishers that are killed and compactions that overlap, a small fleet, and proof that a soak would see
+what it looks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from containers import compile_missing, graph, open_cache, packs_in, restored_keys
+from soak_fleet import Fleet, run_fleet
+from soak_publish import Round, Soak, make_turn, violations
+
+from compile_cache.cache import CompileCache
+from compile_cache.compaction import compact
+from compile_cache.store import StoredObject
+from compile_cache.store.local import LocalStore
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Interrupted:
+    """A store in which something else happens before the first deletion of a pack."""
+
+    def __init__(self, store: LocalStore, meanwhile: Callable[[], None]) -> None:
+        self._store = store
+        self._meanwhile = [meanwhile]
+
+    @property
+    def location(self) -> str:
+        return self._store.location
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        return self._store.list(prefix)
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        return self._store.read(name, start, size_bytes)
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        self._store.put(name, content)
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        return self._store.put_if_absent(name, content)
+
+    def delete(self, name: str) -> None:
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        self._store.delete(name)
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def publish(store: LocalStore, root: Path, name: str) -> set[str]:
+    """What one container compiles, in one pack; its logical keys."""
+    cache, directory = open_cache(store, root)
+    compile_missing(directory.path, graph(name, 4096), seed=0)
+    for pack in cache.stage((), "the test"):
+        cache.publish(pack)
+    return {artifact.key for artifact in graph(name, 4096)}
+
+
+def open_compactor(store: LocalStore | Interrupted, root: Path) -> CompileCache:
+    return open_cache(store, root)[0].of_written_store()
+
+
+def checked(store: LocalStore, folder: Path, promised: set[str]) -> Round:
+    soak = Soak(store.location, "", 1, 0, folder)
+    soak.promised |= promised
+    done = Round(0)
+    soak.check(done)
+    return done
+
+
+def test_nothing_that_was_published_is_lost_when_publishers_and_compactors_are_killed():
+    command = [sys.executable, ROOT / "benchmarks" / "soak_publish.py"]
+    command += ["--rounds", "3", "--processes", "8", "--seed", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rounds = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(rounds) == 3
+    assert all(sum(done[what] for done in rounds) for what in ("finished", "killed", "compactions"))
+
+
+def test_a_fleet_leaves_few_packs_and_loses_nothing(tmp_path):
+    fleet = Fleet("mixed", 60, 2, str(tmp_path / "store"), "", True, graph_bytes=4 << 10, within_s=1.0, compile_s=1.0)
+    result = run_fleet(fleet)
+    assert result.problems == ()
+    assert result.is_good, result
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_compactions_that_overlap_leave_a_copy_of_everything(store, tmp_path, last_first):
+    """Three, each of which reads what the one before has written before that one deletes anything. The last one finds
+    two packs with the same in them, one of which the second is about to delete."""
+    keys = publish(store, tmp_path / "a", "a") | publish(store, tmp_path / "b", "b")
+    published = packs_in(store)
+
+    def compact_second() -> None:
+        cache = open_compactor(Interrupted(store, compact_third), tmp_path / "second")
+        compact(cache, cache.staging, "the second")
+
+    def compact_third() -> None:
+        if last_first:
+            for entry in published:  # as the first one does, which goes on now
+                store.delete(entry.name)
+        cache = open_compactor(store, tmp_path / "third")
+        compact(cache, cache.staging, "the third")
+
+    cache = open_compactor(Interrupted(store, compact_second), tmp_path / "first")
+    compact(cache, cache.staging, "the first")
+    assert restored_keys(store, tmp_path / "next") == (keys, [])
+    assert len(packs_in(store)) == 1
+
+
+def test_what_only_repeats_other_packs_is_merged_too(store, tmp_path):
+    """Or a boot would find too many packs again, and compact for nothing."""
+    first, second = (open_cache(store, tmp_path / name) for name in ("first", "second"))
+    for cache, directory in (first, second):
+        cache.refresh()
+        compile_missing(directory.path, graph("a", 4096), seed=0)
+    for cache, _ in (first, second):
+        for pack in cache.stage((), "the test"):
+            cache.publish(pack)
+    compactor = open_compactor(store, tmp_path / "compactor")
+    assert compact(compactor, compactor.staging, "the test").packs == 2
+    assert len(packs_in(store)) == 1
+
+
+def test_one_pack_is_left_as_it_is(store, tmp_path):
+    publish(store, tmp_path / "a", "a")
+    before = packs_in(store)
+    compactor = open_compactor(store, tmp_path / "compactor")
+    assert compact(compactor, compactor.staging, "the test").stored_bytes == 0
+    assert packs_in(store) == before
+
+
+def test_a_key_that_is_gone_is_a_violation_and_named(store, tmp_path):
+    keys = publish(store, tmp_path / "a", "a")
+    assert checked(store, tmp_path, keys).violations == []
+    assert checked(store, tmp_path, {*keys, "gone"}).violations == ["gone was published, and cannot be restored"]
+
+
+def test_a_pack_that_was_damaged_is_a_violation_and_named(store, tmp_path):
+    publish(store, tmp_path / "a", "a")
+    (entry,) = packs_in(store)
+    store.put(entry.name, store.read(entry.name)[:-1] + b"\x00")
+    found = checked(store, tmp_path, set()).violations
+    assert any(line.startswith(f"{entry.name} is refused") for line in found)
+    assert any(line.startswith(f"{entry.name} does not verify") for line in found)
+
+
+def test_a_wrong_content_is_a_violation_though_its_pack_verifies(store, tmp_path):
+    cache, directory = open_cache(store, tmp_path / "a")
+    (directory.path / "wrong.py").write_bytes(b"nothing that was compiled for it")
+    for pack in cache.stage((), "the test"):
+        cache.publish(pack)
+    assert checked(store, tmp_path, set()).violations == ["wrong.py is wrong"]
+
+
+def test_fewer_publishes_that_finish_than_half_are_a_violation():
+    assert violations([Round(0, published=4, finished=2)], 7) == []
+    assert violations([Round(0, published=5, finished=2)], 7) == ["seed 7: of 5 publishes only 2 finished"]
+    assert violations([Round(0)], 7) != []
+
+
+def test_a_process_does_the_same_for_the_same_seed():
+    """When it is killed in a round is not the same: that is up to the machine."""
+    assert make_turn(3, 1, 4) == make_turn(3, 1, 4)
+    assert make_turn(3, 1, 4) != make_turn(4, 1, 4)
+
+
+def test_a_process_dies_at_the_moment_that_its_turn_names(store, tmp_path):
+    program = f"""
+import dataclasses
+from pathlib import Path
+from soak_publish import Moment, MortalStore, make_turn
+from compile_cache.store.local import LocalStore
+store = MortalStore(LocalStore(Path({str(tmp_path / "store")!r})))
+store.begin(dataclasses.replace(make_turn(0, 0, 0), death=Moment("put pack", 3), stall=None))
+for name in ("a.pack", "b.lease", "c.pack", "d.pack"):
+    store.put(name, b"")
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "benchmarks", check=False)
+    assert run.returncode == -9
+    assert {entry.name for entry in store.list("")} == {"a.pack", "b.lease"}

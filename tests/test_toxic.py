@@ -1,0 +1,410 @@
+"""A store that misbehaves on the wire costs a boot its time limit at most, and nothing that is stored."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import toxic_proxy
+from boots import boot_once, settings
+from toxic_proxy import Request, ToxicProxy, Toxin
+
+from compile_cache.cache import CompileCache
+from compile_cache.directory import CacheDirectory
+from compile_cache.environment import detect_environment
+from compile_cache.identity import environment_for, key_for
+from compile_cache.manifest import Limits
+from compile_cache.publisher import Publisher
+from compile_cache.report import PublishReport, RestoreReport
+from compile_cache.restore import Restore
+from compile_cache.settings import Settings
+from compile_cache.store import Stores
+from compile_cache.store.local import LocalStore
+from compile_cache.store.s3 import S3Store
+
+MODEL = "org/model"
+SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
+# What a publisher has: enough that half of it is on its way when a connection ends.
+MADE = {**SMALL, "ab/kernel.so": os.urandom(300_000)}
+# Random, so that it cannot be compressed: larger than the first read of a pack.
+LARGE = {"ab/kernel.so": os.urandom(3 << 20), "cd/kernel.so": os.urandom(1 << 10)}
+PATIENCE_S = 60
+RESTORE_TIMEOUT_S = 1.0
+EXIT_BUDGET_S = 0.5
+# A limit of the library's own is kept to within this, on a machine that does other things as well.
+SLACK_S = 5
+
+HANGING: dict[str, Toxin] = {
+    "trickle": toxic_proxy.trickle,
+    "stall": toxic_proxy.stall,
+    "stall in the body": toxic_proxy.stall_in_the_body,
+}
+FAILING: dict[str, Toxin] = {
+    "reset": toxic_proxy.reset,
+    "close early": toxic_proxy.close_early,
+    "lose the answer": toxic_proxy.lose_answer,
+    "overstate": toxic_proxy.overstate,
+    "understate": toxic_proxy.understate,
+    "send nothing": toxic_proxy.send_nothing,
+    **{str(status): toxic_proxy.refuse(status) for status in (500, 503, 403, 404)},
+}
+DECOY = "decoy"
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch) -> None:
+    """boto3 waits up to seconds between its attempts, and each of them meets the same."""
+    monkeypatch.setattr("compile_cache.store.s3._ATTEMPTS", 1)
+
+
+@pytest.fixture
+def proxy(s3_bucket) -> Iterator[ToxicProxy]:
+    with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
+        yield proxy
+        proxy.heal()
+        await_background_threads()
+
+
+def await_background_threads() -> None:
+    """What a boot leaves behind ends with its process; here, it must not reach into the next test."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile-cache-"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), thread
+
+
+def poll(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def write(files: Mapping[str, bytes], folder: Path) -> None:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Restoring.
+
+
+@dataclass(frozen=True)
+class Packs:
+    """What the first boot on a host has published: every object, and which of them are the two packs."""
+
+    root: Path
+    objects: Mapping[str, bytes]
+    small: str
+    large: str
+
+
+def boot_settings(root: Path, **others: object) -> Settings:
+    return Settings(dir=str(root), model_name=MODEL, model_version="1", **others)
+
+
+def environ() -> dict[str, str]:
+    """The number of threads that torch has in this process, whoever set it."""
+    import torch
+
+    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory) -> Packs:
+    root = tmp_path_factory.mktemp("host")
+    directory = CacheDirectory.claim(root)
+    environment = environment_for(boot_settings(root), directory.path, environ())
+    store = LocalStore(tmp_path_factory.mktemp("store"))
+    key = key_for(boot_settings(root), environment, MODEL, "1")
+    cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+    names = []
+    for files in (SMALL, LARGE):
+        write(files, directory.path)
+        (pack,) = cache.stage((), "the test")
+        cache.publish(pack)
+        names.append(key.prefix + pack.name)
+    os.close(directory._lock_fd)
+    return Packs(root, {entry.name: store.read(entry.name) for entry in store.list("")}, *names)
+
+
+@dataclass(frozen=True)
+class Restored:
+    report: RestoreReport
+    files: Mapping[str, bytes]
+    waited_s: float
+
+    @property
+    def refused(self) -> dict[str, bool]:
+        """The packs refused, and whether for what is in them."""
+        return {refused.name: refused.is_final for refused in self.report.refused}
+
+
+@dataclass
+class Host:
+    """A host on which one boot follows another, each with the same store behind the proxy."""
+
+    root: Path
+    proxy: ToxicProxy
+    store: str
+
+    def boot(self, timeout_s: float = PATIENCE_S) -> Restored:
+        """One boot's restore, up to its process's end."""
+        directory = CacheDirectory.claim(self.root)
+        assert directory.path == self.root / "0"
+        settings = boot_settings(
+            self.root, store=self.store, s3_endpoint_url=self.proxy.url, restore_timeout_s=timeout_s
+        )
+        restore = Restore(settings, directory, MODEL, (), environ())
+        started = time.monotonic()
+        restore.start()
+        restore.join(timeout_s)
+        waited_s = time.monotonic() - started
+        restored = Restored(restore.report, read_files(directory.path), waited_s)
+        self.proxy.heal()
+        await_background_threads()
+        assert read_files(directory.path) == restored.files, "a restore that was given up does nothing afterwards"
+        os.close(directory._lock_fd)
+        return restored
+
+
+@pytest.fixture
+def host(packs, proxy, s3_bucket, s3_client) -> Host:
+    for name, content in packs.objects.items():
+        s3_client.put_object(Bucket=s3_bucket.name, Key=f"models/{name}", Body=content)
+    s3_client.put_object(Bucket=s3_bucket.name, Key=DECOY, Body=os.urandom(5 << 20))
+    return Host(packs.root, proxy, f"s3://{s3_bucket.name}/models")
+
+
+def every_read_of(pack: str) -> Callable[[Request], bool]:
+    return lambda request: request.path.endswith(pack)
+
+
+def frames_of(pack: str) -> Callable[[Request], bool]:
+    return lambda request: request.path.endswith(pack) and request.start > 0
+
+
+def listing(request: Request) -> bool:
+    return request.is_listing
+
+
+def spoiled_part(part: str, packs: Packs) -> tuple[Callable[[Request], bool], str, Mapping[str, bytes]]:
+    """Which requests are spoiled, the pack that suffers, and the files that the other pack has. The small one is read
+    whole with its head; the first read of the large one gets its head, and the other reads its frames."""
+    if part == "head":
+        return every_read_of(packs.small), packs.small, LARGE
+    return frames_of(packs.large), packs.large, SMALL
+
+
+def assert_full_hit(restored: Restored) -> None:
+    assert restored.report.outcome == "hit", restored.report
+    assert restored.files == {**SMALL, **LARGE}
+    assert restored.refused == {}
+
+
+@pytest.mark.parametrize("part", ["head", "frames"])
+@pytest.mark.parametrize("toxin", FAILING)
+def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs, toxin, part):
+    applies, bad, others = spoiled_part(part, packs)
+    host.proxy.poison(FAILING[toxin], applies)
+    restored = host.boot()
+    assert host.proxy.spoiled
+    assert restored.report.outcome == "hit"
+    assert restored.files == others
+    assert restored.refused == {bad: False}
+    assert_full_hit(host.boot())
+
+
+@pytest.mark.parametrize("part", ["head", "frames"])
+@pytest.mark.parametrize("toxin", ["stall", "stall in the body"])
+def test_a_read_that_hangs_costs_its_pack_when_the_stores_time_is_up(host, packs, monkeypatch, toxin, part):
+    monkeypatch.setattr("compile_cache.store.s3._READ_TIMEOUT_S", 0.5)
+    applies, bad, others = spoiled_part(part, packs)
+    host.proxy.poison(HANGING[toxin], applies)
+    restored = host.boot()
+    assert restored.files == others
+    assert restored.refused == {bad: False}
+    assert_full_hit(host.boot())
+
+
+@pytest.mark.parametrize("part", ["head", "frames", "listing"])
+@pytest.mark.parametrize("toxin", HANGING)
+def test_a_store_that_hangs_costs_the_boot_its_time_limit_and_no_more(host, packs, toxin, part):
+    host.proxy.poison(HANGING[toxin], listing if part == "listing" else spoiled_part(part, packs)[0])
+    restored = host.boot(RESTORE_TIMEOUT_S)
+    assert restored.waited_s < RESTORE_TIMEOUT_S + SLACK_S
+    assert restored.report.outcome == "failed"
+    assert f"not fetched within {RESTORE_TIMEOUT_S:g} s" in restored.report.reason
+    assert restored.files == {}
+    assert_full_hit(host.boot())
+
+
+@pytest.mark.parametrize("toxin", [*sorted(FAILING.keys() - {"overstate"}), "another object", "a page"])
+def test_a_listing_that_cannot_be_read_fails_the_restore_and_is_no_empty_store(host, s3_bucket, toxin):
+    others = {"another object": toxic_proxy.substitute(f"/{s3_bucket.name}/{DECOY}"), "a page": toxic_proxy.send_page}
+    host.proxy.poison({**FAILING, **others}[toxin], listing)
+    restored = host.boot()
+    assert host.proxy.spoiled
+    assert restored.report.outcome == "failed", restored.report
+    assert "cannot list s3://" in restored.report.reason
+    assert restored.files == {}
+    assert_full_hit(host.boot())
+
+
+def test_a_listing_that_is_whole_is_read_although_more_was_promised(host):
+    """Unlike other bytes, a listing says itself where it ends."""
+    host.proxy.poison(toxic_proxy.overstate, listing)
+    assert_full_hit(host.boot())
+
+
+@pytest.mark.parametrize("part", ["head", "frames"])
+def test_wrong_bytes_refuse_a_pack_for_this_boot_and_the_next(host, packs, s3_bucket, part):
+    applies, bad, others = spoiled_part(part, packs)
+    host.proxy.poison(toxic_proxy.substitute(f"/{s3_bucket.name}/{DECOY}"), applies)
+    for found in ("", " (found by an earlier boot)"):  # a boot ends with the proxy healthy again
+        restored = host.boot()
+        assert restored.report.outcome == "hit"
+        assert restored.files == others
+        assert restored.refused == {bad: True}
+        assert restored.report.refused[0].reason.endswith(found)
+
+
+@pytest.mark.parametrize("part", ["head", "frames"])
+def test_a_store_that_knows_no_ranges_is_no_reason_to_refuse_a_pack(host, packs, part):
+    applies, bad, others = spoiled_part(part, packs)
+    host.proxy.poison(toxic_proxy.ignore_range, applies)
+    restored = host.boot()
+    assert restored.refused in ({}, {bad: False})
+    assert restored.files == ({**SMALL, **LARGE} if not restored.refused else others)
+    assert_full_hit(host.boot())
+
+
+# Publishing.
+
+
+@dataclass(frozen=True)
+class Published:
+    """A publisher at work behind the proxy, and the store as it is without it."""
+
+    publisher: Publisher
+    report: PublishReport
+    proxy: ToxicProxy
+    healthy: CompileCache
+
+    def stored_files(self) -> dict[str, bytes]:
+        """What the next boot on another host gets; fails if anything is listed that is not whole."""
+        fetched = self.healthy.fetch()
+        assert fetched.refused == ()
+        return {path: staged.read_bytes() for path, (staged, _) in fetched.files.items()}
+
+
+@pytest.fixture
+def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[], Published]]:
+    """Starts a publisher that has MADE to publish."""
+    monkeypatch.setattr("compile_cache.publisher._POLL_S", 0.01)
+    environment = detect_environment("", "", {})
+    started: list[Publisher] = []
+
+    def cache(endpoint_url: str, name: str) -> CompileCache:
+        store = S3Store(s3_bucket.name, "models", endpoint_url)
+        directory = CacheDirectory.claim(tmp_path / name)
+        return CompileCache(Stores(store, store), key, environment, directory, Limits())
+
+    def make() -> Published:
+        spoiled = cache(proxy.url, "spoiled")
+        write(MADE, tmp_path / "spoiled" / "0")
+        report = PublishReport()
+        publisher = Publisher(spoiled, report, "the test", EXIT_BUDGET_S, changed=lambda: None)
+        started.append(publisher)
+        publisher.start()
+        return Published(publisher, report, proxy, cache(s3_bucket.endpoint_url, "healthy"))
+
+    yield make
+    for publisher in started:
+        atexit.unregister(publisher.flush)
+        publisher._closing.set()
+
+
+def put_of_a_pack(request: Request) -> bool:
+    return request.method == "PUT" and request.path.endswith(".pack")
+
+
+def every_request(request: Request) -> bool:
+    return True
+
+
+AT_THE_EXIT: dict[str, tuple[Toxin, Callable[[Request], bool]]] = {
+    **{f"{name} at every request": (toxin, every_request) for name, toxin in HANGING.items()},
+    "503 at every request": (FAILING["503"], every_request),
+    **{f"{name} at the pack": (toxin, put_of_a_pack) for name, toxin in {**HANGING, **FAILING}.items()},
+}
+
+
+@pytest.mark.parametrize("toxin", AT_THE_EXIT)
+def test_an_exit_takes_no_longer_than_its_budget_and_leaves_nothing_half_written(start, proxy, toxin):
+    proxy.poison(*AT_THE_EXIT[toxin])
+    published = start()
+    poll(lambda: proxy.spoiled)
+    before = time.monotonic()
+    published.publisher.flush()
+    assert time.monotonic() - before < EXIT_BUDGET_S + SLACK_S
+    assert published.stored_files() in ({}, MADE)
+    # As if the process had not ended: what is still on its way now arrives.
+    proxy.heal()
+    await_background_threads()
+    assert published.stored_files() in ({}, MADE)
+
+
+@pytest.mark.parametrize("toxin", FAILING)
+def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, toxin):
+    monkeypatch.setattr("compile_cache.publisher._RETRY_S", 0.01)
+    proxy.poison(FAILING[toxin], put_of_a_pack)
+    published = start()
+    poll(lambda: proxy.spoiled)
+    proxy.heal()
+    poll(lambda: published.stored_files() == MADE)
+    published.publisher.flush()
+    assert len(published.healthy.list()) == 1
+
+
+def test_a_store_too_busy_to_give_a_lease_is_not_published_to_beside_the_others(start, proxy):
+    proxy.poison(FAILING["503"], lambda request: request.path.endswith("publish.lease"))
+    published = start()
+    poll(lambda: len(proxy.spoiled) > 1)
+    assert published.stored_files() == {}
+    proxy.heal()
+    poll(lambda: published.stored_files() == MADE)
+
+
+# A whole boot.
+
+
+def test_a_boot_over_a_store_that_stalls_is_cold_within_its_limits(tmp_path, proxy, s3_bucket):
+    proxy.poison(toxic_proxy.stall)
+    environ = settings(
+        tmp_path,
+        store=f"s3://{s3_bucket.name}/models",
+        s3_endpoint_url=proxy.url,
+        restore_timeout_s=str(RESTORE_TIMEOUT_S),
+        exit_budget_s=str(EXIT_BUDGET_S),
+    )
+    started = time.monotonic()
+    booted = boot_once(environ)
+    after_ready_s = time.monotonic() - started - booted.report["process_s"]
+    assert proxy.spoiled
+    assert set(booted.steps.values()) == {"cold"}
+    assert booted.report["restore"]["outcome"] == "failed"
+    assert booted.report["restore"]["waited_s"] < RESTORE_TIMEOUT_S + SLACK_S
+    assert booted.report["publish"]["packs"] == 0
+    # A process with torch takes its time to end as well; boto3 alone would give up after half a minute.
+    assert after_ready_s < EXIT_BUDGET_S + 2 * SLACK_S
