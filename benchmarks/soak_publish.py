@@ -106,7 +106,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a process says: `publishing`, `finished` with its logical keys, `compacted`, `failed`, `wrong`, `done`."""
+    """What a process says: `booted`, `incomplete` (that boot did without a pack), `publishing`, `finished` with its
+    logical keys, `compacted`, `failed` (the store's fault), `wrong` (a violation), `done`."""
 
     kind: str
     keys: frozenset[str] = frozenset()
