@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compile_cache.report import CompileCounts
 
 # Where kernels.py keeps what torch has added to its own counters without doing it, by the same names.
 REPLAYED = "compile_cache_replayed"
+_PRECOMPILED = "compile_cache_precompiled"
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
 
 
@@ -30,4 +32,27 @@ def read_counts() -> CompileCounts:
         aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
         benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
+        precompiled_loaded=counters.get(_PRECOMPILED, {}).get("loaded", 0),
+        precompiled_made=counters.get(_PRECOMPILED, {}).get("made", 0),
     )
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave torch's counters as they were before: what is compiled ahead of time is for another boot."""
+    from torch._dynamo.utils import counters
+
+    before = {group: dict(counters[group]) for group in ("stats", "inductor", "aot_autograd", REPLAYED)}
+    try:
+        yield
+    finally:
+        for group, counts in before.items():
+            counters[group].clear()
+            counters[group].update(counts)
+
+
+def count_precompiled(what: str) -> None:
+    """Add one to the precompiled regions that were `loaded` and served, or `made`."""
+    from torch._dynamo.utils import counters
+
+    counters[_PRECOMPILED][what] += 1

@@ -4,6 +4,8 @@ CompileCacheError
 ├── SettingsError            a setting has a value it cannot have
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
+├── NotPrecompilable         a region cannot be compiled ahead of time, or not so that it is surely right elsewhere
+├── ArtifactError            a precompiled region is damaged, or does not belong here
 └── StoreError               the object store did not do what was asked
     ├── StoreUnavailable     it did not answer, or not in time
     ├── StoreAccessDenied    it answered that these credentials may not
@@ -28,6 +30,14 @@ class CacheDirectoryError(CompileCacheError):
 
 class PackError(CompileCacheError):
     """A pack is damaged, foreign or hostile. Nothing of it has been used."""
+
+
+class NotPrecompilable(CompileCacheError):
+    """A region cannot be compiled ahead of time, or not so that it is surely right in another process."""
+
+
+class ArtifactError(CompileCacheError):
+    """A precompiled region is damaged, or does not belong here. It has not been unpickled, or is not used."""
 
 
 class StoreError(CompileCacheError):

@@ -113,6 +113,8 @@ def _result_folders(autotuner: Any) -> Iterator[str]:
 
 def _benchmarked_names() -> set[str]:
     """The names under which Inductor benchmarks matrix templates and fusions, and never uses them."""
+    if "torch._inductor.select_algorithm" not in sys.modules:  # nothing was compiled; the import takes half a second
+        return {_UNNAMED}
     from torch._inductor.select_algorithm import TritonTemplate
 
     return {_UNNAMED} | {f"triton_{name}" for name in TritonTemplate.all_templates}

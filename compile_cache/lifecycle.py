@@ -8,7 +8,6 @@ through.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from compile_cache.counters import read_counts
 from compile_cache.directory import CacheDirectory
 from compile_cache.errors import CacheDirectoryError, CompileCacheError, SettingsError
+from compile_cache.preloading import Preloading
 from compile_cache.report import BootReport, CompileCounts
 from compile_cache.settings import Settings
 
@@ -40,7 +40,6 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
-_PRELOAD_SWITCH_S = 0.0005
 
 
 def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
@@ -78,8 +77,11 @@ class Boot:
         self._compiler: Compiler | None = None
         self._cache: CompileCache | None = None
         self._publisher: Publisher | None = None
-        self._preloading: threading.Thread | None = None
+        self._preloading: Preloading | None = None
+        self._preparing = threading.RLock()
         self._lease: Lease | None = None
+        self._joined = False
+        self._failed = False
         self._explain: Callable[[], None] | None = None
         self._restored: frozenset[str] = frozenset()
         self._counted_before = read_counts()
@@ -120,6 +122,7 @@ class Boot:
     ) -> None:
         """READY: write the report and start publishing. After an error of the caller's nothing is published."""
         if kind is not None:
+            self._failed = True
             if self._restore is not None:
                 self._restore.abandon()
             if self._lease is not None:
@@ -149,13 +152,14 @@ class Boot:
             self.report.phases[phase] = self.report.phases.get(phase, 0.0) + time.perf_counter() - started
 
     def preload(self) -> None:
-        """Import torch's compiler on a thread of its own, beside the loading of the weights: about a second of a boot.
+        """Import what precompiled regions need, and load them, on a thread of its own, beside the loading of the
+        weights; if none were restored, import torch's compiler.
 
         Call it when the caller's own imports are done: modules that import one another, begun from two threads in
         different order, can find each other half-made.
         """
         if self._settings.enabled and self._preloading is None:
-            self._preloading = threading.Thread(target=_import_compiler, name="compile-cache-preload", daemon=True)
+            self._preloading = Preloading(self._load_precompiled)
             self._preloading.start()
 
     def compile(self, module: nn.Module) -> None:
@@ -164,17 +168,31 @@ class Boot:
         if not self._settings.enabled:
             return
         with self.timed("join"):
+            waiting = time.perf_counter()
             self._join()
+            self.report.restore.waited_s += time.perf_counter() - waiting
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
-                self._preloading.join()
-            from compile_cache.compiler import Compiler
+                self._preloading.wait()
+            self._prepare_compiler().compile(module)
+            self.report.regions = [region.report for region in self._prepare_compiler().regions.values()]
 
+    def _prepare_compiler(self) -> Compiler:
+        """The compiler over the restored directory. Imports what it needs."""
+        with self._preparing:
             if self._compiler is None:
+                from compile_cache.compiler import Compiler
+
                 assert self._directory is not None
                 self._compiler = Compiler(self._settings, self._directory)
-            self._compiler.compile(module)
-            self.report.regions = [region.report for region in self._compiler.regions.values()]
+            return self._compiler
+
+    def _load_precompiled(self) -> bool:
+        """Wait for the restore, and load the precompiled regions that it brought; whether there are any."""
+        self._join()
+        with self._degrading("load precompiled regions"):
+            return self._prepare_compiler().prefetch() > 0
+        return False
 
     def warm_up(self, call: Callable[[], Any]) -> None:
         """Call the model as predictions will, under the same thread-local state, so that all they need gets compiled.
@@ -204,15 +222,19 @@ class Boot:
 
     def _join(self) -> None:
         """Wait for the restore, compare its environment with torch, and take what it verified. Once."""
-        restore, self._restore = self._restore, None
-        if restore is None:
-            return
-        waiting = time.perf_counter()
+        with self._preparing:
+            if self._restore is None or self._joined:
+                return
+            self._joined = True
+            self._take_restored(self._restore)
+
+    def _take_restored(self, restore: Restore) -> None:
         with self._degrading("restore compiled artifacts; compiling anew"):
-            self._cache = restore.join(max(0.0, restore.wait_s - (waiting - self._started)))
+            self._cache = restore.join(max(0.0, restore.wait_s - (time.perf_counter() - self._started)))
         self._lease, self._explain = restore.lease, restore.explain
+        if self._failed and self._lease is not None:  # the caller's own error came while this thread waited
+            self._lease.give_up()
         self.report.restore = restore.report
-        self.report.restore.waited_s = time.perf_counter() - waiting
         self.report.store = restore.location
         if self._cache is not None:
             self.report.model_name = self._cache.key.model_name
@@ -283,24 +305,6 @@ def _keep_worker_alive_on_interrupt() -> None:
     under_cog = "coglet" in sys.modules and threading.current_thread() is threading.main_thread()
     if under_cog and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _import_compiler() -> None:
-    """What compiling a first region would import, and the digests of torch and Triton that each lookup begins with.
-
-    A failure is left to be met, and reported, where they are needed.
-    """
-    interval_s = sys.getswitchinterval()
-    # The thread that loads weights leaves the GIL for a moment at each tensor, and waits this long to have it back.
-    sys.setswitchinterval(_PRELOAD_SWITCH_S)
-    try:
-        importlib.import_module("torch._inductor.compile_fx")
-        importlib.import_module("torch._inductor.codecache").torch_key()
-        importlib.import_module("triton.runtime.cache").triton_key()
-    except (ImportError, AttributeError, OSError) as error:
-        log.info("preload.incomplete error=%s", error)
-    finally:
-        sys.setswitchinterval(interval_s)
 
 
 def _process_age_s() -> float:

@@ -13,11 +13,14 @@ from typing import Any
 
 @dataclass(slots=True)
 class RegionReport:
-    """One module class: its step of the ladder (`cached`, `cold` or `eager`) and why; `unused` if nothing called it.
+    """One module class: its step of the ladder (`precompiled`, `cached`, `cold` or `eager`), the lowest that one of its
+    calls needed, and why not a higher one; `unused` if nothing called it.
 
-    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all graphs checked; in JSON,
-    which has no infinity, an infinite one is the text `Infinity`. The peaks
-    are device memory over what was in use before the call, of the largest call that was checked.
+    `graphs` are those that torch compiled or found, `loaded` and `made` the precompiled functions. `compile_s` is what
+    all that took but for `precompile_s`, in which functions were compiled ahead of time for the next boot.
+    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all that was checked; in JSON,
+    which has no infinity, an infinite one is the text `Infinity`. The peaks are device memory over what was in use
+    before the call, of the largest call that was checked.
     """
 
     name: str
@@ -25,7 +28,10 @@ class RegionReport:
     step: str = "unused"
     reason: str = ""
     graphs: int = 0
+    loaded: int = 0
+    made: int = 0
     compile_s: float = 0.0
+    precompile_s: float = 0.0
     relative_error: float | None = None
     tolerance: float | None = None
     compiled_peak_bytes: int | None = None
@@ -47,6 +53,8 @@ class CompileCounts:
     aotautograd_misses: int = 0
     aotautograd_bypasses: int = 0
     benchmarks: int = 0
+    precompiled_loaded: int = 0
+    precompiled_made: int = 0
     kernels_compiled: int = 0
 
     def since(self, before: CompileCounts) -> CompileCounts:
@@ -145,16 +153,23 @@ class BootReport:
 
     @property
     def fully_cached(self) -> bool:
-        """True if all planned regions are `cached` and checked, with hits, and nothing was compiled or benchmarked."""
+        """True if all planned regions are `cached` or `precompiled` and checked, with hits or loaded functions, and
+        nothing was compiled or benchmarked."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
-        regions_cached = bool(self.regions) and all(region.step == "cached" for region in self.regions)
+        regions_cached = bool(self.regions) and all(region.step in ("cached", "precompiled") for region in self.regions)
         regions_checked = all(region.relative_error is not None for region in self.regions)
-        return regions_cached and regions_checked and counts.hits > 0 and made_anew == 0
+        return regions_cached and regions_checked and counts.hits + counts.precompiled_loaded > 0 and made_anew == 0
+
+    @property
+    def fully_precompiled(self) -> bool:
+        """True if the boot is fully cached, and traced nothing: all planned regions are `precompiled`."""
+        return self.fully_cached and all(region.step == "precompiled" for region in self.regions)
 
     def to_json(self) -> str:
         """The whole report, with the figures that are derived from it."""
         derived = {"compile_s": self.compile_s, "fully_cached": self.fully_cached}
+        derived["fully_precompiled"] = self.fully_precompiled
         record = {**asdict(self), **derived}
         for region in record["regions"]:
             if region["relative_error"] == math.inf:
@@ -183,6 +198,7 @@ class BootReport:
             *(f"layer left out: {problem}" for problem in restore.problems),
             *(f"refused pack {pack.name}: {pack.reason}" for pack in restore.refused),
             *(_region_line(region) for region in self.regions),
+            f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "
             f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
             f"{counts.benchmarks} benchmarks",
             *(f"warning: {warning}" for warning in self.warnings),
@@ -198,6 +214,7 @@ class BootReport:
             "compile_cache.compile_s": round(self.compile_s, 3),
             "compile_cache.restore": self.restore.outcome,
             "compile_cache.regions": {region.name: region.step for region in self.regions},
+            "compile_cache.precompiled": self.counts.precompiled_loaded,
             "compile_cache.hits": self.counts.hits,
             "compile_cache.misses": self.counts.misses,
         }

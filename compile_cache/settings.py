@@ -44,6 +44,7 @@ class Settings:
     scope: str = "regional"
     mode: str = "default"
     dynamic: bool | None = False
+    precompile: bool = True
     publish: bool = True
     most_packs: int = 4
     peer_wait_s: float = 0.0
@@ -215,6 +216,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "scope": _one_of(SCOPES),
     "mode": _one_of(MODES),
     "dynamic": _dynamic,
+    "precompile": _boolean,
     "publish": _boolean,
     "most_packs": _count,
     "peer_wait_s": _seconds,

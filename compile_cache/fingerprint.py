@@ -1,0 +1,277 @@
+"""What compiled code depends on, described so that it means the same in another process: functions, classes, a model's
+structure, a call's inputs, and torch's switches.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
+Description = Any
+
+# torch/_inductor/utils.py: what generated GPU code assumes of the inputs that it was compiled for.
+_ALIGNMENT_BYTES = 16
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
+_DESCRIPTORS = (types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+class NotDescribedError(TypeError):
+    """A value that only this process can tell from another one of its type."""
+
+
+def digest(description: Description) -> str:
+    """32 hexadecimal digits that name a description."""
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def class_name(kind: type) -> str:
+    """`module.qualified.name`."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def describe(value: Any) -> Description:
+    """What `value` is: constants by value; functions and code by what they do; classes, modules, builtins and the
+    members of an enumeration by name; tuples, lists and sets of these by their parts.
+
+    Raises:
+        NotDescribedError: it is none of them.
+    """
+    if isinstance(value, enum.Enum):
+        return ["member", class_name(type(value)), value.name]
+    if type(value) in _PLAIN or isinstance(value, _TORCH_CONSTANTS):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, type):
+        return ["class", class_name(value)]
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
+    if isinstance(value, types.CodeType):
+        return ["code", code_digest(value)]
+    if isinstance(value, types.FunctionType):
+        return ["function", value.__module__, value.__qualname__, code_digest(value.__code__)]
+    if isinstance(value, tuple | list):
+        return [class_name(type(value)), [describe(part) for part in value]]
+    if isinstance(value, set | frozenset):
+        return [type(value).__name__, sorted((describe(part) for part in value), key=repr)]
+    return _describe_callable(value)
+
+
+def _describe_callable(value: Any) -> Description:
+    if isinstance(value, types.MethodType):
+        owner = value.__self__
+        return ["method", describe(value.__func__), class_name(owner if isinstance(owner, type) else type(owner))]
+    if isinstance(value, _DESCRIPTORS):
+        return ["descriptor", class_name(value.__objclass__), value.__name__]
+    if isinstance(value, property):
+        return ["property", *(describe(part) for part in (value.fget, value.fset))]
+    if isinstance(value, staticmethod | classmethod):
+        return [type(value).__name__, describe(value.__func__)]
+    if isinstance(value, _BUILTINS):
+        owner = getattr(value, "__self__", None)
+        owner = getattr(value, "__objclass__", None) if owner is None else owner
+        if owner is None or isinstance(owner, type | types.ModuleType):
+            return ["builtin", describe(owner), value.__qualname__]
+        # pybind11's functions belong to a record of this process, and are their module's all the same.
+        name = getattr(value, "__name__", "")
+        if getattr(sys.modules.get(value.__module__ or ""), name, None) is value:
+            return ["builtin", value.__module__, name]
+    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return ["operator", str(value)]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return ["cached", describe(value.__wrapped__)]
+    raise NotDescribedError(class_name(type(value)))
+
+
+def code_digest(code: types.CodeType) -> str:
+    """Of everything that code does, and of nothing that differs between two processes that do the same."""
+    return digest(_code_parts(code))
+
+
+def _code_parts(code: types.CodeType) -> Description:
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return [code.co_code.hex(), [*counts], [[*group] for group in names], [_constant(part) for part in code.co_consts]]
+
+
+def _constant(value: Any) -> Description:
+    if isinstance(value, types.CodeType):
+        return _code_parts(value)
+    if isinstance(value, tuple):
+        return [_constant(part) for part in value]
+    return describe(value) if value is not Ellipsis else "..."
+
+
+def structure(module: nn.Module) -> tuple[Any, ...]:
+    """The tree of a module: classes, and of parameters and buffers all but the values. Alignment is part of it: kernels
+    compiled for aligned weights read 16 bytes at a time, and nobody asks again."""
+    return tuple(
+        (name, type(part), part.training, tuple((key, _weight(value)) for key, value in _tensors_of(part)))
+        for name, part in module.named_modules(remove_duplicate=False)
+    )
+
+
+@functools.cache
+def structure_digest(tree: tuple[Any, ...]) -> str:
+    """What names a `structure` in other processes as well."""
+    return digest([[name, class_name(kind), training, str(tensors)] for name, kind, training, tensors in tree])
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+
+
+def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    kind = type(tensor).__qualname__, tensor.dtype, tensor.device, tensor.requires_grad
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return *kind, tuple(tensor.shape), str(tensor.layout)
+    return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+
+
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:
+    """The inputs of a call: nesting, tensors without their values (and, unless `with_sizes`, without their sizes),
+    constants with theirs, other objects by class, and which leaves are the same object.
+
+    Raises:
+        NotDescribedError: a dictionary has a key that only this process can tell from another one.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if _ADDRESS.search(str(spec)):
+        raise NotDescribedError("a dictionary with keys that cannot be described")
+    first: dict[int, int] = {}
+    described = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            described.append(["tensor", first.setdefault(id(leaf), number), _tensor(leaf, with_sizes)])
+        else:
+            described.append(_described_leaf(leaf))
+    return [str(spec), described]
+
+
+def _described_leaf(leaf: Any) -> Description:
+    try:
+        return describe(leaf)
+    except NotDescribedError:
+        return ["object", class_name(type(leaf))]
+
+
+def _tensor(tensor: torch.Tensor | None, with_sizes: bool) -> Description:
+    if tensor is None:
+        return None
+    sizes = [list(tensor.shape), list(_strides(tensor))] if with_sizes and tensor.layout == torch.strided else []
+    flags = [tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()]
+    return [
+        class_name(type(tensor)),
+        str(tensor.dtype),
+        str(tensor.device),
+        str(tensor.layout),
+        tensor.dim(),
+        *sizes,
+        flags,
+    ]
+
+
+def _strides(tensor: torch.Tensor) -> Iterator[int]:
+    """The strides, without those of dimensions of size 1, which no address depends on."""
+    return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+
+
+def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same tensors, those of the arguments themselves, with the strides that a contiguous tensor has in dimensions
+    of size 1: no address depends on them, and torch would compile, and guard, each variant by itself.
+
+    A slice of a batch of one is such a tensor. Where gradients are recorded nothing is changed, because a view would
+    be recorded.
+    """
+    if torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
+        return value
+    if value.dim() > 3:  # these strides say whether a picture is stored channels first or last
+        return value
+    strides, plain = value.stride(), []
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(strides), strict=True):
+        plain.append(step if size == 1 else stride)
+        step = size * plain[-1]
+    plain.reverse()
+    return value if tuple(plain) == strides else value.as_strided(value.shape, plain)
+
+
+def _matmul_precision() -> Any:
+    """As the program has set it, in whichever of torch's two ways; asking in the other one is an error."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends: Any = torch.backends
+        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def _sdp_priority() -> tuple[int, ...]:
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+# Each is read in well under a microsecond: they are compared in every call.
+_SWITCHES: Mapping[str, Callable[[], Any]] = {
+    "gradients": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+    "math attention": torch._C._get_math_sdp_enabled,
+    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
+    "attention priority": _sdp_priority,
+    "float32 matmul precision": _matmul_precision,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "autocast on CPU": functools.partial(torch.is_autocast_enabled, "cpu"),
+    "autocast on CUDA": functools.partial(torch.is_autocast_enabled, "cuda"),
+    "default dtype": torch.get_default_dtype,
+    "threads": torch.get_num_threads,
+    "function modes": torch._C._len_torch_function_stack,
+    "dispatch modes": torch._C._len_torch_dispatch_stack,
+}
+_READERS = tuple(_SWITCHES.values())
+
+
+def switches() -> tuple[Any, ...]:
+    """What torch is told from outside a call and compiled code has taken for granted; the autocast dtype is guarded by
+    torch itself."""
+    return tuple([read() for read in _READERS])
+
+
+def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
+    """`switches` by name."""
+    return {name: str(value) for name, value in zip(_SWITCHES, values, strict=True)}
+
+
+def is_inference(described: Mapping[str, str]) -> bool:
+    """Whether inference mode was on, in what `describe_switches` gave."""
+    return described.get("inference mode") == "True"
+
+
+def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """`gradients False → True`, of those that differ."""
+    pairs = zip(_SWITCHES, before, now, strict=True)
+    return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)

@@ -1,0 +1,71 @@
+"""Preloading: the modules that a boot needs of torch's compiler, imported beside the loading of the weights."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("compile_cache")
+
+# The thread that loads weights leaves the GIL for a moment at each tensor, and waits this long to have it back.
+_SWITCH_S = 0.0005
+_LONGEST_WAIT_S = 60.0
+# What loading a precompiled region imports, and generated code.
+_TO_LOAD = (
+    "torch._dynamo.aot_compile",
+    "torch._functorch._aot_autograd.aot_autograd_result",
+    "torch._inductor.output_code",
+    "torch._inductor.async_compile",
+    "torch._inductor.hooks",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.fx.experimental.validator",
+)
+# What compiling a region imports on top of that.
+_TO_COMPILE = ("torch._inductor.compile_fx",)
+
+
+class Preloading:
+    """A thread that imports what loading needs, calls `load_precompiled`, and, where that finds nothing, imports what
+    compiling needs, and computes the digests of torch and Triton that each lookup begins with.
+
+    A failure is left to be met, and reported, where the modules are needed.
+    """
+
+    def __init__(self, load_precompiled: Callable[[], bool]) -> None:
+        self._load_precompiled = load_precompiled
+        # torch's settings are context variables (2.13): the thread has those of its caller.
+        run = functools.partial(contextvars.copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name="compile-cache-preload", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all of it is done, because two threads that import the same only hinder each other; but not for ever,
+        should the thread itself wait for a module that the caller is importing."""
+        self._thread.join(_LONGEST_WAIT_S)
+
+    def _run(self) -> None:
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            for name in _TO_LOAD:
+                importlib.import_module(name)
+            if self._load_precompiled():
+                return
+            for name in _TO_COMPILE:
+                importlib.import_module(name)
+            importlib.import_module("torch._inductor.codecache").torch_key()
+            importlib.import_module("triton.runtime.cache").triton_key()
+        except Exception as error:  # whatever it is, it is met again, and reported
+            log.info("preload.incomplete error=%r", error)
+        finally:
+            if interval_s != _SWITCH_S:  # set by another preload, which is not done
+                sys.setswitchinterval(interval_s)
