@@ -1,0 +1,154 @@
+"""Weights from safetensors files to the GPU, as fast as the page cache and PCIe give them.
+
+On the CPU, `from_pretrained` maps the files into memory and reads next to nothing of them. It alone decides which
+weights there are, of what type, tied or computed; `move` then takes them to the GPU as `nn.Module.to` does, but reads
+and copies many pieces at a time (benchmarks/weights.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, cycle
+from pathlib import Path
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+# What diffusers and transformers name a model's weights; with ".index.json" appended, the list of its shards.
+_WEIGHT_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+# 128 MB of pinned memory in all. Fewer threads are slower, more threads or larger pieces are no faster.
+_THREADS = 8
+_PIECE_BYTES = 8 << 20
+
+
+def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
+    """Whether all weights of a pipeline are in safetensors files, and floating-point ones of `dtype` already.
+
+    What else there is `from_pretrained` casts, quantises or unpickles; on the CPU, into as much memory as it takes.
+    """
+    try:
+        return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False  # what is missing or damaged, from_pretrained says best
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """The files of every component that has weights, as from_pretrained finds them.
+
+    Raises:
+        OSError: a component has none that are safetensors.
+        ValueError: a component is quantised.
+    """
+    for name in json.loads((folder / "model_index.json").read_text()):
+        component = folder / name
+        if not (component / "config.json").is_file():  # a tokenizer, a scheduler, or no component
+            continue
+        if "quantization_config" in json.loads((component / "config.json").read_text()):
+            raise ValueError(f"{component} is quantised")
+        yield from _component_files(component)
+
+
+def _component_files(component: Path) -> list[Path]:
+    for name in _WEIGHT_NAMES:
+        shards = component / f"{name}.index.json"
+        if shards.is_file():
+            return [component / shard for shard in set(json.loads(shards.read_text())["weight_map"].values())]
+        if (component / name).is_file():
+            return [component / name]
+    raise FileNotFoundError(f"{component} has no safetensors files")
+
+
+def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
+    with safe_open(path, framework="pt") as file:
+        stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    return all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
+
+
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Like `module.to(device)` for each, but several times as fast for large weights that are on the CPU.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for them.
+    """
+    modules = list(modules)
+    weights = {id(weight): weight for module in modules for weight in chain(module.parameters(), module.buffers())}
+    plain = [weight for weight in weights.values() if _is_plain(weight)]
+    # One large block, which torch's allocator then splits up, rather than a cudaMalloc for every weight.
+    torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
+    there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
+    _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device)
+    for weight, target in zip(plain, there, strict=True):
+        weight.data = target
+    for module in modules:
+        module.to(device)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    if type(weight) not in (nn.Parameter, torch.Tensor) or not weight.is_cpu or weight.layout is not torch.strided:
+        return False
+    if weight.is_quantized or weight.is_nested or weight.is_conj() or weight.is_neg():
+        return False
+    return weight.is_contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().view(torch.uint8)
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    """Copy each first tensor, which is on the CPU, to the second, which is on `device`; both are bytes."""
+    pieces = deque(piece for pair in pairs for piece in zip(*(side.split(_PIECE_BYTES) for side in pair), strict=True))
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(_THREADS, "weights") as executor:
+        try:
+            for worker in [executor.submit(_copy_pieces, pieces, device, stream) for _ in range(_THREADS)]:
+                worker.result()
+        except BaseException:
+            pieces.clear()  # the other workers end with their piece
+            raise
+
+
+def _copy_pieces(
+    pieces: deque[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
+) -> None:
+    """Copy pieces until none is left, after what the caller's stream has still to do. Reading and copying release the
+    GIL."""
+    stream = None
+    if callers is not None:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(callers)
+    for buffer in cycle([_Buffer(stream), _Buffer(stream)]):
+        try:
+            source, target = pieces.popleft()
+        except IndexError:
+            break
+        buffer.copy(source, target)
+    if stream is not None:
+        stream.synchronize()
+
+
+class _Buffer:
+    """Pinned memory between a file and the GPU: read into while another one is copied from."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
+        self._stream = stream
+        self._copied = torch.cuda.Event() if stream is not None else None
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Read `source`, and begin to copy it to `target`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        part = self._memory[: source.nbytes]
+        numpy.copyto(part.numpy(), source.numpy())  # torch would add threads of its own
+        with torch.cuda.stream(self._stream):
+            target.copy_(part, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(self._stream)
