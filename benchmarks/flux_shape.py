@@ -6,33 +6,24 @@ Weights are made on the GPU where there is one, in bf16 from the start, so no fp
 
 from __future__ import annotations
 
-import argparse
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import random_pipeline
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
-
-_SEED = 0
-_DTYPE = torch.bfloat16
-_COMPONENTS = ("transformer", "text_encoder_2", "text_encoder", "vae")
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(random_pipeline.Shape):
     """The configuration of each part, where it differs from its class's defaults."""
 
     transformer: dict[str, Any]
     clip: dict[str, Any]
     t5: dict[str, Any]
     vae: dict[str, Any]
-    max_shard_size: str
-    checked_size: int
 
 
 # As published in huggingface.co/black-forest-labs/FLUX.1-dev, file by file.
@@ -114,18 +105,13 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 def build_pipeline(shape: Shape, tokenizers: Path, device: torch.device) -> FluxPipeline:
     """All parts with the random weights that their classes begin with, made on `device` in bf16."""
-    torch.manual_seed(_SEED)
-    torch.set_default_dtype(_DTYPE)
-    try:
-        with device:
-            parts = {
-                "transformer": build_transformer(shape),
-                "text_encoder": build_clip(shape),
-                "text_encoder_2": build_t5(shape),
-                "vae": build_vae(shape),
-            }
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with random_pipeline.random_weights(device):
+        parts = {
+            "transformer": build_transformer(shape),
+            "text_encoder": build_clip(shape),
+            "text_encoder_2": build_t5(shape),
+            "vae": build_vae(shape),
+        }
     return FluxPipeline(
         scheduler=build_scheduler(),
         tokenizer=CLIPTokenizer.from_pretrained(tokenizers / "tokenizer"),
@@ -134,69 +120,5 @@ def build_pipeline(shape: Shape, tokenizers: Path, device: torch.device) -> Flux
     )
 
 
-def check_picture(pipeline: FluxPipeline, size: int) -> float:
-    """The standard deviation of a picture's pixels (0 to 1) after two steps.
-
-    Raises:
-        ValueError: the latents or the pixels are not finite, or the picture is one flat colour.
-    """
-    pipeline.set_progress_bar_config(disable=True)
-    arguments = {"prompt": "a check", "width": size, "height": size, "num_inference_steps": 2}
-    with torch.inference_mode():
-        latents = pipeline(output_type="latent", **arguments).images
-        # [1, 3, size, size]
-        pixels = pipeline(output_type="pt", **arguments).images
-    deviation = pixels.float().std().item()
-    if not (latents.isfinite().all() and pixels.isfinite().all() and deviation > 0):
-        raise ValueError(f"random weights give no usable picture: latents {latents.std()}, pixels {deviation}")
-    return deviation
-
-
-def save(pipeline: FluxPipeline, folder: Path, max_shard_size: str) -> None:
-    """Write the folder as `save_pretrained` does, but its four models at the same time."""
-    pipeline.scheduler.save_pretrained(folder / "scheduler")
-    pipeline.tokenizer.save_pretrained(folder / "tokenizer")
-    pipeline.tokenizer_2.save_pretrained(folder / "tokenizer_2")
-    with ThreadPoolExecutor(len(_COMPONENTS)) as threads:
-        jobs = [
-            threads.submit(getattr(pipeline, name).save_pretrained, folder / name, max_shard_size=max_shard_size)
-            for name in _COMPONENTS
-        ]
-        for job in jobs:
-            job.result()
-    pipeline.save_config(folder)  # last: a folder that has it is complete
-
-
-def parameters(model: nn.Module) -> float:
-    """Parameters in billions."""
-    return sum(parameter.numel() for parameter in model.parameters()) / 1e9
-
-
-def main() -> None:
-    """Build, check and write the pipeline, and print what each took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--tokenizers", type=Path, default=Path("demo/flux-digits"), help="folder to take them from")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    args = parser.parse_args()
-    shape, device = SHAPES[args.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    started = time.perf_counter()
-    pipeline = build_pipeline(shape, args.tokenizers, device)
-    built = time.perf_counter()
-    deviation = check_picture(pipeline, shape.checked_size)
-    checked = time.perf_counter()
-    save(pipeline, args.out, shape.max_shard_size)
-    saved = time.perf_counter()
-
-    for name in _COMPONENTS:
-        print(f"{name}: {parameters(getattr(pipeline, name)):.3f} B parameters")
-    written_bytes = sum(path.stat().st_size for path in args.out.rglob("*.safetensors"))
-    print(
-        f"{written_bytes / 1e9:.2f} GB in {args.out}: built in {built - started:.1f} s on {device}, "
-        f"checked in {checked - built:.1f} s (pixels deviate by {deviation:.3f}), written in {saved - checked:.1f} s"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    random_pipeline.main(__doc__, SHAPES, build_pipeline)

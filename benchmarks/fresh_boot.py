@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# The steps of a region for which a boot compiled nothing, best first.
+RESTORED_STEPS = ("precompiled", "cached")
 PROMPT = "a handwritten three"
 SEED = 0
 
@@ -70,20 +72,29 @@ class Plan:
     def environment(self, kind: str, store: Path) -> dict[str, str]:
         """The variables of a boot; other `COMPILE_CACHE_*` ones reach it as they are."""
         model = os.path.abspath(self.model) if os.path.isdir(self.model) else self.model
-        return {
-            **os.environ,
-            "MODEL": model,
-            "IMAGE_SIZES": self.sizes,
-            "WARM_UP_SIZES": self.sizes,
-            "COMPILE_CACHE_STORE": str(store),
-            "COMPILE_CACHE_DIR": str(self.work / "directory"),
-            "COMPILE_CACHE_SCOPE": "off" if kind == "eager" else self.scope,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        }
+        sizes = {"IMAGE_SIZES": self.sizes, "WARM_UP_SIZES": self.sizes}
+        return {**boot_environment(self.work, kind, store, self.scope), "MODEL": model, **sizes}
 
     def log(self, kind: str) -> Path:
         """A new file for what a boot writes to stderr."""
-        return self.work / f"{time.strftime('%H%M%S')}-{kind}-{time.monotonic_ns() % 10**6}.log"
+        return new_log(self.work, kind)
+
+
+def boot_environment(work: Path, kind: str, store: Path, scope: str) -> dict[str, str]:
+    """This process's variables, and those of every boot of a benchmark in the folder `work`."""
+    return {
+        **os.environ,
+        "COMPILE_CACHE_STORE": str(store),
+        "COMPILE_CACHE_DIR": str(work / "directory"),
+        "COMPILE_CACHE_SCOPE": "off" if kind == "eager" else scope,
+        **({"COMPILE_CACHE_PRECOMPILE": "0"} if kind == "cached" else {}),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def new_log(work: Path, kind: str) -> Path:
+    """A new file for what a boot writes to stderr."""
+    return work / f"{time.strftime('%H%M%S')}-{kind}-{time.monotonic_ns() % 10**6}.log"
 
 
 def prepare(work: Path) -> Path:
@@ -107,27 +118,35 @@ def run_boot(plan: Plan, kind: str, store: Path) -> Boot:
     command = [sys.executable, str(ROOT / "benchmarks" / "one_boot.py"), kind]
     command += ["--steps", *map(str, plan.steps), "--pairs", str(plan.pairs), "--timeout", str(plan.timeout_s)]
     command += ["--without-preload"] if kind == "unpreloaded" else []
-    log = plan.log(kind)
+    return boot_from_json(run_process(kind, command, plan.environment(kind, store), plan.log(kind), plan.timeout_s))
+
+
+def run_process(kind: str, command: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> str:
+    """Run a boot in a process of its own, with stderr in `log`; the last line that it prints.
+
+    Raises:
+        SystemExit: the boot failed or took longer than `timeout_s`; names its log.
+    """
     with log.open("w") as stderr:
         child = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=plan.environment(kind, store),
+            env=environ,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             start_new_session=True,
         )
         try:
-            output, _ = child.communicate(timeout=plan.timeout_s)
+            output, _ = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"the {kind} boot took more than {plan.timeout_s:g} s; see {log}") from None
+            raise SystemExit(f"the {kind} boot took more than {timeout_s:g} s; see {log}") from None
         finally:
             end(child)
     lines = output.splitlines()
     if child.returncode or not lines:
         raise SystemExit(f"the {kind} boot ended with {child.returncode}; {log} ends with:\n{log.read_text()[-3000:]}")
-    return boot_from_json(lines[-1])
+    return lines[-1]
 
 
 def end(child: subprocess.Popen[Any]) -> None:

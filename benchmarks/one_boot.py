@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 import inspect
 import json
-import sys
 import time
-from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+from boot_process import describe_machine, synchronize, wait_published
 from cog.input import FieldInfo
 from fresh_boot import PROMPT, SEED, Boot, Prediction
 
@@ -66,41 +65,6 @@ def measure_step_ms(predictor: Predictor, steps: tuple[int, int], pairs: int) ->
     return median(differences_s) / (many - few) * 1e3
 
 
-def wait_published(predictor: Predictor, timeout_s: float) -> None:
-    """Wait until what was compiled is in the store.
-
-    Raises:
-        SystemExit: it is not.
-    """
-    if not predictor.boot.wait_published(timeout_s):
-        raise SystemExit(f"not published within {timeout_s:g} s")
-    if failures := predictor.boot.report.publish.failures:
-        raise SystemExit(f"not published: {failures}")
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def describe_machine() -> dict[str, str]:
-    """Hardware and versions."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    return {
-        "gpu": torch.cuda.get_device_name() if on_gpu else f"none, {torch.get_num_threads()} CPU threads",
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": version("triton") if on_gpu else "",
-        "diffusers": version("diffusers"),
-        "transformers": version("transformers"),
-    }
-
-
 def main() -> None:
     """Boot, predict, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,7 +80,7 @@ def main() -> None:
     predictor = Predictor()
     predictor.setup()
     first, peak_bytes = predict_first(predictor, args.steps[0])
-    wait_published(predictor, args.timeout)
+    wait_published(predictor.boot, args.timeout)
     step_ms = measure_step_ms(predictor, args.steps, args.pairs)
     report = json.loads(predictor.boot.report.to_json())
     boot = Boot(args.kind, report, first, step_ms, prediction_peak_bytes=peak_bytes, machine=describe_machine())
