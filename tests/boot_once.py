@@ -2,7 +2,8 @@
 
 With `--thread-count N`, torch is told to use N threads after the boot has begun; with `--cheat`, one block class
 computes something else when compiled; with `--raise`, the caller's own code fails in the middle; with `--again ROWS`,
-another input shape is predicted after READY; with `--restore-alone` nothing is compiled.
+another input shape is predicted after READY; with `--restore-alone` nothing is compiled; with `--code FOLDER`, the
+model is imported from there.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ def main() -> None:
     parser.add_argument("--raise", dest="fails", action="store_true")
     parser.add_argument("--again", type=int)
     parser.add_argument("--restore-alone", action="store_true")
+    parser.add_argument("--code", default=str(Path(__file__).parent))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with compile_cache.boot("toy/model@" + "0" * 40) as boot:
         with boot.timed("import"):
             import torch
+
+            sys.path.insert(0, arguments.code)
             from toy_model import CheatingModel, ToyModel, run
         if arguments.thread_count:
             torch.set_num_threads(arguments.thread_count)

@@ -57,12 +57,33 @@ def run_boot(environ: Mapping[str, str], *arguments: str) -> subprocess.Complete
 
 
 def assert_fully_warm(booted: Booted) -> None:
-    """Nothing was compiled, and it shows: every region cached, hits, and the same numbers as eager within tolerance."""
+    """Nothing was traced or looked up, let alone compiled, and it shows: every region precompiled, functions loaded,
+    none made, and the same numbers as eager within tolerance."""
+    report = booted.report
+    counts = report["counts"]
+    assert set(booted.steps.values()) == {"precompiled"}, report
+    assert counts["precompiled_loaded"] >= len(report["regions"])
+    assert counts["precompiled_made"] == 0
+    assert [counts[name] for name in ("graphs", "fxgraph_hits", "aotautograd_hits")] == [0, 0, 0]
+    assert report["fully_precompiled"]
+    _assert_nothing_was_compiled(booted)
+
+
+def assert_fully_cached(booted: Booted) -> None:
+    """The same of a boot without precompiled regions: every region cached, and hits."""
     report = booted.report
     counts = report["counts"]
     assert set(booted.steps.values()) == {"cached"}, report
     assert counts["fxgraph_hits"] > 0
     assert counts["aotautograd_hits"] > 0
+    assert [counts[name] for name in ("precompiled_loaded", "precompiled_made")] == [0, 0]
+    assert not report["fully_precompiled"]
+    _assert_nothing_was_compiled(booted)
+
+
+def _assert_nothing_was_compiled(booted: Booted) -> None:
+    report = booted.report
+    counts = report["counts"]
     assert [counts[name] for name in ("fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses")] == [0, 0, 0]
     assert [counts[name] for name in ("aotautograd_bypasses", "benchmarks", "kernels_compiled")] == [0, 0, 0]
     for region in report["regions"]:

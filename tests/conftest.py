@@ -28,6 +28,10 @@ from compile_cache.store.local import LocalStore
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
+# Inductor tries each set of vector instructions with a compile of its own, 10 of a cold boot's 25 seconds; what the CPU
+# says it has is enough here. Before torch is imported, and for the processes that tests start.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")

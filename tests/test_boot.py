@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings, stored
+from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
 
 RAN_COMPILER = "ran.log"
 
@@ -55,6 +55,48 @@ def test_restored_boot_compiles_nothing_and_computes_the_same(cold, tmp_path):
     assert_fully_warm(again)
     assert again.output == first.output
     assert again.report["publish"]["packs"] == 0
+
+
+def test_cold_boot_makes_a_precompiled_function_of_every_region(cold):
+    _, booted = cold
+    assert all(region["made"] > 0 and region["precompile_s"] > 0 for region in booted.report["regions"])
+    assert booted.report["counts"]["precompiled_made"] >= len(booted.report["regions"])
+
+
+def test_restored_boot_without_precompiled_regions_finds_every_graph(cold, tmp_path):
+    _, first = cold
+    again = boot_once({**seeded(cold, tmp_path), "COMPILE_CACHE_PRECOMPILE": "0"})
+    assert_fully_cached(again)
+    assert again.output == first.output
+
+
+def test_successor_with_the_same_code_uses_the_precompiled_regions_and_publishes_them_as_its_own(cold, tmp_path):
+    environ = {**seeded(cold, tmp_path), "COMPILE_CACHE_MODEL_VERSION": "2"}
+    before = stored(tmp_path / "store")
+    successor = boot_once(environ)
+    assert successor.report["restore"]["outcome"] == "seeded"
+    assert_fully_warm(successor)
+    assert stored(tmp_path / "store").keys() > before.keys()
+    again = boot_once(environ)
+    assert again.report["restore"]["outcome"] == "hit"
+    assert_fully_warm(again)
+
+
+def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publish_them(cold, tmp_path):
+    """Its code computes the same, so that only the checksum of the source tells."""
+    environ = {**seeded(cold, tmp_path), "COMPILE_CACHE_MODEL_VERSION": "2"}
+    (tmp_path / "code").mkdir()
+    source = (TESTS / "toy_model.py").read_text()
+    (tmp_path / "code" / "toy_model.py").write_text(source + "\n# another version\n")
+    successor = boot_once(environ, "--code", str(tmp_path / "code"))
+    assert successor.report["restore"]["outcome"] == "seeded"
+    assert set(successor.steps.values()) == {"cached"}
+    assert successor.report["counts"]["precompiled_loaded"] == 0
+    assert all("the source of toy_model has changed" in region["reason"] for region in successor.report["regions"])
+    assert successor.report["publish"]["unread_files"] >= len(successor.report["regions"])
+    again = boot_once(environ, "--code", str(tmp_path / "code"))
+    assert_fully_warm(again)
+    assert all(region["reason"] == "" for region in again.report["regions"])
 
 
 def test_restored_boot_runs_the_compiler_for_nothing_but_its_version(tmp_path):
@@ -105,11 +147,11 @@ def test_region_that_computes_something_else_serves_eager_and_is_not_published(t
     assert 0 < booted.report["publish"]["files"] < honest.report["publish"]["files"]
 
 
-def test_compiler_that_is_missing_leaves_the_model_eager(tmp_path, cold):
+def test_compiler_that_is_missing_leaves_those_regions_eager_that_need_one(tmp_path, cold):
     _, honest = cold
     booted = boot_once({**settings(tmp_path), "CXX": "/nowhere/g++"})
-    assert set(booted.steps.values()) == {"eager"}
-    assert all("InvalidCxxCompiler" in region["reason"] for region in booted.report["regions"])
+    assert booted.steps == {"WideBlock": "cold", "NormBlock": "eager"}
+    assert "InvalidCxxCompiler" in next(r["reason"] for r in booted.report["regions"] if r["name"] == "NormBlock")
     assert booted.output == pytest.approx(honest.output, rel=1e-3)
 
 
@@ -117,6 +159,14 @@ def test_dynamo_that_is_switched_off_is_not_taken_for_compiled(tmp_path):
     booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"})
     assert set(booted.steps.values()) == {"eager"}
     assert not booted.report["fully_cached"]
+
+
+def test_torch_compile_that_is_disabled_serves_eager_though_precompiled_regions_are_there(cold, tmp_path):
+    _, first = cold
+    booted = boot_once({**seeded(cold, tmp_path), "TORCH_COMPILE_DISABLE": "1"})
+    assert set(booted.steps.values()) == {"eager"}
+    assert booted.report["counts"]["precompiled_loaded"] == 0
+    assert booted.output == pytest.approx(first.output, rel=1e-3)
 
 
 def test_error_of_the_callers_passes_through_and_publishes_nothing(tmp_path):

@@ -567,7 +567,8 @@ def test_explain_says_from_which_version_a_boot_would_be_seeded(run, local):
 
 def test_explain_says_what_differs_where_a_boot_would_miss(run, local):
     found = run("explain", MODEL, "--json").json
-    environment = Environment(**{**found["environment"], "variables": (), "torch": "2.0.0"})
+    variables = tuple(found["environment"]["variables"])
+    environment = Environment(**{**found["environment"], "variables": variables, "torch": "2.0.0"})
     put_pack(local, replace(CacheKey(**found["key"]), environment=environment.digest))
     put_record(local, environment)
     torch = found["environment"]["torch"]

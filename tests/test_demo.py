@@ -87,11 +87,12 @@ def test_first_prediction_of_either_boot_compiles_nothing(cold, restored):
     assert restored.first["metrics"]["compile_cache"]["compiled_now"] == 0
 
 
-def test_restored_boot_is_fully_cached(restored):
+def test_restored_boot_is_fully_precompiled(restored):
     counts = restored.report["counts"]
-    assert restored.report["fully_cached"], restored.report
-    assert counts["fxgraph_hits"] >= len(restored.report["regions"]) > 0
-    assert {region["step"] for region in restored.report["regions"]} == {"cached"}
+    assert restored.report["fully_precompiled"], restored.report
+    assert counts["precompiled_loaded"] >= len(restored.report["regions"]) > 0
+    assert (counts["graphs"], counts["precompiled_made"]) == (0, 0)
+    assert {region["step"] for region in restored.report["regions"]} == {"precompiled"}
     for region in restored.report["regions"]:
         assert 0 < region["relative_error"] <= region["tolerance"]
 

@@ -91,15 +91,67 @@ def test_with_anything_made_anew_it_is_not_fully_cached(made_anew):
 
 def test_every_counter_either_is_a_hit_or_spoils_fully_cached_or_counts_graphs():
     """A counter that is added later must be given a meaning here."""
-    hits = {"fxgraph_hits", "aotautograd_hits"}
+    hits = {"fxgraph_hits", "aotautograd_hits", "precompiled_loaded"}
     misses = {"fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses"}
-    assert {f.name for f in fields(CompileCounts)} == hits | misses | {"graphs", "benchmarks", "kernels_compiled"}
+    for_another_boot = {"precompiled_made"}
+    named = {"graphs", "benchmarks", "kernels_compiled"} | for_another_boot
+    assert {f.name for f in fields(CompileCounts)} == hits | misses | named
+
+
+def precompiled_report() -> BootReport:
+    """A boot that restored all it needed, and traced nothing."""
+    report = warm_report()
+    report.counts = CompileCounts(precompiled_loaded=3)
+    for region in report.regions:
+        region.step, region.graphs, region.loaded = "precompiled", 0, 1
+    return report
+
+
+def test_a_boot_of_precompiled_regions_alone_is_fully_cached_and_fully_precompiled():
+    assert precompiled_report().fully_cached
+    assert precompiled_report().fully_precompiled
+
+
+def test_a_boot_with_hits_alone_is_not_fully_precompiled():
+    assert not warm_report().fully_precompiled
+
+
+@pytest.mark.parametrize("step", ["unused", "eager", "cold", "cached"])
+def test_with_one_region_below_precompiled_it_is_not_fully_precompiled(step):
+    report = precompiled_report()
+    report.regions[1].step = step
+    assert not report.fully_precompiled
+
+
+def test_with_one_precompiled_region_unchecked_it_is_not_fully_precompiled():
+    report = precompiled_report()
+    report.regions[1].relative_error = None
+    assert not report.fully_precompiled
+
+
+def test_with_nothing_loaded_it_is_not_fully_precompiled():
+    report = precompiled_report()
+    report.counts.precompiled_loaded = 0
+    assert not report.fully_precompiled
+
+
+def test_with_anything_compiled_it_is_not_fully_precompiled():
+    report = precompiled_report()
+    report.counts.fxgraph_misses = 1
+    assert not report.fully_precompiled
+
+
+def test_what_was_made_for_the_next_boot_does_not_spoil_fully_cached():
+    report = warm_report()
+    report.counts.precompiled_made = 2
+    assert report.fully_cached
 
 
 def test_counts_since_are_what_was_added():
-    before = CompileCounts(*range(1, 10))
-    after = CompileCounts(*range(10, 100, 10))
-    assert asdict(after.since(before)) == dict(zip(asdict(after), [9, 18, 27, 36, 45, 54, 63, 72, 81], strict=True))
+    before = CompileCounts(*range(1, 12))
+    after = CompileCounts(*range(10, 120, 10))
+    added = [9, 18, 27, 36, 45, 54, 63, 72, 81, 90, 99]
+    assert asdict(after.since(before)) == dict(zip(asdict(after), added, strict=True))
 
 
 def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses():
@@ -116,7 +168,38 @@ def test_json_has_every_field_and_the_derived_figures():
     report.restore.refused.append(RefusedPack("abc.pack", "it is damaged"))
     report.publish = PublishReport(packs=1, failures=["the store said no"])
     read = json.loads(report.to_json())
-    assert read == {**asdict(report), "compile_s": 0.75, "fully_cached": True}
+    assert read == {**asdict(report), "compile_s": 0.75, "fully_cached": True, "fully_precompiled": False}
+
+
+def test_json_says_of_every_region_which_step_it_is_on_and_why():
+    report = precompiled_report()
+    report.regions[1].step, report.regions[1].reason = "cached", "not precompiled: the source of model has changed"
+    block, head = json.loads(report.to_json())["regions"]
+    assert (block["step"], block["reason"]) == ("precompiled", "")
+    assert (head["step"], head["reason"]) == ("cached", "not precompiled: the source of model has changed")
+
+
+def test_json_says_how_many_functions_were_loaded_and_made_and_the_time_that_making_took():
+    report = precompiled_report()
+    report.regions[1].made, report.regions[1].precompile_s = 2, 1.5
+    report.counts.precompiled_made = 2
+    read = json.loads(report.to_json())
+    assert [(region["loaded"], region["made"], region["precompile_s"]) for region in read["regions"]] == [
+        (1, 0, 0.0),
+        (1, 2, 1.5),
+    ]
+    assert (read["counts"]["precompiled_loaded"], read["counts"]["precompiled_made"]) == (3, 2)
+
+
+def test_json_of_a_precompiled_boot_says_so():
+    read = json.loads(precompiled_report().to_json())
+    assert (read["fully_cached"], read["fully_precompiled"]) == (True, True)
+
+
+def test_making_for_the_next_boot_is_not_compile_time_of_this_one():
+    report = warm_report()
+    report.regions[0].precompile_s = 100.0
+    assert report.compile_s == 0.75
 
 
 def test_json_is_json_even_where_a_region_differs_infinitely_from_eager():
@@ -145,9 +228,15 @@ def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
         "restore: hit, 12 files, 3.0 MB in 0.50 s, waited 0.10 s",
         "region Block x12: cached, 0.25 s, differs from eager by 1.0e-07",
         "region Head x1: cached, 0.50 s, differs from eager by 1.0e-08",
-        "lookups: 4 hits, 0 misses; anew: 0 kernels, 0 benchmarks",
+        "precompiled: 0 loaded, 0 made; lookups: 4 hits, 0 misses; anew: 0 kernels, 0 benchmarks",
         "ready after 4.25 s (weights 1.50 s, warm_up 2.00 s, of which compiling 0.75 s)",
     ]
+
+
+def test_lines_count_what_was_loaded_and_made():
+    report = precompiled_report()
+    report.counts.precompiled_made = 1
+    assert "precompiled: 3 loaded, 1 made; lookups: 0 hits, 0 misses; anew: 0 kernels, 0 benchmarks" in report.lines()
 
 
 def test_lines_name_reasons_refused_packs_and_warnings():
@@ -169,6 +258,7 @@ def test_metrics_are_flat_rounded_and_prefixed():
         "compile_cache.compile_s": 0.75,
         "compile_cache.restore": "hit",
         "compile_cache.regions": {"Block": "cached", "Head": "cached"},
+        "compile_cache.precompiled": 0,
         "compile_cache.hits": 4,
         "compile_cache.misses": 0,
     }

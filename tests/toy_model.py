@@ -7,12 +7,14 @@ from torch import nn
 
 
 class WideBlock(nn.Module):
+    """A matrix product alone, which needs no C++ compiler, and compiles in half a second."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
+        self.linear = nn.Linear(16, 16, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.nn.functional.gelu(self.linear(x))
+        return torch.addmm(x, x, self.linear.weight)
 
 
 class NormBlock(nn.Module):

@@ -1,0 +1,96 @@
+"""Boots in this process that make precompiled regions or load them, for the tests of those."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import blocks
+import pytest
+import torch
+from torch import nn
+
+from compile_cache.artifacts import Artifacts, Found
+from compile_cache.compiler import Compiler
+from compile_cache.directory import CacheDirectory
+from compile_cache.report import RegionReport
+from compile_cache.settings import Settings
+
+
+def build(module_class: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
+    """A module with the same weights every time."""
+    torch.manual_seed(seed)
+    return module_class(*args, **kwargs).eval()
+
+
+def tensor(*shape: int, seed: int = 1) -> torch.Tensor:
+    """An input, as a model makes it: inside inference mode, with the same numbers every time."""
+    with torch.inference_mode():
+        return torch.randn(*(shape or (4, blocks.SIZE)), generator=torch.Generator().manual_seed(seed))
+
+
+def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Compiler:
+    """A boot's compiler, as in a new process, whose regions are `modules`."""
+    torch._dynamo.reset()
+    compiler = Compiler(settings or Settings(), directory)
+    for module in modules:
+        compiler.compile(module)
+    return compiler
+
+
+def warm_up(compiler: Compiler, call: Callable[[], Any]) -> Any:
+    """The answer to a call in the warm-up."""
+    with torch.inference_mode(), compiler.watching():
+        return call()
+
+
+def only_report(compiler: Compiler) -> RegionReport:
+    (region,) = compiler.regions.values()
+    return region.report
+
+
+def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Found | str:
+    """What a next boot finds for a call: an artifact, or why it has none."""
+    with torch.inference_mode():
+        return loaded(directory).find(module, args, kwargs)
+
+
+def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
+    """The artifacts of a next boot."""
+    compiler = Compiler(settings or Settings(), directory)
+    assert compiler._precompiled is not None
+    with compiler.watching():  # which takes note of torch's options
+        return compiler._precompiled
+
+
+def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.inference_mode():
+        return module(*args, **kwargs)
+
+
+def artifacts(directory: CacheDirectory) -> list[Path]:
+    return sorted(directory.path.glob("precompiled/*/*.aot"))
+
+
+@contextlib.contextmanager
+def activated(root: Path) -> Iterator[CacheDirectory]:
+    """An empty cache directory that Inductor writes while the context lasts."""
+    directory = CacheDirectory.claim(root)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            patch.setenv(name, "")
+        directory.activate(os.environ)
+        yield directory
+        torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def copied(source: CacheDirectory, root: Path) -> Iterator[CacheDirectory]:
+    """A cache directory with everything that `source` has, as a restored boot's."""
+    with activated(root) as directory:
+        shutil.copytree(source.path, directory.path, dirs_exist_ok=True)
+        yield directory

@@ -1,0 +1,274 @@
+"""Files of precompiled regions: how each that is damaged, foreign or wrong is refused, and what serves instead."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import sys
+import types
+from typing import ClassVar
+
+import blocks
+import pytest
+import torch
+from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
+from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+
+from compile_cache.artifacts import _LENGTH, _MAGIC, Artifacts
+from compile_cache.settings import Settings
+
+close = torch.testing.assert_close
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A cache directory in which a cold boot has made two artifacts. Tests leave it as it is."""
+    with activated(tmp_path_factory.mktemp("made")) as directory:
+        block, batched = build(Block), build(Batched)
+        compiler = boot(directory, block, batched)
+        warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
+        assert len(artifacts(directory)) == 2
+        yield directory
+
+
+@pytest.fixture
+def directory(made, tmp_path):
+    """A restored boot's cache directory, of the test's own."""
+    with copied(made, tmp_path) as directory:
+        yield directory
+
+
+def artifact_of(directory, module_class):
+    """The one artifact of a class."""
+    (path,) = [path for path in artifacts(directory) if module_class.__qualname__ in header_of(path)["key"]["class"]]
+    return path
+
+
+def header_of(path):
+    content = path.read_bytes()
+    (length,) = _LENGTH.unpack(content[len(_MAGIC) : len(_MAGIC) + _LENGTH.size])
+    return json.loads(content[len(_MAGIC) + _LENGTH.size :][:length])
+
+
+def payload_start(content: bytes) -> int:
+    (length,) = _LENGTH.unpack(content[len(_MAGIC) : len(_MAGIC) + _LENGTH.size])
+    return len(_MAGIC) + _LENGTH.size + length
+
+
+def with_payload(content: bytes, payload: bytes) -> bytes:
+    """The same artifact with other content, and its true checksum."""
+    start = payload_start(content)
+    header = json.loads(content[len(_MAGIC) + _LENGTH.size : start])
+    header["sha256"] = hashlib.sha256(payload).hexdigest()
+    encoded = json.dumps(header, sort_keys=True).encode()
+    return _MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut in the header": lambda content: content[:40],
+    "cut in the payload": lambda content: content[:-1],
+    "longer": lambda content: content + b"\0",
+    "another magic": lambda content: flipped(content, 7),
+    "another length": lambda content: flipped(content, len(_MAGIC) + 3),
+    "a flipped bit in the header": lambda content: flipped(content, payload_start(content) // 2),
+    "a flipped bit in the payload": lambda content: flipped(content, payload_start(content) + 100),
+    "a header that is no object": lambda content: _MAGIC + _LENGTH.pack(2) + b"[]" + content[payload_start(content) :],
+    "no key": lambda content: _MAGIC + _LENGTH.pack(2) + b"{}" + content[payload_start(content) :],
+}
+FOREIGN = {
+    "garbage that its checksum covers": lambda content: with_payload(content, b"garbage"),
+    "a pickle of something else": lambda content: with_payload(content, pickle.dumps({"not": "a function"})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_artifact_is_refused(directory, damage):
+    path = artifact_of(directory, Block)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    reason = find(directory, build(Block), tensor())
+    assert isinstance(reason, str)
+    assert "damaged" in reason or "its name is not that of its content" in reason
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_artifact_that_torch_cannot_read_is_refused(directory, what):
+    path = artifact_of(directory, Block)
+    path.write_bytes(FOREIGN[what](path.read_bytes()))
+    assert "cannot be loaded" in find(directory, build(Block), tensor())
+
+
+class Executed:
+    """Unpickled, it leaves a trace."""
+
+    traces: ClassVar[list[str]] = []
+
+    def __reduce__(self):
+        return Executed.traces.append, ("executed",)
+
+
+def test_damaged_artifact_is_not_unpickled(directory):
+    path = artifact_of(directory, Block)
+    content = path.read_bytes()
+    path.write_bytes(content[: payload_start(content)] + pickle.dumps(Executed()))
+    Executed.traces.clear()
+    find(directory, build(Block), tensor())
+    assert Executed.traces == []
+
+
+def test_artifact_that_is_missing_is_no_error(directory):
+    artifact_of(directory, Block).unlink()
+    assert find(directory, build(Block), tensor()) == "none is stored for these inputs"
+
+
+def test_artifact_under_another_name_is_refused(directory):
+    path = artifact_of(directory, Block)
+    path.rename(path.with_name("0" * 32 + ".aot"))
+    assert find(directory, build(Block), tensor()) == "its name is not that of its content"
+
+
+def test_artifact_in_another_group_is_refused(directory):
+    block, batched = artifact_of(directory, Block), artifact_of(directory, Batched)
+    shutil.move(block, batched.parent / block.name)
+    found = find(directory, build(Batched), tensor(1, 4, 16))
+    assert found.path.endswith(batched.name)
+    batched.unlink()
+    assert find(directory, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
+
+
+def test_damaged_artifact_costs_the_step_and_the_report_says_why(directory):
+    path = artifact_of(directory, Block)
+    path.write_bytes(path.read_bytes()[:-1])
+    block = build(Block)
+    compiler = boot(directory, block)
+    close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
+    report = only_report(compiler)
+    assert (report.step, report.loaded) == ("cached", 0)
+    assert "not precompiled: it is damaged" in report.reason
+    again = build(Block)
+    compiler = boot(directory, again)
+    warm_up(compiler, lambda: again(tensor()))
+    assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
+
+
+@pytest.mark.parametrize("package", ["torch", "diffusers", "transformers", "triton"])
+def test_artifact_of_another_version_is_not_served(made, monkeypatch, package):
+    if package == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.13.1")
+    else:
+        stand_in = types.ModuleType(package)
+        stand_in.__version__ = "0.0.0"
+        monkeypatch.setitem(sys.modules, package, stand_in)
+    assert find(made, build(Block), tensor()) == "none is stored for these inputs"
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(dynamic=True), Settings(dynamic=None), Settings(mode="max-autotune-no-cudagraphs")]
+)
+def test_artifact_of_other_settings_is_not_served(made, settings):
+    with torch.inference_mode():
+        assert isinstance(loaded(made, settings).find(build(Block), (tensor(),), {}), str)
+
+
+def test_artifact_of_another_inductor_option_is_not_served(made):
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        assert isinstance(find(made, build(Block), tensor()), str)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [tensor(5, 16), tensor().double(), tensor(4, 32)[:, ::2], tensor(1, 4, 16)],
+    ids=["shape", "dtype", "strides", "dimensions"],
+)
+def test_artifact_of_other_inputs_is_not_served(made, inputs):
+    assert isinstance(find(made, build(Block), inputs), str)
+
+
+def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(made, tmp_path, monkeypatch):
+    with copied(made, tmp_path) as directory:
+        module = build(Cheating)
+        monkeypatch.setitem(blocks.CHEATS, "now", True)
+        with torch.inference_mode():
+            wrong = loaded(directory).make(module, (tensor(),), {})
+        monkeypatch.setitem(blocks.CHEATS, "now", False)
+        compiler = boot(directory, module)
+        expected = eager(build(Cheating), tensor())
+        close(warm_up(compiler, lambda: module(tensor())), expected)
+        assert wrong.path in compiler.withheld
+        assert "differs from eager by" in only_report(compiler).reason
+        close(warm_up(compiler, lambda: module(tensor())), expected)
+        with torch.inference_mode():
+            close(module(tensor()), expected)
+        assert only_report(compiler).step == "cold"
+
+
+def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(blocks.CHEATS, "now", True)
+    with copied(made, tmp_path) as directory:
+        module = build(Cheating)
+        compiler = boot(directory, module)
+        close(warm_up(compiler, lambda: module(tensor())), eager(build(Cheating), tensor()))
+        assert only_report(compiler).step == "eager"
+        new = {path.relative_to(directory.path).as_posix() for path in artifacts(directory)}
+        old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
+        assert new - old <= compiler.withheld
+
+
+@pytest.mark.parametrize(
+    ("module_class", "reason"),
+    [
+        (Breaking, "with graph breaks"),
+        (ReadsGlobalTensor, "cannot be precompiled: nothing can stand in for a guard of the kind TENSOR_MATCH"),
+    ],
+)
+def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(made, tmp_path, module_class, reason):
+    with copied(made, tmp_path) as directory:
+        before = len(artifacts(directory))
+        for step in ("cold", "cached"):
+            module = build(module_class)
+            compiler = boot(directory, module)
+            close(warm_up(compiler, lambda module=module: module(tensor())), eager(build(module_class), tensor()))
+            assert only_report(compiler).step == step
+            assert reason in only_report(compiler).reason
+        assert len(artifacts(directory)) == before
+
+
+def prefetched(directory) -> Artifacts:
+    artifacts = loaded(directory)
+    assert artifacts.prefetch() == 2
+    return artifacts
+
+
+def test_artifact_that_was_loaded_ahead_serves(made):
+    ahead, block = prefetched(made), build(Block)
+    with torch.inference_mode():
+        found = ahead.find(block, (tensor(),), {})
+        close(found.function(block, (tensor(),), {}), eager(build(Block), tensor()))
+
+
+@pytest.mark.parametrize("name", ["combine", "GAIN"])
+def test_what_is_replaced_after_an_artifact_was_loaded_ahead_is_noticed(made, monkeypatch, name):
+    ahead, block = prefetched(made), build(Block)
+    monkeypatch.setattr(blocks, name, blocks.combine_otherwise if name == "combine" else 7.0)
+    with torch.inference_mode():
+        assert isinstance(ahead.find(block, (tensor(),), {}), str)
+
+
+def test_artifact_of_other_weights_serves(made):
+    found, other = find(made, build(Block, seed=5), tensor()), build(Block, seed=5)
+    with torch.inference_mode():
+        close(found.function(other, (tensor(),), {}), eager(build(Block, seed=5), tensor()))
+
+
+def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made, tmp_path):
+    with activated(tmp_path) as directory:
+        batched, block = build(Batched), build(Block)
+        compiler = boot(directory, batched, block)
+        warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), block(tensor())])
+        assert [path.name for path in artifacts(directory)] == [path.name for path in artifacts(made)]

@@ -1,0 +1,245 @@
+"""Descriptions that mean the same in another process, and those that must differ."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import sys
+
+import blocks
+import pytest
+import torch
+from boots import TESTS
+
+from compile_cache.fingerprint import (
+    NotDescribedError,
+    changed_switches,
+    code_digest,
+    describe,
+    describe_switches,
+    digest,
+    signature,
+    switches,
+    with_plain_strides,
+)
+
+
+def first(x):
+    def nested(y):
+        return y + 1
+
+    return nested(x) in {"one", "two", "three", "four"}
+
+
+def other_constant(x):
+    def nested(y):
+        return y + 2
+
+    return nested(x) in {"one", "two", "three", "four"}
+
+
+def other_name(x):
+    def nested(y):
+        return y + 1
+
+    return nested(x) in {"one", "two", "three", "five"}
+
+
+def calls_one(x):
+    return math.sin(x)
+
+
+def calls_other(x):
+    return math.cos(x)
+
+
+def int_constant():
+    return 1
+
+
+def float_constant():
+    return 1.0
+
+
+def bool_constant():
+    return True
+
+
+def same_as_first():
+    """Of the same code as `first`, made a second time."""
+    space: dict[str, object] = {}
+    source = (
+        "def first(x):\n    def nested(y):\n        return y + 1\n\n"
+        "    return nested(x) in {'one', 'two', 'three', 'four'}\n"
+    )
+    exec(compile("\n\n\n" + source, "elsewhere.py", "exec"), space)
+    return space["first"]
+
+
+def digest_in_a_process_of_its_own(hash_seed: str) -> str:
+    code = (
+        f"import sys; sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]; import test_fingerprint as t; "
+        "print(t.code_digest(t.first.__code__))"
+    )
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+
+
+def test_code_has_the_same_digest_in_two_processes_whose_strings_hash_differently():
+    assert digest_in_a_process_of_its_own("1") == digest_in_a_process_of_its_own("2")
+
+
+def test_code_has_the_same_digest_wherever_it_stands():
+    assert code_digest(first.__code__) == code_digest(same_as_first().__code__)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (first, other_constant),
+        (first, other_name),
+        (calls_one, calls_other),
+        (int_constant, float_constant),
+        (int_constant, bool_constant),
+        (blocks.combine, blocks.combine_otherwise),
+    ],
+)
+def test_code_that_does_something_else_has_another_digest(one, other):
+    assert code_digest(one.__code__) != code_digest(other.__code__)
+
+
+DESCRIBED = {
+    "none": None,
+    "flag": True,
+    "whole number": 1,
+    "number": 1.0,
+    "negative zero": -0.0,
+    "zero": 0.0,
+    "complex": 1j,
+    "text": "1",
+    "bytes": b"1",
+    "dtype": torch.float32,
+    "device": torch.device("cpu"),
+    "layout": torch.strided,
+    "memory format": torch.channels_last,
+    "member": blocks.Kind.SMALL,
+    "other member": blocks.Kind.LARGE,
+    "class": blocks.Block,
+    "module": math,
+    "function": blocks.double,
+    "other function": blocks.triple,
+    "code": blocks.double.__code__,
+    "tuple": (1, 2),
+    "list": [1, 2],
+    "tuple of numbers": (1.0, 2),
+    "set": {1, 2},
+    "frozenset": frozenset({1, 2}),
+    "method": blocks.Inner().forward,
+    "builtin": len,
+    "torch's builtin": torch.mm,
+    "builtin of C": torch._C._get_tracing_state,
+    "operator": torch.ops.aten.mm.default,
+    "operator packet": torch.ops.aten.mm,
+    "slot": dict.__getitem__,
+    "cached": functools.lru_cache(blocks.double),
+}
+
+
+def test_each_kind_of_value_has_a_description_of_its_own():
+    assert len({digest(describe(value)) for value in DESCRIBED.values()}) == len(DESCRIBED)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), blocks.ANYTHING, [object()], {1: 2}, functools.partial(len), blocks.Inner()]
+)
+def test_what_only_this_process_can_tell_from_another_is_not_described(value):
+    with pytest.raises(NotDescribedError):
+        describe(value)
+
+
+def test_signature_tells_one_tensor_twice_from_two():
+    one, other = torch.ones(2), torch.ones(2)
+    assert signature((one, one), {}, True) != signature((one, other), {}, True)
+    assert signature((one, other), {}, True) == signature((torch.zeros(2), torch.zeros(2)), {}, True)
+
+
+def test_signature_has_constants_by_value_and_type():
+    signatures = [signature((value,), {}, True) for value in (1, 1.0, True, "1", None, 2)]
+    assert len({digest(each) for each in signatures}) == len(signatures)
+
+
+def test_signature_has_sizes_only_if_asked():
+    small, large = torch.ones(2), torch.ones(3)
+    assert signature((small,), {}, True) != signature((large,), {}, True)
+    assert signature((small,), {}, False) == signature((large,), {}, False)
+
+
+def test_signature_tells_an_argument_from_a_keyword():
+    assert signature((1,), {}, True) != signature((), {"x": 1}, True)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    (result,), _ = with_plain_strides((tensor,), {})
+    return result
+
+
+def test_plain_strides_are_those_of_a_contiguous_tensor_where_no_address_depends_on_them():
+    with torch.no_grad():
+        sliced = torch.arange(128.0).view(1, 8, 16)[:, :4]
+        assert sliced.stride() == (128, 16, 1)
+        assert plain(sliced).stride() == (64, 16, 1)
+        torch.testing.assert_close(plain(sliced), sliced)
+
+
+def test_plain_strides_share_the_storage():
+    with torch.no_grad():
+        base = torch.zeros(1, 8, 16)
+        plain(base[:, :4]).fill_(1.0)
+        assert base.sum() == 64
+
+
+def test_other_strides_stay():
+    with torch.no_grad():
+        for tensor in (torch.ones(2, 8, 16)[:, :4], torch.ones(1, 4, 8).transpose(1, 2), torch.ones(4).expand(3, 4)):
+            result = plain(tensor)
+            kept = [
+                (old, new)
+                for old, new, size in zip(tensor.stride(), result.stride(), tensor.shape, strict=True)
+                if size != 1
+            ]
+            assert all(old == new for old, new in kept)
+
+
+def test_contiguous_tensor_is_left_as_it_is():
+    with torch.no_grad():
+        tensor = torch.ones(1, 4)
+        assert plain(tensor) is tensor
+
+
+def test_where_gradients_are_recorded_nothing_is_changed():
+    with torch.enable_grad():
+        sliced = torch.ones(1, 8, 16, requires_grad=True)[:, :4]
+        assert plain(sliced) is sliced
+        assert torch.is_grad_enabled()
+
+
+def test_keywords_have_plain_strides_as_well():
+    with torch.no_grad():
+        _, keywords = with_plain_strides((), {"x": torch.ones(1, 8, 16)[:, :4], "y": 3})
+    assert keywords["x"].stride() == (64, 16, 1)
+    assert keywords["y"] == 3
+
+
+def test_switch_that_is_changed_is_named_with_both_values():
+    before = switches()
+    with torch.no_grad():
+        now = switches()
+    assert "gradients True → False" in changed_switches(before, now)
+    assert changed_switches(before, before) == ""
+
+
+def test_every_switch_has_a_name():
+    assert describe_switches(switches())["default dtype"] == "torch.float32"
+    assert len(describe_switches(switches())) == len(switches())

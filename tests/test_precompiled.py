@@ -1,0 +1,555 @@
+"""Precompiled regions: what a next boot serves with them, and all that they must never serve."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import blocks
+import pytest
+import torch
+from blocks import Adapted, Batched, Block, Environ, Global, Inner, Layers, Pair
+from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as module_hooks
+
+close = torch.testing.assert_close
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A cache directory in which a cold boot has made what is loaded here. Tests leave it as it is."""
+    with activated(tmp_path_factory.mktemp("made")) as directory:
+        block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
+        compiler = boot(directory, block, layers, batched, pair, build(Global), build(Environ))
+        warm_up(compiler, lambda: block(tensor()))
+        warm_up(compiler, lambda: layers(tensor(), caches()))
+        warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
+        warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
+        for module_class in (Global, Environ):
+            module = build(module_class)
+            compiler.compile(module)
+            warm_up(compiler, lambda module=module: module(tensor()))
+        steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.regions.values()}
+        assert steps == {
+            "Block": ("cold", 1),
+            "Layer": ("cold", 2),
+            "Batched": ("cold", 2),
+            "Pair": ("cold", 1),
+            "Global": ("cold", 1),
+            "Environ": ("cold", 1),
+        }
+        yield directory
+
+
+@pytest.fixture
+def directory(made, tmp_path):
+    """A restored boot's cache directory, of the test's own."""
+    with copied(made, tmp_path) as directory:
+        yield directory
+
+
+def caches() -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [torch.zeros(4, blocks.SIZE), torch.zeros(4, blocks.SIZE)]
+
+
+def assert_not_precompiled(compiler) -> None:
+    """The region fell below the top step, and says why."""
+    report = only_report(compiler)
+    assert report.step in ("cached", "cold", "eager")
+    assert report.reason
+
+
+def test_next_boot_is_precompiled_and_traces_nothing(directory):
+    block = build(Block)
+    compiler = boot(directory, block)
+    output = warm_up(compiler, lambda: block(tensor()))
+    report = only_report(compiler)
+    assert (report.step, report.reason) == ("precompiled", "")
+    assert (report.graphs, report.loaded, report.made, report.precompile_s) == (0, 1, 0, 0.0)
+    assert report.relative_error <= report.tolerance
+    close(output, eager(build(Block), tensor()))
+
+
+def test_after_the_warm_up_it_serves_predictions(directory):
+    block = build(Block)
+    compiler = boot(directory, block)
+    warm_up(compiler, lambda: block(tensor()))
+    with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=True):
+        close(block(tensor(seed=3)), eager(build(Block), tensor(seed=3)))
+    assert not compiler.regions[Block]._compiled, "torch.compile was never asked"
+
+
+def test_all_instances_are_served_by_one_artifact(directory):
+    several = [build(Block, seed=seed) for seed in range(3)]
+    compiler = boot(directory, *several)
+    outputs = warm_up(compiler, lambda: [block(tensor()) for block in several])
+    assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 1)
+    for seed, output in enumerate(outputs):
+        close(output, eager(build(Block, seed=seed), tensor()))
+
+
+def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(directory):
+    """As a caller's own tensors are."""
+    for _ in range(2):
+        block = build(Block)
+        compiler = boot(directory, block)
+        outside = tensor().clone() if torch.is_inference_mode_enabled() else torch.ones(4, blocks.SIZE)
+        output = warm_up(compiler, lambda block=block, outside=outside: block(outside))
+        close(output, eager(build(Block), outside))
+    assert only_report(compiler).step == "precompiled"
+
+
+# Attributes that make another function of a block.
+ATTRIBUTES: dict[str, Callable[[], Any]] = {
+    "flag": lambda: False,
+    "number": lambda: 4,
+    "scale": lambda: 0.25,
+    "name": lambda: "longer",
+    "missing": lambda: 1.0,
+    "kind": lambda: blocks.Kind.LARGE,
+    "dtype": lambda: torch.float64,
+    "pair": lambda: (1.0, 3.0),
+    "several": lambda: [1.0, 2.0, 2.0],
+    "options": lambda: {"gain": 3.0},
+    "config": lambda: SimpleNamespace(gain=5.0),
+    "act": lambda: blocks.triple,
+    "shift": lambda: 2.0,
+    "extra": lambda: 2.0,
+    "inner": lambda: Inner(eps=0.25),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_instance_with_another_attribute_is_not_served(made, name):
+    block = build(Block, **{name: ATTRIBUTES[name]()})
+    assert not torch.equal(eager(block, tensor()), eager(build(Block), tensor())), "it would have been wrong"
+    reason = find(made, block, tensor())
+    assert isinstance(reason, str)
+    assert reason != "none is stored for these inputs"
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_instance_whose_attribute_is_set_after_the_load_is_not_served(made, name):
+    block = build(Block)
+    found = find(made, block, tensor())
+    setattr(block, name, ATTRIBUTES[name]())
+    with torch.inference_mode():
+        assert not found.function.fits(block, (tensor(),), {})
+
+
+IN_PLACE: dict[str, Callable[[Block], Any]] = {
+    "appended to a list": lambda block: block.several.append(5.0),
+    "replaced in a list": lambda block: block.several.__setitem__(-1, 5.0),
+    "added to a dict": lambda block: block.options.update(more=1.0),
+    "replaced in a dict": lambda block: block.options.update(gain=9.0),
+    "set in a config": lambda block: setattr(block.config, "gain", 9.0),
+    "set in a child": lambda block: setattr(block.inner, "eps", 9.0),
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_served(made, what):
+    block = build(Block)
+    found = find(made, block, tensor())
+    IN_PLACE[what](block)
+    assert not torch.equal(eager(block, tensor()), eager(build(Block), tensor())), "it would have been wrong"
+    with torch.inference_mode():
+        assert not found.function.fits(block, (tensor(),), {})
+
+
+def times_weight(module: Any, args: Any, output: Any = None) -> Any:
+    """A hook, before or after."""
+    return torch.mm(args[0] if output is None else output, args[0].T @ args[0])
+
+
+def of_blocks(module: Any, args: Any, output: Any = None) -> Any:
+    """The same as a hook of all modules."""
+    return times_weight(module, args, output) if isinstance(module, Block) else None
+
+
+def otherwise(self: Block, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+    """Another forward of a block."""
+    return torch.mm(x, self.second)
+
+
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, x.T @ x)
+
+
+@contextlib.contextmanager
+def setting(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute set while the context lasts."""
+    there, before = name in vars(target), getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if there or isinstance(before, nn.Module):
+            setattr(target, name, before)
+        else:
+            delattr(target, name)
+
+
+@contextlib.contextmanager
+def hooked(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def in_training(block: Block) -> Iterator[None]:
+    block.train()
+    try:
+        yield
+    finally:
+        block.eval()
+
+
+def child(block: Block, child_class: type[Inner]) -> Inner:
+    """Another child with the same parameters."""
+    child = child_class()
+    child.weight = block.inner.weight
+    return child.eval()
+
+
+def child_with_hook(block: Block) -> Inner:
+    replaced = child(block, Inner)
+    replaced.register_forward_hook(times_weight)
+    return replaced
+
+
+# What changes the answer of a block from outside, as context managers.
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "hook": lambda block: hooked(block.register_forward_hook(times_weight)),
+    "pre-hook": lambda block: hooked(block.register_forward_pre_hook(times_weight)),
+    "hook of a child": lambda block: hooked(block.inner.register_forward_hook(times_weight)),
+    "pre-hook of a child": lambda block: hooked(block.inner.register_forward_pre_hook(times_weight)),
+    "global hook": lambda block: hooked(module_hooks.register_module_forward_hook(of_blocks)),
+    "global pre-hook": lambda block: hooked(module_hooks.register_module_forward_pre_hook(of_blocks)),
+    "forward of its own": lambda block: setting(block, "forward", types.MethodType(otherwise, block)),
+    "child's forward of its own": lambda block: setting(block.inner, "forward", squared),
+    "adapter": lambda block: setting(block, "inner", child(block, Adapted)),
+    "child with a hook": lambda block: setting(block, "inner", child_with_hook(block)),
+    "training": in_training,
+    "class's forward": lambda block: setting(Block, "forward", otherwise),
+    "class attribute": lambda block: setting(Block, "shift", 7.0),
+    "function": lambda block: setting(blocks, "combine", blocks.combine_otherwise),
+    "constant": lambda block: setting(blocks, "GAIN", 7.0),
+}
+# What torch.compile does not look at between two calls, either.
+CHANGES_BEFORE = {
+    **CHANGES,
+    "child class's forward": lambda block: setting(Inner, "forward", lambda self, x: squared(x)),
+    "method": lambda block: setting(Block, "factor", lambda self: 5.0),
+}
+# Those that are answered as well, which takes a compile.
+ANSWERED = ("hook of a child", "adapter", "training", "class attribute", "function", "constant")
+
+
+@pytest.mark.parametrize("change", CHANGES_BEFORE)
+def test_block_that_was_changed_before_the_load_is_not_served(made, change):
+    block, unchanged = build(Block), eager_unchanged()
+    with CHANGES_BEFORE[change](block):
+        assert not torch.allclose(eager(block, tensor()), unchanged), "it would have been wrong"
+        assert isinstance(find(made, block, tensor()), str)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_block_that_is_changed_after_the_load_is_not_served(made, change):
+    block = build(Block)
+    found = find(made, block, tensor())
+    with CHANGES[change](block), torch.inference_mode():
+        assert not found.function.fits(block, (tensor(),), {})
+    with torch.inference_mode():
+        assert found.function.fits(block, (tensor(),), {})
+
+
+@pytest.mark.parametrize("change", ANSWERED)
+def test_block_that_was_changed_before_the_load_answers_as_in_eager_and_the_report_says_why(directory, change):
+    block = build(Block)
+    with CHANGES[change](block):
+        expected = eager(block, tensor())
+        compiler = boot(directory, block)
+        close(warm_up(compiler, lambda: block(tensor())), expected, rtol=1e-3, atol=1e-3)
+    assert_not_precompiled(compiler)
+
+
+@pytest.mark.parametrize("change", ANSWERED)
+def test_block_that_is_changed_after_the_load_answers_as_in_eager(directory, change):
+    block, reference = build(Block), build(Block)
+    with CHANGES[change](reference):
+        expected = eager(reference, tensor())
+    compiler = boot(directory, block)
+    warm_up(compiler, lambda: block(tensor()))
+    assert only_report(compiler).step == "precompiled"
+    with CHANGES[change](block), torch.inference_mode():
+        close(block(tensor()), expected, rtol=1e-3, atol=1e-3)
+    with torch.inference_mode():
+        close(block(tensor()), eager_unchanged(), rtol=1e-3, atol=1e-3)
+
+
+def eager_unchanged() -> torch.Tensor:
+    """What the block answers that the artifact was made of."""
+    return eager(build(Block), tensor())
+
+
+GLOBALS: dict[str, Callable[[], Any]] = {
+    "number of another type": lambda: setting(blocks, "COUNT", 2.0),
+    "list that is no longer empty": lambda: setting(blocks, "ACTIVE", ["adapter"]),
+    "value in a dict": lambda: setting(blocks, "OPTIONS", {"gain": 3.0}),
+    "key in a dict": lambda: setting(blocks, "OPTIONS", {"gain": 2.0, "more": 1.0}),
+    "value in an object": lambda: setting(blocks, "CONFIG", SimpleNamespace(gain=5.0)),
+}
+
+
+@pytest.mark.parametrize("change", GLOBALS)
+def test_block_that_reads_a_global_which_was_changed_before_the_load_is_not_served(made, change):
+    expected = eager(build(Global), tensor())
+    with GLOBALS[change]():
+        assert not torch.allclose(eager(build(Global), tensor()), expected), "it would have been wrong"
+        assert isinstance(find(made, build(Global), tensor()), str)
+
+
+@pytest.mark.parametrize("change", GLOBALS)
+def test_block_that_reads_a_global_which_is_changed_after_the_load_is_not_served(made, change):
+    module = build(Global)
+    found = find(made, module, tensor())
+    with GLOBALS[change](), torch.inference_mode():
+        assert not found.function.fits(module, (tensor(),), {})
+
+
+GLOBALS_IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "list": (lambda: blocks.ACTIVE.append("adapter"), lambda: blocks.ACTIVE.clear()),
+    "value in a dict": (lambda: blocks.OPTIONS.update(gain=3.0), lambda: blocks.OPTIONS.update(gain=2.0)),
+    "key in a dict": (lambda: blocks.OPTIONS.update(more=1.0), lambda: blocks.OPTIONS.pop("more")),
+    "value in an object": (lambda: setattr(blocks.CONFIG, "gain", 5.0), lambda: setattr(blocks.CONFIG, "gain", 3.0)),
+}
+
+
+@pytest.mark.parametrize("what", GLOBALS_IN_PLACE)
+def test_block_that_reads_a_global_which_is_changed_in_place_after_the_load_is_not_served(made, what):
+    module = build(Global)
+    found = find(made, module, tensor())
+    change, undo = GLOBALS_IN_PLACE[what]
+    change()
+    try:
+        with torch.inference_mode():
+            assert not found.function.fits(module, (tensor(),), {})
+    finally:
+        undo()
+
+
+def test_block_that_reads_an_environment_variable_is_not_served_with_another_value(made, monkeypatch):
+    """As far as it was set before the load: torch.compile itself does not see it set between two calls."""
+    monkeypatch.setenv("BLOCK_GAIN", "1")
+    assert isinstance(find(made, build(Environ), tensor()), str)
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Have torch told something while the context lasts."""
+    tell(value)
+    try:
+        yield
+    finally:
+        tell(before)
+
+
+SWITCHES: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic algorithms": lambda: told(torch.use_deterministic_algorithms, True, False),
+    "flash attention": lambda: told(torch.backends.cuda.enable_flash_sdp, False, True),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "attention priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    "float32 matmul precision": lambda: told(torch.set_float32_matmul_precision, "medium", "highest"),
+    "default dtype": lambda: told(torch.set_default_dtype, torch.float64, torch.float32),
+    "threads": lambda: told(torch.set_num_threads, 1, torch.get_num_threads()),
+    "function modes": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switch):
+    block = build(Block)
+    found = find(made, block, tensor())
+    with torch.inference_mode(), SWITCHES[switch]():
+        assert not found.function.fits(block, (tensor(),), {})
+        assert switch in found.function.misfit(block, (tensor(),), {})
+    with torch.inference_mode():
+        assert found.function.fits(block, (tensor(),), {})
+
+
+def test_gradients_are_recorded_as_in_eager(directory):
+    block = build(Block)
+    compiler = boot(directory, block)
+    warm_up(compiler, lambda: block(tensor()))
+    with torch.enable_grad():
+        block(torch.ones(4, blocks.SIZE)).sum().backward()
+    gradient, block.first.grad = block.first.grad, None
+    reference = build(Block)
+    reference(torch.ones(4, blocks.SIZE)).sum().backward()
+    close(gradient, reference.first.grad)
+
+
+def test_call_that_records_gradients_is_told_what_to_do(made):
+    with torch.enable_grad():
+        reason = loaded(made).find(build(Block), (torch.ones(4, blocks.SIZE),), {})
+    assert "torch.inference_mode()" in reason
+
+
+def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
+    for step in ("cold", "precompiled"):
+        block = build(Block)
+        compiler = boot(directory, block)
+        with torch.no_grad(), compiler.watching():
+            output = block(torch.ones(4, blocks.SIZE))
+        assert not output.is_inference()
+        assert only_report(compiler).step == step
+    warm_up(compiler, lambda: block(tensor()))
+    assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
+
+
+ARGUMENTS = {"number": 2.0, "whole number": 1, "flag": True, "tensor": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_call_with_another_argument_is_not_served(made, kind):
+    block = build(Block)
+    found = find(made, block, tensor())
+    with torch.inference_mode():
+        assert not found.function.fits(block, (tensor(), ARGUMENTS[kind]), {})
+        assert not found.function.fits(block, (tensor(),), {"by": ARGUMENTS[kind]})
+    assert isinstance(find(made, block, tensor(), ARGUMENTS[kind]), str)
+
+
+def test_numbers_in_arguments_have_an_artifact_each(directory):
+    for step in ("cold", "precompiled"):
+        block = build(Block)
+        compiler = boot(directory, block)
+        outputs = warm_up(
+            compiler, lambda block=block: [block(tensor()), block(tensor(), 2.0), block(tensor(), by=3.0)]
+        )
+        close(outputs, [eager(build(Block), tensor(), by) for by in (1.0, 2.0, 3.0)])
+        assert only_report(compiler).step == step
+
+
+def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boot(made, tmp_path):
+    expected = caches()
+    answer = eager(build(Layers), tensor(), expected)
+    with activated(tmp_path / "cold") as cold, copied(made, tmp_path / "restored") as restored:
+        for directory, step in ((cold, "cold"), (restored, "precompiled")):
+            layers, written = build(Layers), caches()
+            compiler = boot(directory, layers)
+            close(warm_up(compiler, lambda layers=layers, written=written: layers(tensor(), written)), answer)
+            close(written, expected)
+            assert only_report(compiler).step == step
+            again = caches()
+            with torch.inference_mode():
+                close(layers(tensor(), again), answer)
+            close(again, expected)
+    assert only_report(compiler).loaded == 2
+
+
+def test_artifact_of_one_layer_does_not_serve_another(made):
+    layers = build(Layers).layers
+    first, second = find(made, layers[0], tensor(), caches()), find(made, layers[1], tensor(), caches())
+    assert first.path != second.path
+    with torch.inference_mode():
+        assert not first.function.fits(layers[1], (tensor(), caches()), {})
+        assert "layer_idx" in first.function.misfit(layers[1], (tensor(), caches()), {})
+
+
+def test_strides_of_a_batch_of_one_need_one_artifact(directory):
+    """A slice of a longer batch has other strides in dimensions where no address depends on them."""
+    module = build(Batched)
+    compiler = boot(directory, module)
+    long = tensor(1, 8, 16)
+    with torch.inference_mode():
+        variants = [tensor(1, 4, 16), long[:, :4], long[:, 4:]]
+    outputs = warm_up(compiler, lambda: [module(variant) for variant in variants])
+    close(outputs, [eager(build(Batched), variant) for variant in variants])
+    report = only_report(compiler)
+    assert (report.step, report.loaded, report.graphs) == ("precompiled", 1, 0)
+
+
+def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(directory):
+    with torch.inference_mode():
+        sliced = tensor(2, 8, 16)[:, :4]
+    for step in ("cold", "precompiled"):
+        module = build(Batched)
+        compiler = boot(directory, module)
+        outputs = warm_up(compiler, lambda module=module: [module(tensor(2, 4, 16)), module(sliced)])
+        close(outputs, [eager(build(Batched), each) for each in (tensor(2, 4, 16), sliced)])
+        assert only_report(compiler).step == step
+
+
+def test_other_shape_is_not_served(directory):
+    block = build(Block)
+    compiler = boot(directory, block)
+    close(warm_up(compiler, lambda: block(tensor(6, blocks.SIZE))), eager(build(Block), tensor(6, blocks.SIZE)))
+    assert_not_precompiled(compiler)
+    found = find(directory, block, tensor())
+    with torch.inference_mode():
+        assert not found.function.fits(block, (tensor(6, blocks.SIZE),), {})
+
+
+def test_one_tensor_twice_is_not_taken_for_two(directory):
+    def twice(module):
+        x = tensor(16, 16)
+        return module(x, x), x
+
+    def two(module):
+        x = tensor(16, 16)
+        return module(x, tensor(16, 16)), x
+
+    for call in (twice, two):
+        pair = build(Pair)
+        compiler = boot(directory, pair)
+        with torch.inference_mode():
+            expected = call(build(Pair))
+        close(warm_up(compiler, lambda call=call, pair=pair: call(pair)), expected)
+        with torch.inference_mode():
+            close(call(pair), expected)
+
+
+def test_artifact_for_two_tensors_does_not_serve_one_twice(made):
+    pair, one = build(Pair), tensor(16, 16)
+    found = find(made, pair, tensor(16, 16), tensor(16, 16))
+    with torch.inference_mode():
+        assert found.function.fits(pair, (tensor(16, 16), tensor(16, 16)), {})
+        assert not found.function.fits(pair, (one, one), {})
+
+
+def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(directory):
+    """torch.compile takes two inputs for disjoint once it has seen disjoint ones: the check finds out."""
+    for first, second in ((0, 8), (0, 0)):
+        pair, storage, expected = build(Pair), tensor(24, 16), tensor(24, 16)
+        answer = eager(build(Pair), expected[first : first + 16], expected[second : second + 16])
+        compiler = boot(directory, pair)
+        with torch.inference_mode():
+            views = storage[first : first + 16], storage[second : second + 16]
+        close(warm_up(compiler, lambda pair=pair, views=views: pair(*views)), answer)
+        close(storage, expected)
+
+
+def test_input_that_is_changed_ends_as_in_eager(directory):
+    pair, expected = build(Pair), tensor(16, 16)
+    answer = eager(build(Pair), expected, tensor(16, 16, seed=2))
+    compiler = boot(directory, pair)
+    for _ in range(2):
+        changed = tensor(16, 16)
+        close(warm_up(compiler, lambda changed=changed: pair(changed, tensor(16, 16, seed=2))), answer)
+        close(changed, expected)
+    changed = tensor(16, 16)
+    with torch.inference_mode():
+        pair(changed, tensor(16, 16, seed=2))
+    close(changed, expected)
+    assert only_report(compiler).step == "precompiled"

@@ -1,0 +1,77 @@
+"""Stand-ins: what they find different, in words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import blocks
+import pytest
+
+from compile_cache.errors import NotPrecompilable
+from compile_cache.fingerprint import describe
+from compile_cache.stand_ins import Checks, StandIn, importable, resolve
+
+ALIAS = "__import_blocks"
+
+
+def of_global(name: str, kind: str, was, key=None) -> Checks:
+    return Checks([StandIn(f"G['{ALIAS}'].{name}", kind, key, was)], {ALIAS: blocks})
+
+
+# A global of blocks, the kind of guard, what it asks for, what was there, and what is there later.
+KINDS = [
+    ("GAIN", "CONSTANT_MATCH", None, describe(blocks.GAIN), 7.0),
+    ("COUNT", "EQUALS_MATCH", None, describe(blocks.COUNT), 2.0),
+    ("combine", "FUNCTION_MATCH", None, describe(blocks.combine), blocks.combine_otherwise),
+    ("combine", "CLOSURE_MATCH", None, describe(blocks.combine), blocks.combine_otherwise),
+    ("Inner", "CLASS_MATCH", None, describe(blocks.Inner), blocks.Adapted),
+    ("os", "MODULE_MATCH", None, describe(blocks.os), pytest),
+    ("CONFIG", "TYPE_MATCH", None, "types.SimpleNamespace", object()),
+    ("ACTIVE", "SEQUENCE_LENGTH", None, ["builtins.list", 0], ["one"]),
+    ("OPTIONS", "DICT_KEYS_MATCH", None, ["builtins.dict", [describe("gain")]], {"other": 1.0}),
+    ("OPTIONS", "DICT_CONTAINS", "gain", True, {}),
+    ("CONFIG", "HASATTR", "gain", True, SimpleNamespace()),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "key", "was", "later"), KINDS)
+def test_difference_names_what_differs(monkeypatch, name, kind, key, was, later):
+    checks = of_global(name, kind, was, key)
+    assert checks.difference() == ""
+    monkeypatch.setattr(blocks, name, later)
+    assert f"G['{ALIAS}'].{name} is " in checks.difference()
+
+
+def test_what_is_gone_is_a_difference(monkeypatch):
+    checks = of_global("GAIN", "CONSTANT_MATCH", describe(blocks.GAIN))
+    monkeypatch.delattr(blocks, "GAIN")
+    assert "cannot be read: AttributeError" in checks.difference()
+
+
+def test_what_is_below_the_inputs_is_compared_with_each_call():
+    checks = Checks([StandIn("L['module'].act", "CLOSURE_MATCH", None, describe(blocks.double))], {})
+    assert checks.difference() == ""
+    assert checks.local_difference({"module": SimpleNamespace(act=blocks.double)}) == ""
+    assert "L['module'].act is " in checks.local_difference({"module": SimpleNamespace(act=blocks.triple)})
+
+
+def test_constants_and_functions_are_compared_in_every_call(monkeypatch):
+    holds = of_global("GAIN", "CONSTANT_MATCH", describe(blocks.GAIN)).per_call({})
+    assert holds({})
+    monkeypatch.setattr(blocks, "GAIN", 7.0)
+    assert not holds({})
+
+
+def test_what_can_be_imported_is_found_again():
+    for value in (blocks, blocks.combine, blocks.Block, blocks.Block.factor):
+        assert resolve(*importable(value)) is value
+
+
+def test_what_cannot_be_imported_is_refused():
+    with pytest.raises(NotPrecompilable, match="cannot be imported"):
+        importable(lambda: None)
+
+
+def test_name_that_is_not_there_resolves_to_nothing():
+    assert resolve("blocks", "nothing") is None
+    assert resolve("no_such_module", "") is None
