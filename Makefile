@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # What pip finds: on Linux usually the build for CUDA, which runs on a CPU as well.
 TORCH ?= torch==2.13.0
 
+# Where tests find what QUANTIZE needs.
+QUANTIZE := $(VENV)/quantize
+
 # What `make test` does a part of, in full: about half an hour, and root for namespaces.
 SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py
 
@@ -23,7 +26,7 @@ demo: $(VENV)/ready
 	$(BIN)/python demo/run_demo.py
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 soak: $(VENV)/ready
 	@failed=; for soak in $(SOAKS); do \
@@ -49,6 +52,8 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23" "setuptools>=77"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[model,dev]"
+	@# Beside the others: wherever torchao is installed, transformers imports it, in every boot.
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
 	@touch $@
 
 clean:

@@ -52,10 +52,10 @@ class Compiler:
         """Whether some thread is in the middle of a compile, whose files may be half-written."""
         return self._compiling.is_set()
 
-    def compile(self, root: nn.Module) -> None:
+    def compile(self, root: nn.Module, whole: bool = False) -> None:
         """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself."""
         configure_torch()
-        for module in find_regions(root, self._settings.scope):
+        for module in find_regions(root, "whole" if whole else self._settings.scope):
             if type(module) not in self.regions:
                 self.regions[type(module)] = Region(
                     type(module), self._settings.mode, self._settings.dynamic, self._precompiled, self._new_artifacts

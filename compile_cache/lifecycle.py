@@ -162,9 +162,10 @@ class Boot:
             self._preloading = Preloading(self._load_precompiled)
             self._preloading.start()
 
-    def compile(self, module: nn.Module) -> None:
-        """Compile `module`'s repeated blocks, or `module` itself if the scope is `whole` or it has none. Waits for the
-        restore first. With the scope `off`, or if compiling cannot be set up, `module` stays eager."""
+    def compile(self, module: nn.Module, *, whole: bool = False) -> None:
+        """Compile `module`'s repeated blocks, or `module` itself if it has none, or with `whole`, or if the scope is
+        `whole`. Waits for the restore first. With the scope `off`, or if compiling cannot be set up, `module` stays
+        eager."""
         if not self._settings.enabled:
             return
         with self.timed("join"):
@@ -174,7 +175,7 @@ class Boot:
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
                 self._preloading.wait()
-            self._prepare_compiler().compile(module)
+            self._prepare_compiler().compile(module, whole)
             self.report.regions = [region.report for region in self._prepare_compiler().regions.values()]
 
     def _prepare_compiler(self) -> Compiler:

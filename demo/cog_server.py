@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,17 @@ class CogServer:
                     raise
             time.sleep(_POLL_S)
 
+    def stream(self, **inputs: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """One prediction, as server-sent events: the kind of each, and its data. `project` is a `streaming_project`."""
+        with self._open("/predictions", {"input": inputs}, {"Accept": "text/event-stream"}) as answer:
+            kind = ""
+            for line in answer:
+                field, _, value = line.decode().strip().partition(": ")
+                if field == "event":
+                    kind = value
+                elif field == "data":
+                    yield kind, json.loads(value)
+
     def predict_later(self, **inputs: Any) -> dict[str, Any]:
         """Start a prediction and return at once, as `Prefer: respond-async` does."""
         return self._request("/predictions", {"input": inputs}, {"Prefer": "respond-async"})
@@ -129,15 +140,36 @@ class CogServer:
         os.kill(self.pid, number)
         return self.process.wait(timeout_s)
 
+    def cancel(self, prediction: str) -> None:
+        """Cancel a running prediction by its id."""
+        self._request(f"/predictions/{prediction}/cancel", {})
+
     def _request(
         self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
+        with self._open(path, body, headers) as answer:
+            return dict(json.load(answer))
+
+    def _open(self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json", **(headers or {})}
         )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return dict(json.load(answer))
+        return urllib.request.urlopen(request, timeout=600)
+
+
+def streaming_project(folder: Path) -> Path:
+    """Make `folder` this project, with the mark that `cog build` leaves in its schema for `@streaming`; `folder` again.
+
+    Without the schema, the server streams nothing.
+    """
+    for path in PROJECT.iterdir():
+        if not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    (folder / ".cog").mkdir()
+    schema = {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}}
+    (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
+    return folder
 
 
 def files(prediction: Mapping[str, Any]) -> list[bytes]:

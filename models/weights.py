@@ -29,9 +29,9 @@ _PIECE_BYTES = 8 << 20
 
 
 def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
-    """Whether all weights of a pipeline are in safetensors files, and floating-point ones of `dtype` already.
+    """Whether all weights of a model or pipeline are in safetensors files, and floating-point ones of `dtype` already.
 
-    What else there is `from_pretrained` casts, quantises or unpickles; on the CPU, into as much memory as it takes.
+    What else there is `from_pretrained` casts, quantizes or unpickles; on the CPU, into as much memory as it takes.
     """
     try:
         return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
@@ -40,18 +40,18 @@ def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The files of every component that has weights, as from_pretrained finds them.
+    """The files of a model, or of every component of a pipeline that has weights, as from_pretrained finds them.
 
     Raises:
         OSError: a component has none that are safetensors.
-        ValueError: a component is quantised.
+        ValueError: a component is quantized.
     """
-    for name in json.loads((folder / "model_index.json").read_text()):
-        component = folder / name
+    index = folder / "model_index.json"
+    for component in [folder / name for name in json.loads(index.read_text())] if index.is_file() else [folder]:
         if not (component / "config.json").is_file():  # a tokenizer, a scheduler, or no component
             continue
         if "quantization_config" in json.loads((component / "config.json").read_text()):
-            raise ValueError(f"{component} is quantised")
+            raise ValueError(f"{component} is quantized")
         yield from _component_files(component)
 
 

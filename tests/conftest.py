@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 # Inductor tries each set of vector instructions with a compile of its own, 10 of a cold boot's 25 seconds; what the CPU
 # says it has is enough here. Before torch is imported, and for the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
+# long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)

@@ -1,0 +1,116 @@
+"""The Triton kernels of models/decode_attention.py."""
+
+# No "from __future__ import annotations": Triton reads the annotations as objects.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_part(
+    query,
+    key,
+    value,
+    position,
+    partial,
+    sums,
+    scale,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
+    heads,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens.
+
+    Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
+    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
+    """
+    key_head = tl.program_id(0)
+    part = tl.program_id(1)
+    end = tl.load(position).to(tl.int32) + 1
+    start = 0
+    if window > 0:
+        start = tl.maximum(0, end - window)
+    # The parts are as even as whole blocks allow.
+    part_tokens = tl.cdiv(tl.cdiv(end - start, PARTS), BLOCK) * BLOCK
+    first = start + part * part_tokens
+    last = tl.minimum(first + part_tokens, end)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED_SIZE)
+    value_column = tl.arange(0, PADDED_VALUE_SIZE)
+    head = key_head * GROUP + row
+    is_row = row < GROUP
+    queries = tl.load(
+        query + head[:, None] * SIZE + column[None, :], mask=is_row[:, None] & (column[None, :] < SIZE), other=0.0
+    )
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    gathered = tl.zeros([ROWS, PADDED_VALUE_SIZE], tl.float32)
+    for block in range(first, last, BLOCK):
+        token = block + tl.arange(0, BLOCK)
+        is_token = token < last
+        keys = tl.load(
+            key + key_head * key_head_stride + token[None, :] * key_token_stride + column[:, None],
+            mask=is_token[None, :] & (column[:, None] < SIZE),
+            other=0.0,
+        )
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if softcap > 0:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        scores = tl.where(is_token[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - new_largest[:, None])
+        shrink = tl.exp(largest - new_largest)
+        values = tl.load(
+            value + key_head * value_head_stride + token[:, None] * value_token_stride + value_column[None, :],
+            mask=is_token[:, None] & (value_column[None, :] < VALUE_SIZE),
+            other=0.0,
+        )
+        gathered = gathered * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, axis=1)
+        largest = new_largest
+    place = head * PARTS + part
+    tl.store(
+        partial + place[:, None] * VALUE_SIZE + value_column[None, :],
+        gathered,
+        mask=is_row[:, None] & (value_column[None, :] < VALUE_SIZE),
+    )
+    tl.store(sums + place, largest, mask=is_row)
+    tl.store(sums + heads * PARTS + place, total, mask=is_row)
+
+
+@triton.jit
+def join_parts(
+    partial,
+    sums,
+    result,
+    heads,
+    VALUE_SIZE: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The parts of one head, joined: result is [heads, VALUE_SIZE]. Grid: (heads,)."""
+    head = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    column = tl.arange(0, PADDED_VALUE_SIZE)
+    largest = tl.load(sums + head * PARTS + part)
+    total = tl.load(sums + heads * PARTS + head * PARTS + part)
+    share = tl.exp(largest - tl.max(largest, axis=0))
+    place = head * PARTS + part
+    gathered = tl.load(
+        partial + place[:, None] * VALUE_SIZE + column[None, :], mask=column[None, :] < VALUE_SIZE, other=0.0
+    )
+    joined = tl.sum(gathered * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    tl.store(result + head * VALUE_SIZE + column, joined.to(result.dtype.element_ty), mask=column < VALUE_SIZE)

@@ -1,0 +1,247 @@
+"""Generation, one sequence at a time: a prefill for each size of prompt, and a decode step that is replayed.
+
+On a GPU the whole step, sampling included, is recorded as one CUDA graph, which any thread can replay; what
+torch.compile itself records belongs to the thread that recorded it. The host runs some steps ahead of the tokens it
+has looked at, so that looking at them costs the GPU nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from models.sampling import Sampler, Sampling
+from models.static_cache import StaticCache, use_static_cache
+
+# Steps that are queued on the GPU while the host looks at a token: what is thrown away after the last one.
+_STEPS_AHEAD = 2
+_RECORDING_WARM_UPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A tokenized prompt, and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+class Prefill(nn.Module):
+    """A whole prompt through the model, padded to a bucket: what to compile, once for each bucket."""
+
+    def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
+        super().__init__()
+        self.model, self.sampler = model, sampler
+        self._cache = cache
+
+    def forward(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Fill the cache, choose the next token; the logits it was chosen from.
+
+        tokens: [1, bucket], last: [1], the index of the last token that is no padding; logits: [1, vocabulary].
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        logits = _call(self.model, tokens, places, self._cache, last)
+        self.sampler(logits)
+        return logits
+
+
+class DecodeStep(nn.Module):
+    """One token through the model: what to compile. It moves nothing on, so that the same call twice does the same."""
+
+    def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
+        super().__init__()
+        self.model, self.sampler = model, sampler
+        self._cache = cache
+
+    def forward(self, token: torch.Tensor) -> torch.Tensor:
+        """Write `token` at the cache's position, choose the next one; the logits it was chosen from.
+
+        token: [1, 1], logits: [1, vocabulary].
+        """
+        logits = _call(self.model, token, self._cache.position[None], self._cache, 1)
+        self.sampler.see(token[0])
+        self.sampler(logits)
+        return logits
+
+
+def _call(
+    model: PreTrainedModel, tokens: torch.Tensor, places: torch.Tensor, cache: StaticCache, keep: int | torch.Tensor
+) -> torch.Tensor:
+    output = model(
+        tokens,
+        position_ids=places,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+        position=cache.position,
+    )
+    logits: torch.Tensor = output.logits
+    return logits[:, 0]
+
+
+class Generator:
+    """A model, its cache and its two steps. One sequence at a time; each request begins anew."""
+
+    def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
+        """Take `model` over: its attention is replaced.
+
+        Raises:
+            ValueError: the model cannot be served with a static cache.
+        """
+        use_static_cache(model)
+        device = model.device
+        self._cache = StaticCache(model.config, cache_tokens, device)
+        self._sampler = Sampler(model.config.get_text_config(decoder=True).vocab_size, device)
+        self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
+        self._readings = [_Reading(device) for _ in range(self._steps_ahead + 2)]
+        self._requests = 0
+        self.buckets = tuple(sorted(buckets))
+        self.prefill = Prefill(model, self._cache, self._sampler)
+        self.decode = DecodeStep(model, self._cache, self._sampler)
+        self._allocate(model)
+
+    @torch.no_grad()  # in inference mode, they would be tensors that no other mode may write to
+    def _allocate(self, model: PreTrainedModel) -> None:
+        """Let the layers allocate their keys and values, which only their own states tell the shapes of."""
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        try:
+            _call(model, tokens, torch.arange(2, device=model.device)[None], self._cache, 1)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ValueError(f"{type(model).__name__} cannot be served with a static cache: {error}") from error
+
+    @property
+    def cache_tokens(self) -> int:
+        """The most tokens of a prompt and what is generated together."""
+        return self._cache.tokens
+
+    def tokens(self, request: Request) -> Iterator[int]:
+        """Generate the tokens that follow a prompt, `max_new_tokens` of them unless the caller stops before.
+
+        Sets all the thread-local state it needs in each step: between two of them another thread may go on.
+
+        Raises:
+            ValueError: the prompt is empty, or longer than the largest bucket, or does not fit the cache.
+            RuntimeError: another request has begun before this one has ended.
+        """
+        self.check(request)
+        self._begin(request)
+        mine = self._requests
+        queued: deque[_Reading] = deque()
+        chosen = 0
+        for number in range(request.max_new_tokens):
+            while chosen <= min(number + self._steps_ahead, request.max_new_tokens - 1):
+                if chosen:
+                    self._advance()
+                queued.append(self._read(chosen))
+                chosen += 1
+            yield queued.popleft().wait()
+            if self._requests != mine:
+                raise RuntimeError("another request has begun: a Generator serves one at a time")
+
+    def check(self, request: Request) -> None:
+        """Whether a request can be served.
+
+        Raises:
+            ValueError: says which limit it passes.
+        """
+        prompt = len(request.prompt)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be 1 or more")
+        if prompt + request.max_new_tokens > self.cache_tokens:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, and max_new_tokens is {request.max_new_tokens}: together they may be "
+                f"{self.cache_tokens} (CACHE_TOKENS)"
+            )
+        if prompt > self.buckets[-1]:
+            raise ValueError(f"the prompt has {prompt} tokens; it may have {self.buckets[-1]} (PROMPT_BUCKETS)")
+
+    @torch.inference_mode()
+    def _begin(self, request: Request) -> None:
+        """Prefill, and choose the first token."""
+        self._requests += 1
+        device = self._token.device
+        prompt = torch.tensor(request.prompt)
+        tokens = len(request.prompt)
+        padded = torch.zeros(1, self.buckets[bisect_left(self.buckets, tokens)], dtype=torch.long)
+        padded[0, :tokens] = prompt
+        self._sampler.set(request.sampling, prompt.to(device))
+        self._sampler.draw()
+        self.prefill(padded.to(device), torch.tensor([tokens - 1], device=device))
+        self._token.copy_(self._sampler.chosen)
+        self._cache.position.fill_(tokens)
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Choose the next token. On a GPU, queue it."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        self._sampler.draw()
+        self.decode(self._token)
+        self._token.copy_(self._sampler.chosen)
+        self._cache.position.add_(1)
+
+    @torch.inference_mode()
+    def _read(self, number: int) -> _Reading:
+        reading = self._readings[number % len(self._readings)]
+        reading.start(self._token)
+        return reading
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the step, as it is compiled now, as one CUDA graph; nothing without a GPU. Call it when nothing is
+        generated.
+
+        Raises:
+            RuntimeError: something in the step cannot be recorded.
+        """
+        if not self._token.is_cuda:
+            return
+        self._cache.position.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
+            for _ in range(_RECORDING_WARM_UPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._sampler.generator)
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        self._graph = graph
+
+
+class _Reading:
+    """One token on its way from the device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._token = torch.zeros(1, 1, dtype=torch.long, pin_memory=self._is_cuda)
+        self._arrived = torch.cuda.Event() if self._is_cuda else None
+
+    def start(self, token: torch.Tensor) -> None:
+        """Queue the copy after what the device has to do."""
+        self._token.copy_(token, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> int:
+        """The token; waits for it, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._token)

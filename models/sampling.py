@@ -1,0 +1,110 @@
+"""How the next token is chosen: the processors of transformers' `generate`, in one function of fixed shapes.
+
+Everything that a request may ask for is in tensors on the device, so that one compiled step, and one recorded CUDA
+graph, serves every request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What one request asks for. A temperature of 0 takes the likeliest token; `top_k` 0, `top_p` 1 and
+    `repetition_penalty` 1 change nothing."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning.
+
+        Raises:
+            ValueError: names the value.
+        """
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 or more")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+
+
+class Sampler(nn.Module):
+    """Chooses `chosen` from logits, as the last `set` and `see` have told.
+
+    Runs inside compiled steps: it writes to its buffers what depends on its inputs alone, so that the same call twice
+    does the same. The random numbers are drawn outside, by `draw`.
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    repetition_penalty: torch.Tensor
+    is_greedy: torch.Tensor
+    seen: torch.Tensor
+    noise: torch.Tensor
+    chosen: torch.Tensor
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        super().__init__()
+        self.generator = torch.Generator(device)
+        self._vocabulary = vocabulary
+        buffers = {
+            "temperature": torch.ones(1),
+            "top_p": torch.ones(1),
+            "top_k": torch.full((1,), vocabulary),
+            "repetition_penalty": torch.ones(1),
+            "is_greedy": torch.ones(1, dtype=torch.bool),
+            "seen": torch.zeros(vocabulary, dtype=torch.bool),
+            "noise": torch.ones(vocabulary),
+            "chosen": torch.zeros(1, 1, dtype=torch.long),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer.to(device), persistent=False)
+
+    def set(self, sampling: Sampling, prompt: torch.Tensor) -> None:
+        """Sample as a request asks, whose prompt of shape [tokens] counts as seen."""
+        self.is_greedy.fill_(sampling.temperature == 0)
+        self.temperature.fill_(sampling.temperature or 1.0)
+        # Sums of probabilities reach 1 before the last token is in, by rounding.
+        self.top_p.fill_(sampling.top_p if sampling.top_p < 1 else float("inf"))
+        self.top_k.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary))
+        self.repetition_penalty.fill_(sampling.repetition_penalty)
+        self.generator.manual_seed(sampling.seed)
+        self.seen.zero_()
+        self.seen.index_fill_(0, prompt, True)
+
+    def draw(self) -> None:
+        """New random numbers for the next choice."""
+        self.noise.exponential_(generator=self.generator)
+
+    def see(self, token: torch.Tensor) -> None:
+        """`token`, of shape [1], has been chosen and counts for the repetition penalty from now on."""
+        self.seen.index_fill_(0, token, True)
+
+    def forward(self, logits: torch.Tensor) -> None:
+        """Choose from logits of shape [1, vocabulary], in transformers' order: penalty, temperature, top k, top p."""
+        scores = logits[0].float()
+        penalty = self.repetition_penalty
+        scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
+        # Ties with the last of the top k stay, as in TopKLogitsWarper.
+        is_kept = ordered >= ordered.gather(0, self.top_k - 1)
+        probabilities = torch.softmax(ordered.masked_fill(~is_kept, float("-inf")), dim=0)
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+        # The largest p / e, for e of an exponential distribution, is a draw from p: each p / e comes first with
+        # probability p (the exponential race). No sum has to be inverted.
+        drawn = order.gather(0, (probabilities / self.noise).argmax(dim=0, keepdim=True))
+        likeliest = scores.argmax(dim=0, keepdim=True)
+        self.chosen.copy_(torch.where(self.is_greedy, likeliest, drawn)[None])

@@ -1,0 +1,144 @@
+"""A static key-value cache: allocated once for one sequence, written in place, reused by every request.
+
+Attention over it is registered with transformers under `ATTENTION`, builds no mask, and reads only what is filled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
+
+from models.decode_attention import decode_attention
+
+ATTENTION = "static_cache"
+# A layer of another type keeps other things than the keys and values of all tokens.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+class StaticCache(Cache):  # type: ignore[misc]
+    """Keys and values of one sequence of up to `tokens` tokens, for every layer of a model.
+
+    Layers with a sliding window have room for all tokens as well, and attend to those in the window.
+    """
+
+    def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
+        """Allocate nothing yet: the shapes are those of the first states.
+
+        Raises:
+            ValueError: the model has layers that keep something else than keys and values.
+        """
+        text_config = config.get_text_config(decoder=True)
+        layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+        if unknown := sorted(set(layer_types) - _LAYER_TYPES):
+            raise ValueError(f"{config.model_type} has layers of type {', '.join(unknown)}, which have no static cache")
+        self.tokens = tokens
+        # Of the token that is decoded next; the one tensor that tells where it is, for all layers.
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types])
+
+    def __deepcopy__(self, _: dict[int, Any]) -> StaticCache:
+        return self  # a copy would be another sequence's, and as large
+
+
+class _Layer(StaticLayer):  # type: ignore[misc]
+    """One layer's keys and values: [1, key-value heads, tokens, head size]."""
+
+    def __init__(self, tokens: int, position: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self._position = position
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a prompt from the beginning on, or one token at the position; all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        if tokens == 1:
+            self.keys.index_copy_(2, self._position, key_states)
+            self.values.index_copy_(2, self._position, value_states)
+        else:
+            self.keys[:, :, :tokens] = key_states
+            self.values[:, :, :tokens] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Not asked for: positions are given."""
+        raise NotImplementedError("it asks the cache how long it is, although it is given the positions")
+
+
+def use_static_cache(model: PreTrainedModel) -> None:
+    """Let `model` attend over a StaticCache, as long as it is called with `position=`, the cache's own.
+
+    Raises:
+        ValueError: its attention cannot be replaced.
+    """
+    AttentionInterface.register(ATTENTION, attend)
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{type(model).__name__} has an attention of its own, which knows no static cache")
+    model.set_attn_implementation(ATTENTION)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of a whole prompt, or of the one token at `position`, for transformers' AttentionInterface.
+
+    query: [1, heads, queries, size], key and value: [1, key-value heads, tokens, size]; result: [1, queries, heads,
+    size]. A prompt may be padded on its right: what follows a token does not reach it.
+
+    Raises:
+        ValueError: the model asks for what is not supported here, or does not pass `position` on.
+    """
+    if position is None:
+        raise ValueError(f"{type(module).__name__} does not pass its arguments on to the attention function")
+    if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
+        raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = query.shape[2]
+    if queries == 1:
+        attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
+    else:
+        keys, values = key[:, :, :queries], value[:, :, :queries]
+        attended = _attend_prompt(query, keys, values, scale, sliding_window, softcap)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    tokens = query.shape[2]
+    is_windowed = window is not None and window < tokens
+    if not softcap and not is_windowed:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    place = torch.arange(tokens, device=query.device)
+    mask = place[:, None] >= place
+    if window is not None and is_windowed:
+        mask &= place[:, None] < place + window
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value

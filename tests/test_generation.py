@@ -1,0 +1,118 @@
+"""Generation with a static cache, eager: the same tokens as transformers', and no trace of the request before."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import random_texts
+import torch
+from random_texts import FAMILIES, greedy, make, prompt
+
+from models.generation import Generator, Request
+from models.sampling import Sampling
+
+CACHE_TOKENS = 64
+BUCKETS = (16, 48)
+
+
+def generator(family: str = "llama") -> Generator:
+    return Generator(make(family), CACHE_TOKENS, BUCKETS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family):
+    """Prompts shorter and longer than a sliding window, exactly of a bucket's length, and of one token."""
+    expected = [greedy(make(family), prompt(length), 16) for length in (1, 16, 30)]
+    made = generator(family)
+    found = [list(made.tokens(Request(prompt(length), 16))) for length in (1, 16, 30)]
+    assert found == expected
+    assert all(len(set(tokens)) > 3 for tokens in expected), "a model that repeats itself shows little"
+
+
+def test_a_request_leaves_nothing_for_the_next():
+    made = generator()
+    alone = list(made.tokens(Request(prompt(20), 20)))
+    list(made.tokens(Request(prompt(48, seed=2), 16, Sampling(1.0, 0.9, 50, 1.5, seed=3))))
+    assert list(made.tokens(Request(prompt(20), 20))) == alone
+
+
+def test_a_request_that_is_stopped_leaves_nothing_for_the_next():
+    made = generator()
+    alone = list(made.tokens(Request(prompt(20), 20)))
+    for stopped_after in (0, 1, 5):
+        tokens = made.tokens(Request(prompt(30, seed=4), 30, Sampling(1.0, seed=1)))
+        list(islice(tokens, stopped_after))
+        tokens.close()
+        assert list(made.tokens(Request(prompt(20), 20))) == alone
+
+
+def test_a_request_that_another_one_has_replaced_says_so():
+    made = generator()
+    first = made.tokens(Request(prompt(5), 10))
+    next(first)
+    next(made.tokens(Request(prompt(6), 10)))
+    with pytest.raises(RuntimeError, match="one at a time"):
+        next(first)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
+    made = generator()
+    request = Request(prompt(10), 20, Sampling(temperature=1.0, seed=7))
+    first = list(made.tokens(request))
+    list(made.tokens(Request(prompt(10), 5, Sampling(temperature=1.0, seed=8))))
+    assert list(made.tokens(request)) == first
+
+
+def test_the_penalty_reaches_the_tokens_that_were_generated():
+    """With a heavy penalty, nothing comes twice."""
+    found = list(generator().tokens(Request(prompt(5), 50, Sampling(repetition_penalty=1e6))))
+    assert len(set(found)) == 50
+    assert not set(found) & set(prompt(5))
+
+
+def test_threads_may_take_turns():
+    """Cog's do: neither inference mode nor anything else is left behind in one of them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    made = generator()
+    expected = list(made.tokens(Request(prompt(20), 20)))
+    tokens = made.tokens(Request(prompt(20), 20))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        found = [(one, other)[number % 2].submit(next, tokens).result() for number in range(20)]
+        assert not one.submit(torch.is_inference_mode_enabled).result()
+    assert found == expected
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize(
+    ("request_", "limit"),
+    [
+        (Request((), 5), "empty"),
+        (Request(prompt(5), 0), "max_new_tokens is 0"),
+        (Request(prompt(40), 25), "64 .CACHE_TOKENS"),
+        (Request(prompt(49), 5), "48 .PROMPT_BUCKETS"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_the_limit_named(request_, limit):
+    with pytest.raises(ValueError, match=limit):
+        next(generator().tokens(request_))
+
+
+def test_prompt_and_answer_may_fill_the_cache():
+    expected = greedy(make("llama"), prompt(40), 24)
+    assert list(generator().tokens(Request(prompt(40), 24))) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "asks the cache how long it is"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "asks for s_aux"),
+        ("falcon", {}, "attention of its own"),
+        ("qwen3_next", {"head_dim": 16, "num_experts": 0}, "linear_attention"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_and_the_reason_given(family, changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        Generator(random_texts.make(family, **changes), CACHE_TOKENS, BUCKETS)

@@ -1,0 +1,160 @@
+"""The sampler against transformers' own processors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from models.sampling import Sampler, Sampling
+
+VOCABULARY = 40
+DRAWS = 4000
+CPU = torch.device("cpu")
+# A wrong distribution is found with near certainty; a right one is refused once in ten thousand seeds.
+LEAST_P = 1e-4
+
+REQUESTS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.7),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=1.0, top_k=7),
+    Sampling(temperature=1.0, top_p=0.5),
+    Sampling(temperature=1.0, top_p=0.01),
+    Sampling(temperature=1.0, repetition_penalty=1.8),
+    Sampling(temperature=1.0, repetition_penalty=0.6),
+    Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3),
+]
+
+
+def logits() -> torch.Tensor:
+    return torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
+
+
+def prompt() -> torch.Tensor:
+    return torch.tensor([3, 4, 5, 6, 17, 18, 3])
+
+
+def expected(sampling: Sampling) -> torch.Tensor:
+    """The distribution that `generate` draws from, with the same arguments."""
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return processors(prompt()[None], logits()).softmax(dim=-1)[0]
+
+
+def sampler(sampling: Sampling) -> Sampler:
+    made = Sampler(VOCABULARY, CPU)
+    made.set(sampling, prompt())
+    return made
+
+
+def draw(made: Sampler, draws: int) -> torch.Tensor:
+    found = []
+    for _ in range(draws):
+        made.draw()
+        made(logits())
+        found.append(made.chosen.item())
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("sampling", REQUESTS, ids=str)
+def test_tokens_are_drawn_as_transformers_draws_them(sampling):
+    probabilities = expected(sampling)
+    counts = torch.bincount(draw(sampler(sampling), DRAWS), minlength=VOCABULARY)
+    assert not counts[probabilities == 0].any()
+    likely = probabilities * DRAWS >= 5
+    observed = torch.cat([counts[likely], counts[~likely].sum()[None]]).double()
+    wanted = torch.cat([probabilities[likely], probabilities[~likely].sum()[None]]).double() * DRAWS
+    kept = wanted > 0
+    if kept.sum() > 1:
+        assert chisquare(observed[kept], wanted[kept] / wanted[kept].sum() * observed[kept].sum()).pvalue > LEAST_P
+
+
+def test_the_test_finds_a_wrong_distribution():
+    counts = torch.bincount(draw(sampler(Sampling(temperature=1.1)), DRAWS), minlength=VOCABULARY).double()
+    wanted = expected(Sampling(temperature=1.0)).double() * DRAWS
+    assert chisquare(counts, wanted / wanted.sum() * counts.sum()).pvalue < LEAST_P
+
+
+def test_ties_with_the_last_of_the_top_k_stay_as_in_transformers():
+    made = Sampler(4, CPU)
+    made.set(Sampling(temperature=1.0, top_k=2), torch.tensor([0]))
+    tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    found = set()
+    for _ in range(200):
+        made.draw()
+        made(tied)
+        found.add(made.chosen.item())
+    assert found == {0, 1, 2}
+
+
+def test_temperature_0_takes_the_first_of_the_likeliest():
+    made = Sampler(4, CPU)
+    made.set(Sampling(), torch.tensor([0]))
+    made.draw()
+    made(torch.tensor([[0.0, 5.0, 5.0, 1.0]]))
+    assert made.chosen.tolist() == [[1]]
+
+
+def test_the_penalty_counts_for_the_likeliest_token_as_well():
+    made = Sampler(3, CPU)
+    made.set(Sampling(repetition_penalty=2.0), torch.tensor([0]))
+    made(torch.tensor([[3.0, 2.0, 1.0]]))
+    assert made.chosen.item() == 1
+    made.see(torch.tensor([1]))
+    made(torch.tensor([[3.0, 2.0, 1.6]]))
+    assert made.chosen.item() == 2
+
+
+def test_a_request_forgets_what_the_one_before_has_seen():
+    made = Sampler(3, CPU)
+    made.set(Sampling(repetition_penalty=2.0), torch.tensor([0, 1, 2]))
+    made.set(Sampling(repetition_penalty=2.0), torch.tensor([2]))
+    assert made.seen.tolist() == [False, False, True]
+
+
+def test_the_same_seed_draws_the_same_tokens_and_another_one_others():
+    first, again, other = (draw(sampler(Sampling(temperature=1.0, seed=seed)), 50).tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_the_same_call_twice_does_the_same():
+    made = sampler(Sampling(temperature=1.0))
+    made.draw()
+    made(logits())
+    before = {name: buffer.clone() for name, buffer in made.named_buffers()}
+    made(logits())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in made.named_buffers())
+
+
+def test_top_k_beyond_the_vocabulary_is_all_of_it():
+    assert sampler(Sampling(temperature=1.0, top_k=10**6)).top_k.item() == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ],
+)
+def test_a_value_without_meaning_is_refused_and_named(values, name):
+    with pytest.raises(ValueError, match=name):
+        Sampling(**values)

@@ -1,0 +1,226 @@
+"""The text family on the demo model, eager: prompts, defaults, ends, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from sums import answer, prompt, unseen_sums
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.generation import Request
+from models.sampling import Sampling
+from models.settings import TextSettings
+from models.text import TextInputs, TextModel, default_buckets
+
+PROJECT = Path(__file__).parent.parent
+DEMO = PROJECT / "demo" / "llama-adder"
+# Beside the virtual environment, where `make` puts it: installed in it, torchao is imported in every process.
+QUANTIZE = PROJECT / ".venv" / "quantize"
+SETTINGS = TextSettings(cache_tokens=64, prompt_buckets=(16, 64))
+# A prompt that is no sum is answered at random, and goes on to the end of the cache.
+RAMBLING = TextInputs("ab", temperature=3.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TextModel.load(str(DEMO), None, SETTINGS)
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A copy of the demo model, and a function that changes one of its JSON files."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+
+    def change(name: str, **values: object) -> TextModel:
+        path = folder / name
+        content = json.loads(path.read_text())
+        content.update(values)
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        return TextModel.load(str(folder), None, SETTINGS)
+
+    return change
+
+
+def text(model: TextModel, inputs: TextInputs) -> str:
+    return "".join(model.answer(inputs))
+
+
+def test_at_least_99_percent_of_1000_unseen_sums_are_right(model):
+    right = sum(text(model, TextInputs(prompt(a, b))) == answer(a, b) for a, b in unseen_sums(1000))
+    assert right >= 990
+
+
+def test_answers_are_those_of_generate(model):
+    reference = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    for a, b in unseen_sums(20, seed=1):
+        given = tokenizer(prompt(a, b), return_tensors="pt")
+        found = reference.generate(**given, max_new_tokens=10)[0, given["input_ids"].shape[1] :]
+        assert text(model, TextInputs(prompt(a, b))) == tokenizer.decode(found, skip_special_tokens=True)
+
+
+def test_a_text_comes_in_pieces_of_whole_characters(model):
+    pieces = list(model.answer(replace(RAMBLING, max_new_tokens=40)))
+    assert len(pieces) > 5
+    assert all(piece for piece in pieces)
+
+
+def test_an_answer_counts_its_tokens(model):
+    found = model.answer(TextInputs("23+45="))
+    assert "".join(found) == "68"
+    assert found.prompt_tokens == 7  # one for the beginning, one for each character
+    assert found.new_tokens == 3  # one for the end
+
+
+def test_a_stop_sequence_ends_the_answer(model):
+    assert text(model, TextInputs("23+45=", stop=("8",))) == "6"
+
+
+def test_without_a_length_an_answer_may_fill_the_cache(model):
+    assert model.request(RAMBLING).max_new_tokens == 64 - len(model.request(RAMBLING).prompt)
+
+
+def test_a_seed_gives_the_same_text(model):
+    assert text(model, RAMBLING) == text(model, RAMBLING) != text(model, replace(RAMBLING, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (TextInputs("1" * 70), "64 .CACHE_TOKENS"),
+        (TextInputs("1+1=", max_new_tokens=100), "max_new_tokens is 100"),
+        (TextInputs("1+1=", temperature=-1), "temperature"),
+        (TextInputs("1+1=", stop=("",)), "stop sequence"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_named(model, inputs, reason):
+    with pytest.raises(ValueError, match=reason):
+        text(model, inputs)
+
+
+def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed):
+    values = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    model = changed("generation_config.json", **values)
+    assert model.request(TextInputs("1+1=")).sampling == Sampling(0.6, 0.9, 20, 1.1, 0)
+    given = TextInputs("1+1=", temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=9)
+    assert model.request(given).sampling == Sampling(0.0, 1.0, 0, 1.0, 9)
+
+
+def test_a_model_that_samples_by_itself_is_sampled_as_generate_would(changed):
+    """`generate` takes the 50 likeliest tokens at a temperature of 1, if a configuration does not say otherwise."""
+    sampling = changed("generation_config.json", do_sample=True).request(TextInputs("1+1=")).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 50, 1.0)
+
+
+def test_any_of_several_end_tokens_ends_the_answer(changed):
+    eight = AutoTokenizer.from_pretrained(DEMO)("8", add_special_tokens=False)["input_ids"][0]
+    end = json.loads((DEMO / "generation_config.json").read_text())["eos_token_id"]
+    assert text(changed("generation_config.json", eos_token_id=[end, eight]), TextInputs("23+45=")) == "6"
+
+
+def test_a_system_prompt_goes_through_the_chat_template(model):
+    plain = model.request(TextInputs("23+45=")).prompt
+    assert model.request(TextInputs("23+45=", system_prompt="Add.")).prompt != plain
+    assert plain == tuple(AutoTokenizer.from_pretrained(DEMO)("23+45=")["input_ids"])
+
+
+def test_a_system_prompt_is_refused_where_there_is_no_chat_template(changed):
+    model = changed("tokenizer_config.json", chat_template=None)
+    if model._tokenizer.chat_template is not None:  # it may be in a file of its own
+        model._tokenizer.chat_template = None
+    assert text(model, TextInputs("23+45=")) == "68"
+    with pytest.raises(ValueError, match="no chat template"):
+        text(model, TextInputs("23+45=", system_prompt="Add."))
+
+
+def test_every_bucket_is_warmed_up_and_so_is_decoding(model):
+    requests = model.warm_up_inputs()
+    assert [len(request.prompt) for request in requests] == [16, 60]
+    assert all(request.max_new_tokens == 4 for request in requests)
+    for request in requests:
+        model.generator.check(request)
+
+
+@pytest.mark.parametrize("tokens", [(2, (2,)), (5, (4, 5)), (64, (63, 64)), (7, (7,))])
+def test_a_warm_up_fits_the_smallest_caches(tokens):
+    model = TextModel.load(str(DEMO), None, TextSettings(cache_tokens=tokens[0], prompt_buckets=tokens[1]))
+    for request in model.warm_up_inputs():
+        assert len(model.run(request)) == request.max_new_tokens
+
+
+def test_default_buckets_grow_by_four_up_to_the_cache():
+    assert default_buckets(4096) == (128, 512, 2048, 4096)
+    assert default_buckets(128) == (128,)
+    assert default_buckets(40) == (40,)
+
+
+def test_the_default_cache_has_the_models_positions():
+    model = TextModel.load(str(DEMO), None, TextSettings())
+    assert model.generator.cache_tokens == 256
+    assert model.generator.buckets == (128, 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (TextSettings(cache_tokens=10**6), "CACHE_TOKENS is 1000000; this model has 256 positions"),
+        (TextSettings(cache_tokens=64, prompt_buckets=(128,)), "PROMPT_BUCKETS has 128, and CACHE_TOKENS is 64"),
+    ],
+)
+def test_settings_that_do_not_suit_the_model_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        TextModel.load(str(DEMO), None, settings)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
+    with pytest.raises(ValueError, match=rf"quantized already .{method}.*QUANTIZE"):
+        changed("config.json", quantization_config={"quant_method": method, "bits": 4})
+
+
+def test_quantizing_without_torchao_says_what_to_install():
+    with pytest.raises(ValueError, match="cog-compile-cache.quantize."):
+        TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
+
+
+@pytest.mark.skipif(
+    not QUANTIZE.is_dir(), reason="torchao is not beside the virtual environment: make test puts it there"
+)
+def test_int8_weights_are_less_than_half_and_add_as_well():
+    """The speed mode's effect on quality, on the one task whose answers are known."""
+    script = """
+import sys
+from sums import answer, prompt, unseen_sums
+from models.settings import TextSettings
+from models.text import TextInputs, TextModel
+model = TextModel.load(sys.argv[1], None, TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize="int8"))
+sums = unseen_sums(200)
+print(sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in sums))
+layer = model.generator.decode.model.model.layers[0].mlp.down_proj.weight
+print(type(layer).__name__, layer.qdata.dtype)
+"""
+    path = os.pathsep.join(map(str, (QUANTIZE, PROJECT, PROJECT / "demo")))
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(DEMO)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    right, kind = done.stdout.splitlines()[-2:]
+    assert int(right) >= 190
+    assert kind.endswith("torch.int8")
+
+
+def test_a_request_of_tokens_is_what_the_warm_up_runs(model):
+    assert model.run(Request(model.request(TextInputs("23+45=")).prompt, 2)) == list(b"68")

@@ -1,0 +1,95 @@
+"""Text from tokens: whole characters, and nothing of a stop sequence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from models.text_stream import TextStream
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, so that every character of more than one is cut."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def pieces(text: str, stop: tuple[str, ...] = ()) -> list[str]:
+    """What is given out for each token of `text`, and at the end."""
+    stream = TextStream(TOKENIZER, stop)
+    return [*(stream.add(token) for token in TOKENIZER.encode(text).ids), stream.end()]
+
+
+def test_a_character_of_several_tokens_comes_whole_with_its_last_one():
+    assert pieces("é🙂") == ["", "é", "", "", "", "🙂", ""]
+
+
+def test_a_character_that_is_not_whole_is_left_out():
+    stream = TextStream(TOKENIZER)
+    tokens = TOKENIZER.encode("a🙂").ids[:-1]
+    assert "".join(stream.add(token) for token in tokens) + stream.end() == "a"
+
+
+def test_special_tokens_are_no_text():
+    stream = TextStream(TOKENIZER)
+    assert stream.add(TOKENIZER.token_to_id("<end>")) == ""
+
+
+def test_text_before_a_stop_sequence_is_given_out_and_nothing_of_it():
+    assert "".join(pieces("one two three", ("two",))) == "one "
+
+
+def test_the_first_of_two_stop_sequences_counts():
+    assert "".join(pieces("abc def", ("def", "b"))) == "a"
+
+
+def test_what_only_looked_like_a_stop_sequence_is_given_out():
+    assert pieces("aab", ("aaa",)) == ["", "", "aab", ""]
+    assert "".join(pieces("one tw", ("two",))) == "one tw"
+
+
+def test_a_stop_sequence_that_begins_within_another_beginning_is_found():
+    assert "".join(pieces("xaaabz", ("aab",))) == "xa"
+
+
+def test_nothing_is_given_out_after_a_stop_sequence():
+    stream = TextStream(TOKENIZER, ("b",))
+    for token in TOKENIZER.encode("abc").ids:
+        stream.add(token)
+    assert stream.has_stopped
+    assert stream.add(TOKENIZER.encode("d").ids[0]) == ""
+    assert stream.end() == ""
+
+
+def test_an_empty_stop_sequence_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        TextStream(TOKENIZER, ("a", ""))
+
+
+def test_a_space_after_the_prompt_is_kept_where_a_tokenizer_drops_the_first_one():
+    tokenizer = Tokenizer(models.BPE(vocab={"▁Hello": 0, "▁world": 1}, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    assert TextStream(tokenizer).add(1) == "world"
+    assert TextStream(tokenizer, prompt=[0]).add(1) == " world"
+
+
+@given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_the_pieces_are_the_text_up_to_the_first_stop_sequence(text, stop):
+    # Of two stop sequences the one that is complete first ends the text, which may be the later one to begin.
+    complete = min((text.find(sequence) + len(sequence) for sequence in stop if sequence in text), default=None)
+    given_out = "".join(pieces(text, tuple(stop)))
+    if complete is None:
+        assert given_out == text
+    else:
+        known = text[:complete]
+        begins = [place for sequence in stop if (place := known.find(sequence)) >= 0]
+        assert given_out == known[: min(begins)]
