@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+from signing_keys import make_keys
 
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, generate_keys
+from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX
 
-PRIVATE, PUBLIC = generate_keys()
-_, OTHER_PUBLIC = generate_keys()
+PRIVATE, PUBLIC = make_keys("one")
+_, OTHER_PUBLIC = make_keys("other")
 
 GOOD = [
     ("STORE", "s3://bucket/prefix", "s3://bucket/prefix"),

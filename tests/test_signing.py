@@ -8,13 +8,14 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from signing_keys import make_keys
 
 from compile_cache.errors import PackError, SettingsError
-from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys, generate_keys
+from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
 
 MANIFEST = b'{"format": 1, "files": []}'
-PRIVATE, PUBLIC = generate_keys()
-OTHER_PRIVATE, OTHER_PUBLIC = generate_keys()
+PRIVATE, PUBLIC = make_keys("one")
+OTHER_PRIVATE, OTHER_PUBLIC = make_keys("other")
 SIGNATURE = Signer(PRIVATE).sign(MANIFEST)
 
 WITHOUT_CRYPTOGRAPHY = """

@@ -183,12 +183,12 @@ def test_settings_that_do_not_suit_the_model_are_refused(settings, reason):
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
-    with pytest.raises(ValueError, match=rf"quantized already .{method}.*QUANTIZE"):
+    with pytest.raises(ValueError, match=rf"quantized already \({method}\).*QUANTIZE"):
         changed("config.json", quantization_config={"quant_method": method, "bits": 4})
 
 
 def test_quantizing_without_torchao_says_what_to_install():
-    with pytest.raises(ValueError, match="cog-compile-cache.quantize."):
+    with pytest.raises(ValueError, match=r"cog-compile-cache\[quantize\]"):
         TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
 
 
