@@ -103,22 +103,13 @@ class CogServer:
             time.sleep(_POLL_S)
 
     def predict(self, **inputs: Any) -> dict[str, Any]:
-        """One prediction, as the server answers it: status, output, metrics, logs.
-
-        Waits where the server says 409: it takes a moment after an answer until it takes the next request.
-        """
-        deadline = time.monotonic() + _BUSY_S
-        while True:
-            try:
-                return self._request("/predictions", {"input": inputs})
-            except urllib.error.HTTPError as error:
-                if error.code != HTTPStatus.CONFLICT or time.monotonic() > deadline:
-                    raise
-            time.sleep(_POLL_S)
+        """One prediction, as the server answers it: status, output, metrics, logs."""
+        with self._open_when_free(inputs) as answer:
+            return dict(json.load(answer))
 
     def stream(self, **inputs: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         """One prediction, as server-sent events: the kind of each, and its data. `project` is a `streaming_project`."""
-        with self._open("/predictions", {"input": inputs}, {"Accept": "text/event-stream"}) as answer:
+        with self._open_when_free(inputs, {"Accept": "text/event-stream"}) as answer:
             kind = ""
             for line in answer:
                 field, _, value = line.decode().strip().partition(": ")
@@ -126,6 +117,18 @@ class CogServer:
                     kind = value
                 elif field == "data":
                     yield kind, json.loads(value)
+
+    def _open_when_free(self, inputs: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
+        """Begin a prediction. Waits where the server says 409: after an answer, it takes a moment until it takes the
+        next request."""
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                return self._open("/predictions", {"input": inputs}, headers)
+            except urllib.error.HTTPError as error:
+                if error.code != HTTPStatus.CONFLICT or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
 
     def predict_later(self, **inputs: Any) -> dict[str, Any]:
         """Start a prediction and return at once, as `Prefer: respond-async` does."""
@@ -145,12 +148,12 @@ class CogServer:
         self._request(f"/predictions/{prediction}/cancel", {})
 
     def _request(
-        self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         with self._open(path, body, headers) as answer:
             return dict(json.load(answer))
 
-    def _open(self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> Any:
+    def _open(self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json", **(headers or {})}

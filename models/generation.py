@@ -7,9 +7,10 @@ has looked at, so that looking at them costs the GPU nothing.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 
 from models.sampling import Sampler, Sampling
 from models.static_cache import StaticCache, use_static_cache
+
+log = logging.getLogger(__name__)
 
 # Steps that are queued on the GPU while the host looks at a token: what is thrown away after the last one.
 _STEPS_AHEAD = 2
@@ -203,27 +206,35 @@ class Generator:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the step, as it is compiled now, as one CUDA graph; nothing without a GPU. Call it when nothing is
-        generated.
-
-        Raises:
-            RuntimeError: something in the step cannot be recorded.
-        """
+        """Record the step, as it is compiled now, as one CUDA graph; nothing without a GPU, or if something in the step
+        cannot be recorded. Call it when nothing is generated."""
         if not self._token.is_cuda:
             return
         self._cache.position.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
-            for _ in range(_RECORDING_WARM_UPS):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._sampler.generator)
-        # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._step()
-        self._graph = graph
+        try:
+            self._graph = _record(self._step, self._sampler.generator)
+        except RuntimeError as error:
+            log.warning("the decode step cannot be recorded, and is launched kernel by kernel: %s", error)
+
+
+def _record(step: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `step`, whose random numbers come from `generator`.
+
+    Raises:
+        RuntimeError: something in it cannot be recorded.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
+        for _ in range(_RECORDING_WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    # Other threads may use the GPU meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 class _Reading:

@@ -41,9 +41,6 @@ class StaticCache(Cache):  # type: ignore[misc]
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types])
 
-    def __deepcopy__(self, _: dict[int, Any]) -> StaticCache:
-        return self  # a copy would be another sequence's, and as large
-
 
 class _Layer(StaticLayer):  # type: ignore[misc]
     """One layer's keys and values: [1, key-value heads, tokens, head size]."""
@@ -55,17 +52,18 @@ class _Layer(StaticLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a prompt from the beginning on, or one token at the position; all keys and values."""
+        """Write a prompt from the beginning on, or one token at the position; the keys and values to attend to, of a
+        prompt those of the prompt itself."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
         if tokens == 1:
             self.keys.index_copy_(2, self._position, key_states)
             self.values.index_copy_(2, self._position, value_states)
-        else:
-            self.keys[:, :, :tokens] = key_states
-            self.values[:, :, :tokens] = value_states
-        return self.keys, self.values
+            return self.keys, self.values
+        self.keys[:, :, :tokens] = key_states
+        self.values[:, :, :tokens] = value_states
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Not asked for: positions are given."""
@@ -110,12 +108,10 @@ def attend(
     if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
         raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query.shape[2]
-    if queries == 1:
+    if query.shape[2] == 1:
         attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
     else:
-        keys, values = key[:, :, :queries], value[:, :, :queries]
-        attended = _attend_prompt(query, keys, values, scale, sliding_window, softcap)
+        attended = _attend_prompt(query, key, value, scale, sliding_window, softcap)
     return attended.transpose(1, 2).contiguous(), None
 
 

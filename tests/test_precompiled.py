@@ -371,7 +371,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "attention priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
     "float32 matmul precision": lambda: told(torch.set_float32_matmul_precision, "medium", "highest"),
     "default dtype": lambda: told(torch.set_default_dtype, torch.float64, torch.float32),
-    "threads": lambda: told(torch.set_num_threads, 1, torch.get_num_threads()),
+    "threads": lambda: told(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "function modes": lambda: torch.device("cpu"),
 }
 

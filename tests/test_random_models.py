@@ -8,9 +8,14 @@ import sdxl_shape
 import torch
 from cog_server import PROJECT
 from random_pipeline import check_picture, networks, save
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.diffusion import DiffusionModel, ImageInputs
+from models.generation import Request
+from models.sampling import Sampling
+from models.settings import TextSettings
 from models.sizes import Size
+from models.text import TextInputs, TextModel
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +50,46 @@ def test_sdxl_has_blocks_of_two_widths(sdxl):
 
 
 @pytest.fixture(scope="module")
-def llama_step(tmp_path_factory):
+def llama_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     llama.write(llama.TINY, folder)
-    return llama.DecodeStep(llama.load(str(folder)))
+    return str(folder)
 
 
-def test_decoding_with_the_cache_finds_what_a_forward_without_one_finds(llama_step):
-    prompt = llama.make_prompt(llama.TINY["vocab_size"], 16)
-    first = llama_step.prefill(prompt)
-    decoded = llama_step.decode(first, 16, 8)
+@pytest.fixture(scope="module")
+def llama_model(llama_folder):
+    return TextModel.load(llama_folder, None, TextSettings(cache_tokens=64, prompt_buckets=(32,)))
+
+
+PROMPT = llama.make_prompt(llama.TINY["vocab_size"], 16)
+
+
+def test_decoding_with_the_cache_finds_what_a_forward_without_one_finds(llama_folder, llama_model):
+    decoded = llama_model.run(Request(PROMPT, 9))
+    plain = LlamaForCausalLM.from_pretrained(llama_folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        logits = llama_step.model(torch.cat([prompt, first, decoded], dim=1), use_cache=False).logits
-    assert torch.equal(logits[:, 15:-1].argmax(dim=-1), torch.cat([first, decoded], dim=1))
+        logits = plain(torch.tensor([[*PROMPT, *decoded]]), use_cache=False).logits
+    assert logits[0, 15:-1].argmax(dim=-1).tolist() == decoded
+    assert len(set(decoded)) > 1
 
 
-def test_a_step_repeated_at_the_same_position_gives_the_same(llama_step):
-    prompt = llama.make_prompt(llama.TINY["vocab_size"], 16)
-    token, position = llama_step.prefill(prompt), torch.tensor([16])
+def test_a_step_repeated_at_the_same_position_gives_the_same(llama_model):
+    tokens = llama_model.run(Request(PROMPT, 4))
     with torch.inference_mode():
-        assert torch.equal(llama_step(token, position), llama_step(token, position))
+        token = torch.tensor([[tokens[-1]]])
+        assert torch.equal(llama_model.generator.decode(token), llama_model.generator.decode(token))
+
+
+def test_llamas_tokenizer_has_a_word_for_each_token_of_the_model(llama_folder, llama_model):
+    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    assert len(tokenizer) == llama.TINY["vocab_size"]
+    assert llama_model.request(TextInputs(llama.text_of(PROMPT))).prompt == PROMPT
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_token_of_a_random_llama_is_streamed_as_text_and_none_ends_it(llama_model, temperature):
+    answer = llama_model.answer(TextInputs(llama.text_of(PROMPT), max_new_tokens=48, temperature=temperature))
+    pieces = list(answer)
+    assert len(pieces) == answer.new_tokens == 48
+    request = Request(PROMPT, 48, Sampling(temperature, top_k=50))
+    assert "".join(pieces).strip() == llama.text_of(llama_model.run(request))
