@@ -1,16 +1,16 @@
-"""A Llama of any size with random weights, and greedy decoding with a static cache, one token a step."""
+"""A Llama of any size with random weights and a tokenizer of made-up words: what `models.text` serves."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MAX_CACHE_LEN = 1024
 _SEED = 0
 # As published in huggingface.co/meta-llama/Llama-3.1-8B: 8.03 B parameters, 16.1 GB of bf16.
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -57,7 +57,7 @@ def build(shape: dict[str, Any]) -> LlamaForCausalLM:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device()):
-            model = LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=1, **shape))
+            model = LlamaForCausalLM(LlamaConfig(bos_token_id=None, eos_token_id=None, **shape))
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
@@ -68,60 +68,28 @@ def build(shape: dict[str, Any]) -> LlamaForCausalLM:
     return model.eval()
 
 
+def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """One word a token: `w0`, `w1` … None is special, so that every token is text, and none ends it."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocabulary)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
 def write(shape: dict[str, Any], folder: Path) -> int:
-    """Write the folder that `load` reads; the number of its parameters."""
+    """Write the folder that `TextModel.load` reads; the number of its parameters."""
     model = build(shape)
     model.save_pretrained(folder, max_shard_size="5GB")
+    build_tokenizer(shape["vocab_size"]).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def load(folder: str) -> LlamaForCausalLM:
-    """bf16 straight to the GPU where there is one, else fp32 on the CPU."""
-    on_gpu = torch.cuda.is_available()
-    return LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16 if on_gpu else torch.float32, device_map="cuda" if on_gpu else None
-    ).eval()
-
-
-class DecodeStep(nn.Module):
-    """One token through the model: what to compile. Only calls of this module are, and the prefill is not one."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.model = model
-        self.cache = StaticCache(config=model.config, max_cache_len=MAX_CACHE_LEN)
-
-    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits after `token` at `position`. The same call twice gives the same: the cache's own count of tokens,
-        which each call moves on, is set first."""
-        # token: [1, 1], position: [1], logits: [1, 1, vocabulary]
-        for layer in self.cache.layers:
-            layer.cumulative_length.copy_(position[0])
-        return self.model(token, position_ids=position[None], past_key_values=self.cache, use_cache=True).logits
-
-    @torch.inference_mode()
-    def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
-        """The token after a prompt, eager; fills the cache anew."""
-        # prompt: [1, tokens], result: [1, 1]
-        self.cache.reset()
-        output = self.model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return _likeliest(output.logits)
-
-    @torch.inference_mode()
-    def decode(self, token: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
-        """The `tokens` after `token`, which is at the position `start`, one step each."""
-        # token: [1, 1], result: [1, tokens]
-        found = [token]
-        for position in torch.arange(start, start + tokens, device=token.device).split(1):
-            found.append(_likeliest(self(found[-1], position)))
-        return torch.cat(found[1:], dim=1)
-
-
-def make_prompt(vocabulary: int, tokens: int) -> torch.Tensor:
+def make_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
     """Random token ids, the same on every machine."""
     generator = torch.Generator("cpu").manual_seed(_SEED)
-    return torch.randint(vocabulary, (1, tokens), generator=generator).to(device())
+    return tuple(torch.randint(vocabulary, (tokens,), generator=generator).tolist())
 
 
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    return logits[:, -1].argmax(dim=-1, keepdim=True)
+def text_of(tokens: Iterable[int]) -> str:
+    """What the tokenizer makes these tokens of."""
+    return " ".join(f"w{token}" for token in tokens)

@@ -1,11 +1,12 @@
-"""Boots of a Llama compared, with the library alone: eager, cold (nothing stored yet) and warm (restored).
+"""Boots of a Llama compared, as TextPredictor does them: eager, cold (nothing stored yet) and warm (restored).
 
     python benchmarks/llama_boot.py --shape llama-3.1-8b --model /tmp/llama --write
     python benchmarks/llama_boot.py --model /tmp/llama --store /tmp/bench --warm 5 --out llama.jsonl
 
-One step of decoding is compiled whole; the prefill is eager. Each boot is a fresh process. One eager boot that is not
-measured comes first, so that all measured ones read the weights from the page cache; then the cold ones, then eager
-and warm in turn. Exits with 1 if a check fails.
+The prefill of a prompt and the step of decoding are compiled, each whole, and on a GPU the step is recorded as a CUDA
+graph, in eager boots as well. Each boot is a fresh process. One eager boot that is not measured comes first, so that
+all measured ones read the weights from the page cache; then the cold ones, then eager and warm in turn. Exits with 1
+if a check fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +35,10 @@ from boot import (
     misses,
     parse_boots,
 )
-from fresh_boot import RESTORED_STEPS, ROOT, boot_environment, new_log, prepare, run_process
+from fresh_boot import RESTORED_STEPS, ROOT, new_log, prepare, run_process
 from ptxas import count_runs, install_counters, log_to
 from table import markdown, spread
+from text_boot import text_environment
 
 _COLUMNS = (
     "boot",
@@ -48,7 +51,9 @@ _COLUMNS = (
     "compile, s",
     "restore, s",
     "waited for it, s",
+    "record, s",
     "first answer, s",
+    "first token, ms",
     "token, ms",
     "token / eager",
     "kernels",
@@ -63,8 +68,8 @@ _COLUMNS = (
 class Boot:
     """One boot and its answers. `report` is the BootReport's JSON, `tokens` what greedy decoding found.
 
-    `logits_sha256` is of the step after them: bitwise equal logits are more than equal tokens. `ptxas_runs` counts
-    until the process ended; None where there is no Triton.
+    `logits_sha256` is of the step after them: bitwise equal logits are more than equal tokens. `token_ms` is a token
+    after the first. `ptxas_runs` counts until the process ended; None where there is no Triton.
     """
 
     kind: str
@@ -72,8 +77,10 @@ class Boot:
     tokens: list[int]
     logits_sha256: str
     first_answer_s: float
+    first_token_ms: float
     token_ms: float
     graphs_after_ready: int
+    is_recorded: bool
     machine: dict[str, str]
     ptxas_runs: int | None = None
 
@@ -85,6 +92,7 @@ class Plan:
     model: str
     work: Path
     variables: dict[str, str]
+    is_tuned: bool
     prompt: int
     tokens: int
     timeout_s: float
@@ -99,7 +107,7 @@ class Plan:
         command += ["--prompt", str(self.prompt), "--tokens", str(self.tokens), "--timeout", str(self.timeout_s)]
         log = new_log(self.work, kind)
         ptxas_log = log.with_suffix(".ptxas")
-        environ = {**boot_environment(self.work, kind, store, "whole"), **self.variables, **log_to(ptxas_log)}
+        environ = {**text_environment(self.work, kind, store, self.is_tuned), **self.variables, **log_to(ptxas_log)}
         record = json.loads(run_process(kind, command, environ, log, self.timeout_s))
         record["ptxas_runs"] = count_runs(ptxas_log) if record["machine"]["triton"] else None
         return Boot(**record)
@@ -137,7 +145,9 @@ def row(kind: str, boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
         of(lambda boot: boot.report["compile_s"]),
         of(lambda boot: boot.report["restore"]["seconds"]),
         of(lambda boot: boot.report["restore"]["waited_s"]),
+        of(lambda boot: boot.report["phases"]["record"], 3),
         of(lambda boot: boot.first_answer_s),
+        of(lambda boot: boot.first_token_ms),
         of(lambda boot: boot.token_ms),
         against_eager(lambda one, other: one / other, lambda boot: boot.token_ms),
         of(lambda boot: boot.report["counts"]["kernels_compiled"], 0),
@@ -149,7 +159,7 @@ def row(kind: str, boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
 
 
 def relative_error(boot: Boot) -> float:
-    """The compiled step's difference from eager; 0 where nothing is compiled."""
+    """The compiled steps' largest difference from eager; 0 where nothing is compiled."""
     return max((float(region["relative_error"] or 0) for region in boot.report["regions"]), default=0.0)
 
 
@@ -163,14 +173,13 @@ def check(boots: dict[str, list[Boot]]) -> dict[str, bool]:
         "there are cold, eager and warm boots": bool(cold and warm and eager),
         "every warm boot is restored": all(boot.report["restore"]["outcome"] == "hit" for boot in warm),
         "warm boots miss, compile and benchmark nothing": not any(map(made_anew, warm)),
-        "cold boots compile the step": all(has_regions(boot.report, ("cold",)) for boot in cold),
-        "warm boots find it": all(has_regions(boot.report, RESTORED_STEPS) for boot in warm),
-        "the compiled step differs from eager, as rounding does": all(
+        "cold boots compile both steps": all(has_regions(boot.report, ("cold",)) for boot in cold),
+        "warm boots find them": all(has_regions(boot.report, RESTORED_STEPS) for boot in warm),
+        "the compiled steps differ from eager, as rounding does": all(
             differs_within_tolerance(boot.report) for boot in compiled
         ),
         "all warm boots find the same tokens": len({tuple(boot.tokens) for boot in warm}) == 1,
         "every warm boot is fully precompiled": all(boot.report["fully_precompiled"] for boot in warm),
-        "all eager boots find the same tokens": len({tuple(boot.tokens) for boot in eager}) == 1,
         "no answer is one token over and over": all(len(set(boot.tokens)) > 1 for boot in everything),
         "answers compile nothing": not any(boot.graphs_after_ready for boot in everything),
         "eager boots compile nothing": not any(boot.report["counts"]["graphs"] for boot in eager),
@@ -179,7 +188,9 @@ def check(boots: dict[str, list[Boot]]) -> dict[str, bool]:
     if on_gpu:  # where weights are bf16, rounding decides between tokens that are nearly as likely
         results["cold boots ran ptxas, so its runs are counted"] = all(boot.ptxas_runs for boot in cold)
         results["warm boots ran no ptxas"] = not any(boot.ptxas_runs for boot in warm)
+        results["every boot recorded its step"] = all(boot.is_recorded for boot in everything)
     else:
+        results["all eager boots find the same tokens"] = len({tuple(boot.tokens) for boot in eager}) == 1
         results["compiled and eager boots find the same tokens"] = len({tuple(boot.tokens) for boot in everything}) == 1
     return results
 
@@ -193,13 +204,20 @@ def made_anew(boot: Boot) -> int:
 def agreement(boots: dict[str, list[Boot]]) -> str:
     """A line on how far the answers of the kinds agree."""
     eager, compiled = boots["eager"][0].tokens, boots["cold"][0].tokens
+    alike = ", ".join(f"{most_alike(boots[kind])} {kind}" for kind in ("eager", "warm") if boots[kind])
     same = next((number for number, pair in enumerate(zip(eager, compiled, strict=True)) if pair[0] != pair[1]), None)
     digests = {boot.logits_sha256 for boot in boots["cold"] + boots["warm"]}
     logits = "equal to the bit" if len(digests) == 1 else f"{len(digests)} different ones"
     return (
-        f"eager and compiled answers agree on {len(eager) if same is None else same} of {len(eager)} tokens; "
+        f"{alike} boots find the same {len(eager)} tokens; the first eager boot and the first cold one agree on "
+        f"{len(eager) if same is None else f'the first {same}'} of them; "
         f"logits of cold and warm boots: {logits}"
     )
+
+
+def most_alike(boots: Sequence[Boot]) -> str:
+    """`4 of 5`, where four found the same tokens."""
+    return f"{Counter(tuple(boot.tokens) for boot in boots).most_common(1)[0][1]} of {len(boots)}"
 
 
 def write_model(name: str, folder: Path) -> None:
@@ -221,7 +239,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--shape", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b", help="of what is written")
     parser.add_argument("--store", type=Path, help="new folder for stores, cache directory and logs")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--tuned", action="store_true", help="with Inductor's coordinate descent tuning, in all boots")
     args = parse_boots(parser)
     if not args.write and args.store is None:
@@ -237,9 +255,7 @@ def main() -> None:
         return
     work = prepare(args.store)
     variables = install_counters(work, os.environ)
-    if args.tuned:
-        variables["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"] = "1"
-    plan = Plan(str(args.model.resolve()), work, variables, args.prompt, args.tokens, args.timeout)
+    plan = Plan(str(args.model.resolve()), work, variables, args.tuned, args.prompt, args.tokens, args.timeout)
     unmeasured = plan.run("eager", work / "store-0")
     print(f"machine: {unmeasured.machine}")
     print(f"not measured, to fill the page cache: {describe(unmeasured)}", flush=True)

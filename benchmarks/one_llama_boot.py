@@ -1,4 +1,4 @@
-"""One boot of a Llama in this process, with the library alone; prints one JSON line, a llama_boot.Boot."""
+"""One boot of a Llama in this process, as TextPredictor does it; prints one JSON line, a llama_boot.Boot."""
 
 from __future__ import annotations
 
@@ -6,56 +6,24 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import time
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-from boot_process import describe_machine, synchronize, wait_published
+from boot_process import describe_machine, wait_published
 from llama_boot import Boot
+from text_boot import Booted, Timing, boot_text, text_settings
 
-import compile_cache
-
-# torch, transformers and llama are imported in the boot, after the restore has started.
-
-SOURCES = [Path(__file__).with_name("llama.py")]
-_WARM_UP_TOKENS = 4
+# torch and the models are imported in the boot, after the restore has started.
 
 
-def boot_model(folder: str, prompt_tokens: int) -> tuple[compile_cache.Boot, Any, Any]:
-    """A boot, its decoder and a prompt, READY."""
-    with compile_cache.boot(folder, sources=SOURCES) as boot:
-        with boot.timed("import"):
-            import llama
-        boot.preload()
-        with boot.timed("weights"):
-            step = llama.DecodeStep(llama.load(folder))
-        boot.compile(step)
-        prompt = llama.make_prompt(step.model.config.vocab_size, prompt_tokens)
-        boot.warm_up(lambda: step.decode(step.prefill(prompt), prompt_tokens, _WARM_UP_TOKENS))
-    return boot, step, prompt
-
-
-def answer(step: Any, prompt: Any, tokens: int) -> tuple[list[int], float, float]:
-    """The `tokens` that follow a prompt and its next one, the seconds this took, and milliseconds a decoded token."""
-    synchronize()
-    started = time.perf_counter()
-    token = step.prefill(prompt)
-    synchronize()
-    prefilled = time.perf_counter()
-    found = step.decode(token, prompt.shape[1], tokens)
-    synchronize()
-    ended = time.perf_counter()
-    return found.flatten().tolist(), ended - started, (ended - prefilled) / tokens * 1e3
-
-
-def digest_logits(step: Any, token: int, position: int) -> str:
-    """Of the bytes of one step's logits: the same only where every sum was made in the same order."""
+def digest_logits(booted: Booted, token: int) -> str:
+    """Of the bytes of the logits of one step after an answer that ended with `token`: the same only where every sum was
+    made in the same order."""
     import torch
 
+    # Made outside of inference mode, as the generator's own: in it, it would be another kind of tensor to torch.
+    step = torch.full((1, 1), token, device=booted.model.generator.decode.model.device)
     with torch.inference_mode():
-        device = step.model.device
-        logits = step(torch.tensor([[token]], device=device), torch.tensor([position], device=device))
+        logits = booted.model.generator.decode(step)
     return hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()
 
 
@@ -65,26 +33,34 @@ def main() -> None:
     parser.add_argument("kind", help="eager, cold or warm, for the record")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompt", type=int, required=True, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, required=True, help="tokens to decode")
-    parser.add_argument("--answers", type=int, default=3, help="continuations to time")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens to generate")
+    parser.add_argument("--answers", type=int, default=3, help="answers to time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for what is published")
     args = parser.parse_args()
 
-    boot, step, prompt = boot_model(args.model, args.prompt)
-    before = boot.counts()
-    answers = [answer(step, prompt, args.tokens) for _ in range(args.answers)]
-    tokens, first_s, _ = answers[0]
-    logits = digest_logits(step, tokens[-1], args.prompt + args.tokens)
-    graphs_after_ready = boot.counts().since(before).graphs
-    wait_published(boot, args.timeout)
+    booted = boot_text(text_settings(args.model))
+    from llama import make_prompt
+
+    from models.generation import Request
+
+    generator = booted.model.generator
+    request = Request(make_prompt(generator.decode.model.config.vocab_size, args.prompt), args.tokens)
+    before = booted.boot.counts()
+    answers = [Timing.of(generator.tokens(request)) for _ in range(args.answers)]
+    tokens = booted.model.run(request)
+    logits = digest_logits(booted, tokens[-1])
+    graphs_after_ready = booted.boot.counts().since(before).graphs
+    wait_published(booted.boot, args.timeout)
     record = Boot(
         kind=args.kind,
-        report=json.loads(boot.report.to_json()),
+        report=json.loads(booted.boot.report.to_json()),
         tokens=tokens,
         logits_sha256=logits,
-        first_answer_s=first_s,
-        token_ms=median(token_ms for _, _, token_ms in answers),
+        first_answer_s=answers[0].total_s,
+        first_token_ms=median(answer.first_s for answer in answers) * 1e3,
+        token_ms=median(answer.token_ms for answer in answers),
         graphs_after_ready=graphs_after_ready,
+        is_recorded=booted.is_recorded,
         machine=describe_machine(),
     )
     print(json.dumps(dataclasses.asdict(record)), flush=True)

@@ -126,6 +126,11 @@ class Generator:
         """The most tokens of a prompt and what is generated together."""
         return self._cache.tokens
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step is one CUDA graph."""
+        return self._graph is not None
+
     def tokens(self, request: Request) -> Iterator[int]:
         """Generate the tokens that follow a prompt, `max_new_tokens` of them unless the caller stops before.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
 # The first generation with float8 matrix products (Ada Lovelace).
@@ -12,7 +13,7 @@ _LEAST_FP8_CAPABILITY = (8, 9)
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
-    """Quantize the weights of all linear layers in place, one scale a row; activations stay as they are.
+    """Quantize the weights of all linear layers in place to int8 or fp8, one scale a row; activations stay as they are.
 
     The layer that gives the logits is left out: it weighs little, and a wrong logit is a wrong token.
 
@@ -32,3 +33,35 @@ def quantize(model: nn.Module, quantization: str) -> None:
     config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
     output = model.get_output_embeddings()  # type: ignore[operator]
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and child is not output:
+                setattr(parent, name, QuantizedLinear(child))
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose weight, of a class of torchao's, is kept as the plain tensors that it consists of.
+
+    Guards on those torch can store, so that what uses them can be precompiled; on the class it cannot.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight: Any = linear.weight
+        names, self._rest = weight.__tensor_flatten__()
+        self._names = tuple(names)
+        self._kind = type(weight)
+        for name in names:
+            self.register_buffer(name, getattr(weight, name).detach())
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """torchao's tensor, put together."""
+        parts = {name: getattr(self, name) for name in self._names}
+        weight: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
+        return weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Inputs of any shape but for the last dimension."""
+        return F.linear(inputs, self.weight, self.bias)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +19,6 @@ from models.text import TextInputs, TextModel, default_buckets
 
 PROJECT = Path(__file__).parent.parent
 DEMO = PROJECT / "demo" / "llama-adder"
-# Beside the virtual environment, where `make` puts it: installed in it, torchao is imported in every process.
-QUANTIZE = PROJECT / ".venv" / "quantize"
 SETTINGS = TextSettings(cache_tokens=64, prompt_buckets=(16, 64))
 # A prompt that is no sum is answered at random, and goes on to the end of the cache.
 RAMBLING = TextInputs("ab", temperature=3.0, seed=4)
@@ -190,36 +185,6 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
 def test_quantizing_without_torchao_says_what_to_install():
     with pytest.raises(ValueError, match=r"cog-compile-cache\[quantize\]"):
         TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
-
-
-@pytest.mark.skipif(
-    not QUANTIZE.is_dir(), reason="torchao is not beside the virtual environment: make test puts it there"
-)
-def test_int8_weights_are_less_than_half_and_add_as_well():
-    """The speed mode's effect on quality, on the one task whose answers are known."""
-    script = """
-import sys
-from sums import answer, prompt, unseen_sums
-from models.settings import TextSettings
-from models.text import TextInputs, TextModel
-model = TextModel.load(sys.argv[1], None, TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize="int8"))
-sums = unseen_sums(200)
-print(sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in sums))
-layer = model.generator.decode.model.model.layers[0].mlp.down_proj.weight
-print(type(layer).__name__, layer.qdata.dtype)
-"""
-    path = os.pathsep.join(map(str, (QUANTIZE, PROJECT, PROJECT / "demo")))
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(DEMO)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    right, kind = done.stdout.splitlines()[-2:]
-    assert int(right) >= 190
-    assert kind.endswith("torch.int8")
 
 
 def test_a_request_of_tokens_is_what_the_warm_up_runs(model):

@@ -1,0 +1,247 @@
+"""What the time of a token and of a prompt goes to, on the steps that TextPredictor serves.
+
+    python benchmarks/decode_account.py --model /tmp/llama --store /tmp/long --tuned --out account.jsonl
+
+A token: the kernels of recorded steps, by name, and what of the step's time is no kernel. A prompt: its time against
+that of its matrix products alone, each weight once, one after the other, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from boot_process import describe_machine, synchronize, wait_published
+from table import markdown
+from text_boot import LONG_BUCKETS, Timing, add_arguments, boot_text, describe_boot, long_settings, set_environment
+
+if TYPE_CHECKING:
+    from models.generation import Generator
+
+# torch is imported in the boot, after the restore has started.
+
+_WARM_UP_TOKENS = 20
+# More than are queued ahead of the token that is looked at: each token then queues one step.
+_SPARE_TOKENS = 8
+_ANSWER_TOKENS = 128
+_REPEATS = 10
+_LONGEST_NAME = 90
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All runs of the kernels of one name. `share` is of the time of a token, measured without the profiler."""
+
+    name: str
+    count_per_token: float
+    us_per_token: float
+    share: float
+
+
+@dataclass(frozen=True)
+class TokenAccount:
+    """One step. `token_us` is measured without the profiler; `profiled_us`, from the first kernel's start to the last
+    one's end, and `busy_us`, what of it any kernel ran, with it."""
+
+    token_us: float
+    profiled_us: float
+    busy_us: float
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class PrefillAccount:
+    """One prompt: medians. `first_token_ms` is what a consumer waits, `step_ms` the step alone; `matmuls_ms` are the
+    products of all linear layers, the last one's of one token, as in the step."""
+
+    tokens: int
+    first_token_ms: float
+    step_ms: float
+    matmuls_ms: float
+    matmuls_tflop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A kernel's run, or an operator's on the CPU, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def account_token(generator: Generator, prompt: tuple[int, ...], steps: int) -> TokenAccount:
+    """Time answers without the profiler, then some steps with it."""
+    from models.generation import Request
+
+    request = Request(prompt, _ANSWER_TOKENS)
+    token_us = median(Timing.of(generator.tokens(request)).token_ms for _ in range(_REPEATS)) * 1e3
+    print(f"a token: {token_us:.1f} µs", flush=True)
+    profile_steps(generator, prompt, 2)  # the profiler's own start
+    spans = profile_steps(generator, prompt, steps)
+    if not spans:
+        raise SystemExit("the profiler saw nothing")
+    counts: dict[str, int] = defaultdict(int)
+    sums_us: dict[str, float] = defaultdict(float)
+    for span in spans:
+        counts[span.name] += 1
+        sums_us[span.name] += span.end - span.start
+    kernels = tuple(
+        Kernel(name, counts[name] / steps, sums_us[name] / steps, sums_us[name] / steps / token_us)
+        for name in sorted(sums_us, key=lambda name: -sums_us[name])
+    )
+    profiled_us = max(span.end for span in spans) - min(span.start for span in spans)
+    return TokenAccount(token_us, profiled_us / steps, busy_us(spans) / steps, kernels)
+
+
+def profile_steps(generator: Generator, prompt: tuple[int, ...], steps: int) -> list[Span]:
+    """What ran on the device, or on the CPU where there is none, in so many steps in the middle of an answer."""
+    from torch.autograd import DeviceType
+    from torch.cuda import is_available
+    from torch.profiler import ProfilerActivity, profile
+
+    from models.generation import Request
+
+    tokens = generator.tokens(Request(prompt, _WARM_UP_TOKENS + steps + _SPARE_TOKENS))
+    for _ in range(_WARM_UP_TOKENS):
+        next(tokens)
+    synchronize()
+    on_gpu = is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            next(tokens)
+        synchronize()
+    tokens.close()
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == wanted and not event.cpu_children and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def busy_us(spans: Sequence[Span]) -> float:
+    """How long at least one of them ran."""
+    total, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return total
+
+
+def account_prefill(generator: Generator, prompt: tuple[int, ...]) -> PrefillAccount:
+    """Time a prompt as its consumer waits for it, its step alone, and the products in it."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812, as everybody calls it
+    from clock import median_s
+    from torch import nn
+
+    from models.generation import Request
+
+    tokens = len(prompt)
+    timings = [Timing.of(generator.tokens(Request(prompt, 1))) for _ in range(_REPEATS)]
+    model = generator.prefill.model
+    layers = [(layer, tokens) for layer in model.modules() if isinstance(layer, nn.Linear)]
+    output = model.get_output_embeddings()
+    with torch.inference_mode():
+        # In inference mode, as the generator's own.
+        ids, last = torch.tensor([prompt], device=model.device), torch.tensor([tokens - 1], device=model.device)
+        step_s = median_s(lambda: generator.prefill(ids, last), _REPEATS)
+        inputs = {
+            width: torch.randn(tokens, width, dtype=model.dtype, device=model.device)
+            for width in {layer.in_features for layer, _ in layers}
+        }
+        products = [
+            (inputs[layer.in_features][: 1 if layer is output else rows], layer.weight) for layer, rows in layers
+        ]
+
+        def multiply() -> None:
+            for rows, weight in products:
+                F.linear(rows, weight)
+
+        matmuls_s = median_s(multiply, _REPEATS)
+    operations = sum(2 * len(rows) * weight.numel() for rows, weight in products)
+    return PrefillAccount(
+        tokens=tokens,
+        first_token_ms=median(timing.first_s for timing in timings) * 1e3,
+        step_ms=step_s * 1e3,
+        matmuls_ms=matmuls_s * 1e3,
+        matmuls_tflop_per_s=operations / matmuls_s / 1e12,
+    )
+
+
+def token_table(account: TokenAccount, most: int) -> str:
+    """The kernels that take longest, the others together, and the rest of the time."""
+    shown, others = account.kernels[:most], account.kernels[most:]
+    rows = [(short(kernel.name), kernel.count_per_token, kernel.us_per_token, kernel.share) for kernel in shown]
+    sums = [sum(getattr(kernel, name) for kernel in others) for name in ("count_per_token", "us_per_token", "share")]
+    rows += [(f"{len(others)} other names", *sums)] if others else []
+    gap_us = account.token_us - account.busy_us
+    lines = [[name, f"{count:.2f}", f"{us:.1f}", f"{share:.1%}"] for name, count, us, share in rows]
+    lines += [["no kernel", "–", f"{gap_us:.1f}", f"{gap_us / account.token_us:.1%}"]]
+    lines += [["a token, without the profiler", "–", f"{account.token_us:.1f}", "100.0%"]]
+    return markdown(("kernel", "a token", "µs a token", "share"), lines)
+
+
+def short(name: str) -> str:
+    """A name that fits a table."""
+    name = name.replace("|", "/")
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+
+
+def prefill_table(account: PrefillAccount) -> str:
+    """The prompt against its products."""
+    rows = [
+        ["first token, as its consumer waits", account.first_token_ms],
+        ["the prefill step", account.step_ms],
+        ["its matrix products alone", account.matmuls_ms],
+    ]
+    header = (f"{account.tokens} tokens", "ms", "over the products")
+    return markdown(header, [[name, f"{ms:.2f}", f"{ms / account.matmuls_ms:.2f}"] for name, ms in rows])
+
+
+def parse_arguments() -> Any:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens before those that are accounted for")
+    parser.add_argument("--steps", type=int, default=20, help="decoded tokens with the profiler")
+    parser.add_argument("--prefill", type=int, choices=LONG_BUCKETS, default=2048, help="tokens of the timed prompt")
+    parser.add_argument("--rows", type=int, default=20, help="kernels in the table; the JSON has all")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Boot, time a prompt, take a token apart."""
+    args = parse_arguments()
+    set_environment(args.store, args.tuned)
+    # CUDA graphs and a CUPTI that ends and begins anew do not go together (torch/profiler/profiler.py).
+    os.environ.update({"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"})
+    booted = boot_text(long_settings(str(args.model.resolve())))
+    wait_published(booted.boot, 600)
+    print(describe_boot(booted), flush=True)
+    from llama import make_prompt
+
+    generator = booted.model.generator
+    vocabulary = generator.decode.model.config.vocab_size
+    prefill = account_prefill(generator, make_prompt(vocabulary, args.prefill))
+    print(f"{prefill_table(prefill)}\n\nproducts: {prefill.matmuls_tflop_per_s:.1f} TFLOP/s", flush=True)
+    token = account_token(generator, make_prompt(vocabulary, args.prompt), args.steps)
+    idle_us = token.profiled_us - token.busy_us
+    print(f"{token_table(token, args.rows)}\n")
+    print(f"with the profiler: {token.profiled_us:.1f} µs a token, of which {idle_us:.1f} µs without a kernel")
+    if args.out:
+        record = {"token": dataclasses.asdict(token), "prefill": dataclasses.asdict(prefill)}
+        with args.out.open("a") as file:
+            file.write(json.dumps({**record, "tuned": args.tuned, "machine": describe_machine()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

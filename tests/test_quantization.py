@@ -1,0 +1,71 @@
+"""Weights of 8 bits, in processes that have torchao: installed in the environment, it is imported in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+# Beside the virtual environment's own packages, where `make` puts it.
+TORCHAO = PROJECT / ".venv" / "quantize"
+
+pytestmark = pytest.mark.skipif(
+    not TORCHAO.is_dir(), reason="torchao is not in .venv/quantize: make test puts it there"
+)
+
+_LOAD = """
+from models.settings import TextSettings
+from models.text import TextInputs, TextModel
+settings = TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize="{quantization}")
+model = TextModel.load("demo/llama-adder", None, settings)
+block = model.generator.decode.model.model.layers[0].mlp
+"""
+
+
+def run(quantization: str, script: str) -> list[str]:
+    """What a script prints after the demo model was loaded and quantized."""
+    path = os.pathsep.join(map(str, (TORCHAO, PROJECT, PROJECT / "demo")))
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD.format(quantization=quantization) + script],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "torch.int8"), ("fp8", "torch.float8_e4m3fn")])
+def test_a_quantized_model_adds_as_well(quantization, dtype):
+    """The speed mode's effect on quality, on the one task whose answers are known; 200 of 200 before."""
+    script = """
+from sums import answer, prompt, unseen_sums
+print(sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in unseen_sums(200)))
+print(*{weight.dtype for weight in block.down_proj.buffers()})
+print(type(model.generator.decode.model.lm_head.weight).__name__)
+"""
+    right, dtypes, output = run(quantization, script)
+    assert int(right) >= 195
+    assert dtype in dtypes
+    assert output == "Parameter"
+
+
+def test_quantized_weights_can_be_precompiled():
+    script = """
+import torch
+from compile_cache.precompiled import Precompiled, compile_ahead
+from compile_cache.torch_settings import configure_torch
+configure_torch()
+inputs = (torch.randn(1, 3, 128),)
+with torch.inference_mode():
+    loaded = Precompiled(*compile_ahead(block, inputs, {}, "default", False))
+    print(repr(loaded.misfit(block, inputs, {})))
+    print((loaded(block, inputs, {}) - block(*inputs)).abs().max().item() < 1e-5)
+"""
+    assert run("int8", script) == ["''", "True"]
