@@ -145,19 +145,18 @@ def boot(family: Family, name: str, progress: Progress) -> DemoBoot:
 
 def table(family: Family, boots: list[DemoBoot]) -> Table:
     """One row a boot."""
-    columns = ("boot", "ready s", "compile s", f"{family.timed} ms", "hits", "misses", "regions", "answer")
+    columns = ("boot", "ready s", "compile s", f"{family.timed} ms", "hits", "misses", "regions")
     result = Table(*columns, title=f"{family.name.capitalize()}: three boots")
     for entry in boots:
         counts = entry.prediction.metrics
         result.add_row(
             entry.name,
             f"{entry.ready_s:.1f}",
-            f"{counts['compile_s']:.1f}",
+            f"{sum(region['compile_s'] + region['precompile_s'] for region in entry.report['regions']):.1f}",
             f"{entry.prediction.seconds * 1e3:.1f}",
             str(counts["hits"]),
             str(counts["misses"]),
             ", ".join(sorted(set(counts["regions"].values()))) or "eager",
-            entry.prediction.shown,
         )
     return result
 
@@ -187,6 +186,7 @@ def main() -> int:
         with Progress(*columns, console=console) as progress:
             boots = [boot(family, name, progress) for name in BOOTS]
         console.print(table(family, boots))
+        console.print(boots[-1].prediction.shown)
         problems += [f"{family.name}: {problem}" for problem in failures(boots[1], boots[2])]
     console.print(f"Answers, reports and logs: {OUTPUT.relative_to(PROJECT)}", soft_wrap=True)
     for problem in problems:
