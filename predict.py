@@ -132,7 +132,7 @@ class TextPredictor(BaseRunner):
         top_p: Optional[float] = Input(
             description="Choose among the likeliest tokens that have this probability together",
             default=None,
-            ge=0.01,
+            ge=0,
             le=1,
         ),
         top_k: Optional[int] = Input(

@@ -38,6 +38,7 @@ class Prediction:
     """
 
     answer: bytes
+    is_right: bool
     shown: str
     seconds: float
     metrics: dict[str, Any]
@@ -72,7 +73,7 @@ def draw(server: CogServer, folder: Path) -> Prediction:
     picture = files(prediction)[0]
     (folder / "picture.png").write_bytes(picture)
     metrics = prediction["metrics"]
-    return Prediction(picture, "picture.png", metrics["predict_time"], metrics["compile_cache"])
+    return Prediction(picture, True, "picture.png", metrics["predict_time"], metrics["compile_cache"])
 
 
 def add(server: CogServer, folder: Path) -> Prediction:
@@ -86,7 +87,9 @@ def add(server: CogServer, folder: Path) -> Prediction:
     tokens = sum(entry["output_token_count"] for entry in metrics)
     seconds = sum(entry["predict_time"] for entry in metrics) / tokens
     shown = f"{right} of {len(SUMS)} unseen sums right, as {lines[0]}"
-    return Prediction("\n".join(answers).encode(), shown, seconds, metrics[0]["compile_cache"])
+    return Prediction(
+        "\n".join(answers).encode(), right >= 0.99 * len(SUMS), shown, seconds, metrics[0]["compile_cache"]
+    )
 
 
 FAMILIES = (
@@ -188,6 +191,9 @@ def main() -> int:
         console.print(table(family, boots))
         console.print(boots[-1].prediction.shown)
         problems += [f"{family.name}: {problem}" for problem in failures(boots[1], boots[2])]
+        problems += [
+            f"{family.name}, {one.name}: {one.prediction.shown}" for one in boots if not one.prediction.is_right
+        ]
     console.print(f"Answers, reports and logs: {OUTPUT.relative_to(PROJECT)}", soft_wrap=True)
     for problem in problems:
         console.print(f"[red]FAILED[/red] {problem}")

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
-# A head's keys are split into so many parts of at least so many tokens.
+# A head's keys are split into so many parts.
 _PARTS = 16
-_BLOCK_TOKENS = 64
+# Tokens that a program multiplies at once, and blocks of them that are on their way: as many as shared memory holds.
+_BLOCK_TOKENS, _STAGES = 64, 3
+_LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
 # The least rows that a tensor core multiplies.
 _LEAST_ROWS = 16
 
@@ -74,6 +76,8 @@ def _on_gpu(
     key_heads, value_size = key.shape[1], value.shape[3]
     query = query.contiguous()
     group = heads // key_heads
+    is_large = max(size, value_size) > _LARGE_SIZE
+    block, stages = (_LARGE_BLOCK_TOKENS, _LARGE_STAGES) if is_large else (_BLOCK_TOKENS, _STAGES)
     partial = torch.empty((heads, _PARTS, value_size), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
@@ -100,8 +104,9 @@ def _on_gpu(
         VALUE_SIZE=value_size,
         PADDED_VALUE_SIZE=max(16, _power_of_2(value_size)),
         PARTS=_PARTS,
-        BLOCK=_BLOCK_TOKENS,
+        BLOCK=block,
         num_warps=4,
+        num_stages=stages,
     )
     join_parts[(heads,)](
         partial,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models.sampling import Sampler, Sampling
-from models.static_cache import StaticCache, use_static_cache
+from models.static_cache import StaticCache, use_static_cache, watch_windows
+from models.suitability import check_windows, settle_rope
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,11 @@ class Generator:
             ValueError: the model cannot be served with a static cache.
         """
         use_static_cache(model)
+        settle_rope(model)
         device = model.device
         self._cache = StaticCache(model.config, cache_tokens, device)
-        self._sampler = Sampler(model.config.get_text_config(decoder=True).vocab_size, device)
+        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
@@ -114,12 +117,18 @@ class Generator:
 
     @torch.no_grad()  # in inference mode, they would be tensors that no other mode may write to
     def _allocate(self, model: PreTrainedModel) -> None:
-        """Let the layers allocate their keys and values, which only their own states tell the shapes of."""
+        """Let the layers allocate their keys and values, which only their own states tell the shapes of, and see that
+        both steps can be taken."""
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         try:
-            _call(model, tokens, torch.arange(2, device=model.device)[None], self._cache, 1)
-        except (ValueError, TypeError, NotImplementedError) as error:
+            with watch_windows() as windows:
+                _call(model, tokens, torch.arange(2, device=model.device)[None], self._cache, 1)
+            _call(model, tokens[:, :1], self._cache.position[None], self._cache, 1)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{type(model).__name__} cannot be served with a static cache: {error}") from error
+        check_windows(model, self.cache_tokens, windows)
 
     @property
     def cache_tokens(self) -> int:
@@ -164,6 +173,8 @@ class Generator:
         prompt = len(request.prompt)
         if not prompt:
             raise ValueError("the prompt is empty")
+        if (largest := max(request.prompt)) >= self._vocabulary:
+            raise ValueError(f"the prompt has the token {largest}, and the model has embeddings for {self._vocabulary}")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be 1 or more")
         if prompt + request.max_new_tokens > self.cache_tokens:
@@ -215,31 +226,29 @@ class Generator:
         cannot be recorded. Call it when nothing is generated."""
         if not self._token.is_cuda:
             return
-        self._cache.position.zero_()
+        stream = torch.cuda.current_stream()
         try:
-            self._graph = _record(self._step, self._sampler.generator)
+            self._graph = self._recorded()
         except RuntimeError as error:
             log.warning("the decode step cannot be recorded, and is launched kernel by kernel: %s", error)
+            # A recording that fails leaves its stream current, and its generator as if it were still recorded.
+            torch.cuda.set_stream(stream)
+            self._sampler.generator = torch.Generator(self._token.device)
 
-
-def _record(step: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `step`, whose random numbers come from `generator`.
-
-    Raises:
-        RuntimeError: something in it cannot be recorded.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
-        for _ in range(_RECORDING_WARM_UPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(generator)
-    # Other threads may use the GPU meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    return graph
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
+            for _ in range(_RECORDING_WARM_UPS):
+                self._cache.position.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._sampler.generator)
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        return graph
 
 
 class _Reading:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+# Below it, scores divided by it leave the range of float32; the likeliest token has all the probability by then.
+_LEAST_TEMPERATURE = 1e-4
+_LEAST_TOP_P = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -29,13 +33,13 @@ class Sampling:
         Raises:
             ValueError: names the value.
         """
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be from 0 to 1")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 or more")
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
 
 
@@ -74,10 +78,11 @@ class Sampler(nn.Module):
 
     def set(self, sampling: Sampling, prompt: torch.Tensor) -> None:
         """Sample as a request asks, whose prompt of shape [tokens] counts as seen."""
-        self.is_greedy.fill_(sampling.temperature == 0)
-        self.temperature.fill_(sampling.temperature or 1.0)
-        # Sums of probabilities reach 1 before the last token is in, by rounding.
-        self.top_p.fill_(sampling.top_p if sampling.top_p < 1 else float("inf"))
+        is_greedy = sampling.temperature < _LEAST_TEMPERATURE
+        self.is_greedy.fill_(is_greedy)
+        self.temperature.fill_(1.0 if is_greedy else sampling.temperature)
+        # Sums of probabilities reach 1 before the last token is in, by rounding; and the first token is always in.
+        self.top_p.fill_(max(sampling.top_p, _LEAST_TOP_P) if sampling.top_p < 1 else float("inf"))
         self.top_k.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary))
         self.repetition_penalty.fill_(sampling.repetition_penalty)
         self.generator.manual_seed(sampling.seed)

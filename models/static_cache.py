@@ -5,6 +5,8 @@ Attention over it is registered with transformers under `ATTENTION`, builds no m
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +16,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
 from models.decode_attention import decode_attention
+from models.suitability import check_model, layer_types
 
 ATTENTION = "static_cache"
-# A layer of another type keeps other things than the keys and values of all tokens.
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 class StaticCache(Cache):  # type: ignore[misc]
@@ -27,19 +28,10 @@ class StaticCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
-        """Allocate nothing yet: the shapes are those of the first states.
-
-        Raises:
-            ValueError: the model has layers that keep something else than keys and values.
-        """
-        text_config = config.get_text_config(decoder=True)
-        layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
-        if unknown := sorted(set(layer_types) - _LAYER_TYPES):
-            raise ValueError(f"{config.model_type} has layers of type {', '.join(unknown)}, which have no static cache")
         self.tokens = tokens
         # Of the token that is decoded next; the one tensor that tells where it is, for all layers.
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types])
+        super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])
 
 
 class _Layer(StaticLayer):  # type: ignore[misc]
@@ -74,12 +66,27 @@ def use_static_cache(model: PreTrainedModel) -> None:
     """Let `model` attend over a StaticCache, as long as it is called with `position=`, the cache's own.
 
     Raises:
-        ValueError: its attention cannot be replaced.
+        ValueError: it would not compute the same.
     """
+    check_model(model)
     AttentionInterface.register(ATTENTION, attend)
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"{type(model).__name__} has an attention of its own, which knows no static cache")
     model.set_attn_implementation(ATTENTION)
+
+
+@contextlib.contextmanager
+def watch_windows() -> Iterator[list[int | None]]:
+    """The sliding window that each layer gives to its attention, in their order, of one call in the context."""
+    windows: list[int | None] = []
+
+    def watch(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        windows.append(sliding_window)
+        return attend(*args, sliding_window=sliding_window, **kwargs)
+
+    AttentionInterface.register(ATTENTION, watch)
+    try:
+        yield windows
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
 
 
 def attend(

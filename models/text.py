@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ from models.generation import Generator, Request
 from models.quantization import quantize
 from models.sampling import Sampling
 from models.settings import TextSettings
+from models.suitability import most_positions
 from models.text_stream import TextStream
 from models.weights import move, need_no_cast
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_NEW_TOKENS = 512
 # Of transformers' generate, where a model's configuration says nothing.
@@ -25,6 +29,27 @@ _DEFAULT_TOP_K = 50
 _WARM_UP_TOKENS = 4
 # What from_pretrained reads, of a repository that may have other formats as well.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_OTHER_FILES = ("consolidated*", "original/*")
+# Of a generation_config.json, what changes the answer of `generate` and is not followed here; and its neutral values.
+_NOT_FOLLOWED = (
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "num_beams",
+    "penalty_alpha",
+    "guidance_scale",
+    "exponential_decay_length_penalty",
+)
+_NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
 
 
 def import_model(model: str, revision: str | None) -> None:
@@ -87,6 +112,7 @@ class TextModel:
             raise ValueError(f"{type(tokenizer).__name__} cannot stream text: a tokenizer.json is needed")
         self._tokenizer = tokenizer
         self._defaults = model.generation_config
+        _check_defaults(model.generation_config)
         self._ends = _end_tokens(model, tokenizer)
         cache_tokens = _cache_tokens(model, settings)
         buckets = settings.prompt_buckets or default_buckets(cache_tokens)
@@ -187,7 +213,7 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32).eval()
     device = torch.device("cuda", torch.cuda.current_device())
     folder = Path(model) if Path(model).is_dir() else _download(model, revision)
-    if not need_no_cast(folder, torch.bfloat16):
+    if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device.type)
         return loaded.eval()
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -195,10 +221,21 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
     return loaded.eval()
 
 
+def _is_converted(config: Any) -> bool:
+    """Whether weights are made of several stored ones while a model is loaded, as those of experts are: on the CPU, in
+    memory, and slowly."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping = get_checkpoint_conversion_mapping(config.model_type) or ()
+    return any(isinstance(entry, WeightConverter) for entry in mapping)
+
+
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=list(_FILES)))
+    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+    return Path(snapshot_download(model, revision=revision, **patterns))
 
 
 def default_buckets(cache_tokens: int) -> tuple[int, ...]:
@@ -212,12 +249,28 @@ def default_buckets(cache_tokens: int) -> tuple[int, ...]:
 
 
 def _cache_tokens(model: PreTrainedModel, settings: TextSettings) -> int:
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = most_positions(model.config)
     if settings.cache_tokens is None:
         return min(4096, positions or 4096)
     if positions is not None and settings.cache_tokens > positions:
         raise ValueError(f"CACHE_TOKENS is {settings.cache_tokens}; this model has {positions} positions")
     return settings.cache_tokens
+
+
+def _check_defaults(defaults: Any) -> None:
+    """Say which of a model's own settings are not followed.
+
+    Raises:
+        ValueError: one that is followed has no meaning.
+    """
+    Sampling(
+        _given(getattr(defaults, "temperature", None), None, 0.0),
+        _given(getattr(defaults, "top_p", None), None, 1.0),
+        _given(getattr(defaults, "top_k", None), None, 0),
+        _given(getattr(defaults, "repetition_penalty", None), None, 1.0),
+    )
+    if ignored := [name for name in _NOT_FOLLOWED if getattr(defaults, name, None) not in _NEUTRAL]:
+        log.warning("generation_config.json sets %s, which is not followed", ", ".join(ignored))
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+# What stands for bytes that make no character.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has four bytes at most (RFC 3629): what more tokens have not made whole will not become one.
+_MOST_PARTS = 4
+# How a text goes on may depend on what is before it, a space for one; on the last few tokens.
+_CONTEXT = 6
 
 
 class TextStream:
@@ -26,13 +32,13 @@ class TextStream:
         self.has_stopped = False
         self._stop = tuple(stop)
         self._held = ""
-        self._decode = _decoder(tokenizer, prompt)
+        self._decoder = _Decoder(tokenizer, prompt)
 
     def add(self, token: int) -> str:
         """The text that is certain with this token; often empty."""
         if self.has_stopped:
             return ""
-        self._held += self._decode(token)
+        self._held += self._decoder.add(token)
         found = [place for sequence in self._stop if (place := self._held.find(sequence)) >= 0]
         if found:
             self.has_stopped = True
@@ -56,6 +62,25 @@ class TextStream:
         return released
 
 
-def _decoder(tokenizer: Tokenizer, prompt: Sequence[int]) -> Callable[[int], str]:
-    stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
-    return lambda token: stream.step(tokenizer, token) or ""
+class _Decoder:
+    """Whole characters from tokens. tokenizers' own `DecodeStream` gives a prompt out again that ends in U+FFFD, and
+    raises where bytes make no character (0.23)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._known = list(prompt[-_CONTEXT:])
+        if self._text(self._known).endswith(_REPLACEMENT):
+            self._known = []
+        self._new: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The characters that are whole with this token."""
+        self._new.append(token)
+        before, now = self._text(self._known), self._text([*self._known, *self._new])
+        if now.endswith(_REPLACEMENT) and len(self._new) < _MOST_PARTS:
+            return ""
+        self._known, self._new = self._new, []
+        return now[len(before) :]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -30,6 +30,27 @@ def test_greedy_tokens_are_those_of_generate(family):
     assert all(len(set(tokens)) > 3 for tokens in expected), "a model that repeats itself shows little"
 
 
+def test_looking_ahead_changes_no_token():
+    """As on a GPU: two steps are queued before a token is looked at."""
+    made = generator()
+    made._steps_ahead = 2
+    made._readings = [type(made._readings[0])(torch.device("cpu")) for _ in range(4)]
+    for length, new_tokens in ((20, 1), (20, 2), (20, 20), (40, 24)):
+        assert list(made.tokens(Request(prompt(length), new_tokens))) == greedy(
+            make("llama"), prompt(length), new_tokens
+        )
+
+
+@pytest.mark.parametrize("length", [5, 16, 20])
+def test_a_rope_that_would_change_with_the_padding_does_not(length):
+    """Phi-3's long contexts: within the original positions the short factors hold, however long the bucket."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    changes = {"rope_parameters": {**rope, "original_max_position_embeddings": 24}}
+    changes["original_max_position_embeddings"] = 24
+    made = Generator(make("phi3", **changes), 24, (24,))
+    assert list(made.tokens(Request(prompt(length), 4))) == greedy(make("phi3", **changes), prompt(length), 4)
+
+
 def test_a_request_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))
@@ -89,6 +110,7 @@ def test_threads_may_take_turns():
     ("request_", "limit"),
     [
         (Request((), 5), "empty"),
+        (Request((3, 311), 5), "the token 311"),
         (Request(prompt(5), 0), "max_new_tokens is 0"),
         (Request(prompt(40), 25), "64 .CACHE_TOKENS"),
         (Request(prompt(49), 5), "48 .PROMPT_BUCKETS"),
@@ -111,6 +133,10 @@ def test_prompt_and_answer_may_fill_the_cache():
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "asks for s_aux"),
         ("falcon", {}, "attention of its own"),
         ("qwen3_next", {"head_dim": 16, "num_experts": 0}, "linear_attention"),
+        ("phimoe", {"num_local_experts": 4, "sliding_window": 12}, "window of 12 tokens"),
+        ("llama", {"is_causal": False}, "later tokens"),
+        ("gemma3_text", {"head_dim": 16, "use_bidirectional_attention": True}, "later tokens"),
+        ("recurrent_gemma", {"num_hidden_layers": 3, "attention_window_size": 32}, "recurrent"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_and_the_reason_given(family, changes, reason):

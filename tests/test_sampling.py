@@ -110,6 +110,19 @@ def test_temperature_0_takes_the_first_of_the_likeliest():
     assert made.chosen.tolist() == [[1]]
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-36, 1e-38, 1e-40])
+def test_the_smallest_temperatures_take_the_likeliest(temperature):
+    made = Sampler(4, CPU)
+    made.set(Sampling(temperature=temperature), torch.tensor([0]))
+    made.draw()
+    made(torch.tensor([[1.0, 5.0, 30.0, 20.0]]))
+    assert made.chosen.item() == 2
+
+
+def test_a_top_p_of_0_takes_the_likeliest_as_in_transformers():
+    assert set(draw(sampler(Sampling(temperature=1.0, top_p=0.0)), 50).tolist()) == {logits().argmax().item()}
+
+
 def test_the_penalty_counts_for_the_likeliest_token_as_well():
     made = Sampler(3, CPU)
     made.set(Sampling(repetition_penalty=2.0), torch.tensor([0]))
@@ -149,7 +162,8 @@ def test_top_k_beyond_the_vocabulary_is_all_of_it():
     ("values", "name"),
     [
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),

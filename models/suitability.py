@@ -1,0 +1,98 @@
+"""Which models compute the same with a static cache as without one; the others would be wrong silently.
+
+Checked before anything is compiled: tests compare whole families with `generate`, and this refuses what those showed to
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# A layer of another type keeps other things than the keys and values of all tokens.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Rotary embeddings that change with the longest position of a call, which padding would raise: what they are called.
+_CHANGING_ROPE = ("dynamic", "longrope")
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The kind of each layer of the text part of a model."""
+    text = config.get_text_config(decoder=True)
+    return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model that keeps something else than keys and values, or looks ahead.
+
+    Raises:
+        ValueError: says what.
+    """
+    text = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    kinds = set(layer_types(model.config))
+    for setting in ("block_types", "layers_block_type"):
+        kinds |= set(getattr(text, setting, None) or ()) - {"attention"}
+    if unknown := sorted(map(str, kinds - _LAYER_TYPES)):
+        raise ValueError(f"{name} has layers of type {', '.join(unknown)}, which have no static cache")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps a state of its own from token to token")
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
+        raise ValueError(f"{name} attends to later tokens as well")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} has an attention of its own, which knows no static cache")
+
+
+def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[int | None]) -> None:
+    """Refuse a model that keeps a sliding window in its mask alone. `passed` is what each layer has given to its
+    attention.
+
+    Raises:
+        ValueError: names the model.
+    """
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False or not window or window >= cache_tokens:
+        return
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(passed)
+    if any(kind == "sliding_attention" and not given for kind, given in zip(kinds, passed, strict=False)):
+        raise ValueError(
+            f"{type(model).__name__} has a sliding window of {window} tokens that its attention is not told: set "
+            f"CACHE_TOKENS to {window} at most"
+        )
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens a model computes alike, however long the prompts before and the padding; None if it does not
+    say."""
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, "max_position_embeddings", None)]
+    for parameters in _rope_parameters(text):
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def settle_rope(model: PreTrainedModel) -> None:
+    """Let rotary embeddings be those of up to `most_positions` tokens: which they are is otherwise decided anew in
+    every call, by the largest position, and no such call can be compiled whole."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {name: _settled(value) for name, value in kind.items()}
+        elif isinstance(kind, str):
+            module.rope_type = _settled(kind)
+
+
+def _settled(kind: str) -> str:
+    return "default" if any(changing in kind for changing in _CHANGING_ROPE) else kind
+
+
+def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """The one dictionary of them, or one for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (value for value in parameters.values() if isinstance(value, dict))
