@@ -117,13 +117,12 @@ class Generator:
 
     @torch.no_grad()  # in inference mode, they would be tensors that no other mode may write to
     def _allocate(self, model: PreTrainedModel) -> None:
-        """Let the layers allocate their keys and values, which only their own states tell the shapes of, and see that
-        both steps can be taken."""
+        """Let the layers allocate their keys and values, which only their own states tell the shapes of. A step of
+        decoding would do as well, but it launches kernels that may still be on their way from the store."""
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         try:
             with watch_windows() as windows:
                 _call(model, tokens, torch.arange(2, device=model.device)[None], self._cache, 1)
-            _call(model, tokens[:, :1], self._cache.position[None], self._cache, 1)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
