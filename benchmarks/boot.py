@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from fresh_boot import RESTORED_STEPS, ROOT, Boot, Plan, prepare, run_boot
-from table import markdown, spread
+from table import Row, markdown
 
 KINDS = ("eager", "cold", "warm", "cached", "unpreloaded")
 _COLUMNS = (
@@ -119,31 +119,23 @@ def gigabytes(size_bytes: int | None) -> float | None:
 
 def row(kind: str, boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
     """One line of the table: medians, with their range."""
-
-    def of(value: Callable[[Boot], float | None], digits: int = 2) -> str:
-        return spread([value(boot) for boot in boots], digits)
-
-    def against_eager(compare: Callable[[float, float], float], value: Callable[[Boot], float]) -> str:
-        if kind == "eager" or not eager:
-            return "–"
-        return f"{compare(median(map(value, boots)), median(map(value, eager))):.2f}"
-
+    shown = Row(boots, () if kind == "eager" else eager)
     return [
         kind,
         str(len(boots)),
-        of(ready_s),
-        against_eager(lambda one, other: one - other, ready_s),
-        of(lambda boot: boot.report["ready_s"]),
-        of(lambda boot: boot.report["phases"]["weights"]),
-        of(lambda boot: boot.warm_up_s),
-        of(lambda boot: boot.report["compile_s"]),
-        of(lambda boot: boot.report["restore"]["seconds"]),
-        of(lambda boot: boot.report["restore"]["waited_s"]),
-        of(lambda boot: boot.first.seconds),
-        of(lambda boot: boot.step_ms),
-        against_eager(lambda one, other: one / other, lambda boot: boot.step_ms),
-        of(lambda boot: gigabytes(boot.report["device_peak_bytes"])),
-        of(lambda boot: gigabytes(boot.prediction_peak_bytes)),
+        shown.of(ready_s),
+        shown.against(lambda one, other: one - other, ready_s),
+        shown.of(lambda boot: boot.report["ready_s"]),
+        shown.of(lambda boot: boot.report["phases"]["weights"]),
+        shown.of(lambda boot: boot.warm_up_s),
+        shown.of(lambda boot: boot.report["compile_s"]),
+        shown.of(lambda boot: boot.report["restore"]["seconds"]),
+        shown.of(lambda boot: boot.report["restore"]["waited_s"]),
+        shown.of(lambda boot: boot.first.seconds),
+        shown.of(lambda boot: boot.step_ms),
+        shown.against(lambda one, other: one / other, lambda boot: boot.step_ms),
+        shown.of(lambda boot: gigabytes(boot.report["device_peak_bytes"])),
+        shown.of(lambda boot: gigabytes(boot.prediction_peak_bytes)),
     ]
 
 

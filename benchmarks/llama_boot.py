@@ -17,10 +17,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from boot import (
@@ -37,7 +36,7 @@ from boot import (
 )
 from fresh_boot import RESTORED_STEPS, ROOT, new_log, prepare, run_process
 from ptxas import count_runs, install_counters, log_to
-from table import markdown, spread
+from table import Row, markdown
 from text_boot import text_environment
 
 _COLUMNS = (
@@ -125,36 +124,28 @@ def describe(boot: Boot) -> str:
 
 def row(kind: str, boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
     """One line of the table: medians, with their range."""
-
-    def of(value: Callable[[Boot], float | None], digits: int = 2) -> str:
-        return spread([value(boot) for boot in boots], digits)
-
-    def against_eager(compare: Callable[[float, float], float], value: Callable[[Boot], float]) -> str:
-        if kind == "eager" or not eager:
-            return "–"
-        return f"{compare(median(map(value, boots)), median(map(value, eager))):.2f}"
-
+    shown = Row(boots, () if kind == "eager" else eager)
     return [
         kind,
         str(len(boots)),
-        of(lambda boot: boot.report["process_s"]),
-        against_eager(lambda one, other: one - other, lambda boot: boot.report["process_s"]),
-        of(lambda boot: boot.report["ready_s"]),
-        of(lambda boot: boot.report["phases"]["weights"]),
-        of(lambda boot: boot.report["phases"]["warm_up"]),
-        of(lambda boot: boot.report["compile_s"]),
-        of(lambda boot: boot.report["restore"]["seconds"]),
-        of(lambda boot: boot.report["restore"]["waited_s"]),
-        of(lambda boot: boot.report["phases"]["record"], 3),
-        of(lambda boot: boot.first_answer_s),
-        of(lambda boot: boot.first_token_ms),
-        of(lambda boot: boot.token_ms),
-        against_eager(lambda one, other: one / other, lambda boot: boot.token_ms),
-        of(lambda boot: boot.report["counts"]["kernels_compiled"], 0),
-        of(lambda boot: boot.ptxas_runs, 0),
-        of(lambda boot: boot.report["counts"]["benchmarks"], 0),
+        shown.of(lambda boot: boot.report["process_s"]),
+        shown.against(lambda one, other: one - other, lambda boot: boot.report["process_s"]),
+        shown.of(lambda boot: boot.report["ready_s"]),
+        shown.of(lambda boot: boot.report["phases"]["weights"]),
+        shown.of(lambda boot: boot.report["phases"]["warm_up"]),
+        shown.of(lambda boot: boot.report["compile_s"]),
+        shown.of(lambda boot: boot.report["restore"]["seconds"]),
+        shown.of(lambda boot: boot.report["restore"]["waited_s"]),
+        shown.of(lambda boot: boot.report["phases"]["record"], 3),
+        shown.of(lambda boot: boot.first_answer_s),
+        shown.of(lambda boot: boot.first_token_ms),
+        shown.of(lambda boot: boot.token_ms),
+        shown.against(lambda one, other: one / other, lambda boot: boot.token_ms),
+        shown.of(lambda boot: boot.report["counts"]["kernels_compiled"], 0),
+        shown.of(lambda boot: boot.ptxas_runs, 0),
+        shown.of(lambda boot: boot.report["counts"]["benchmarks"], 0),
         "–" if kind == "eager" else f"{max(map(relative_error, boots)):.1e}",
-        of(lambda boot: gigabytes(boot.report["device_peak_bytes"])),
+        shown.of(lambda boot: gigabytes(boot.report["device_peak_bytes"])),
     ]
 
 
