@@ -19,6 +19,7 @@ from models.decode_attention import decode_attention
 from models.suitability import check_model, layer_types
 
 ATTENTION = "static_cache"
+_LARGEST_FLASH_SIZE = 256
 
 
 class StaticCache(Cache):  # type: ignore[misc]
@@ -132,16 +133,17 @@ def _attend_prompt(
 ) -> torch.Tensor:
     tokens = query.shape[2]
     is_windowed = window is not None and window < tokens
-    if not softcap and not is_windowed:
+    if not softcap and not is_windowed and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    # CUDA's fast kernels take groups of heads only where there is no mask, and sizes are these.
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     place = torch.arange(tokens, device=query.device)
     mask = place[:, None] >= place
     if window is not None and is_windowed:
         mask &= place[:, None] < place + window
     if not softcap:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
     return weights.to(value.dtype) @ value

@@ -142,3 +142,52 @@ def test_prompt_and_answer_may_fill_the_cache():
 def test_a_model_that_cannot_be_served_is_refused_and_the_reason_given(family, changes, reason):
     with pytest.raises(ValueError, match=reason):
         Generator(random_texts.make(family, **changes), CACHE_TOKENS, BUCKETS)
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def gpu_generator() -> Generator:
+    return Generator(make("llama").cuda(), CACHE_TOKENS, BUCKETS)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
+    requests = [Request(prompt(20), 20), Request(prompt(9), 20, Sampling(1.0, 0.9, 50, 1.2, seed=3))]
+    made = gpu_generator()
+    before = list(made.tokens(requests[0]))
+    made.record()
+    assert made.is_recorded
+    assert list(made.tokens(requests[0])) == before == greedy(make("llama"), prompt(20), 20)
+    first, again = (list(made.tokens(requests[1])) for _ in range(2))
+    assert first == again
+    other = Request(prompt(9), 20, Sampling(1.0, 0.9, 50, 1.2, seed=4))
+    assert list(made.tokens(other)) != first
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_recorded_step_runs_from_any_thread():
+    from concurrent.futures import ThreadPoolExecutor
+
+    made = gpu_generator()
+    made.record()
+    expected = list(made.tokens(Request(prompt(20), 20)))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: list(made.tokens(Request(prompt(20), 20)))).result() == expected
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch):
+    request = Request(prompt(20), 20, Sampling(1.0, seed=3))
+    made = gpu_generator()
+    expected = list(made.tokens(request))
+    sampler = made.decode.sampler
+    see = sampler.see
+    monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
+    made.record()
+    assert not made.is_recorded
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert list(made.tokens(request)) == expected
