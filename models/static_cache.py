@@ -133,11 +133,14 @@ def _attend_prompt(
 ) -> torch.Tensor:
     tokens = query.shape[2]
     is_windowed = window is not None and window < tokens
-    if not softcap and not is_windowed and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    is_plain = not softcap and not is_windowed
     # CUDA's fast kernels take groups of heads only where there is no mask, and sizes are these.
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    takes_groups = is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE
+    if not takes_groups:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if is_plain:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=takes_groups)
     place = torch.arange(tokens, device=query.device)
     mask = place[:, None] >= place
     if window is not None and is_windowed:
