@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import PROJECT, CogServer, files
+from cog_server import CogServer, files
 from PIL import Image
 from read_digits import DIGIT_WORDS, share_read
 
@@ -139,10 +139,3 @@ def test_several_outputs_count_up_from_the_seed(restored):
     first, second = files(restored.answers["several"])
     assert first == files(restored.first)[0]
     assert second != first
-
-
-def test_cog_yaml_names_the_predictor_and_the_model_that_are_there():
-    text = (PROJECT / "cog.yaml").read_text()
-    assert 'run: "predict.py:Predictor"' in text
-    assert (PROJECT / "demo/flux-digits/model_index.json").is_file()
-    assert "MODEL=demo/flux-digits" in text
