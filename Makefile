@@ -26,7 +26,7 @@ demo: $(VENV)/ready
 	$(BIN)/python demo/run_demo.py
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/ready
 	@failed=; for soak in $(SOAKS); do \
