@@ -1,8 +1,8 @@
 """Attention of one token over a static cache that reads only what is filled: a custom operator.
 
-On a GPU it is a Triton kernel that splits the filled part among many programs and joins what they found, because one
-program a head leaves most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How
-much is filled is read on the device, so that one recorded CUDA graph serves every length.
+On a GPU it is a Triton kernel that splits the filled part among many programs, because one program a head leaves most of
+a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the last of them joins what all have
+found. How much is filled is read on the device, so that one recorded CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
+
+from models.matrix_vector import can_overlap, launch_options, power_of_2
 
 # A head's keys are split into so many parts.
 _PARTS = 16
@@ -28,6 +30,7 @@ def decode_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -36,10 +39,11 @@ def decode_attention(
 
     query: [1, heads, 1, size], key: [1, key-value heads, tokens, size], value: [1, key-value heads, tokens, value
     size], position: [1]; result: [1, heads, 1, value size]. `window` tokens are looked at, or all for 0; `softcap`
-    bounds the scores, or does not for 0.0.
+    bounds the scores, or does not for 0.0. `arrivals` are zeros of int32, one for each key-value head or more, which
+    are counted up meanwhile and zero again in the end: what uses them must not run at the same time.
     """
     if query.is_cuda:
-        return _on_gpu(query, key, value, position, scale, window, softcap)
+        return _on_gpu(query, key, value, position, arrivals, scale, window, softcap)
     end = int(position) + 1
     start = max(0, end - window) if window else 0
     key, value = key[:, :, start:end], value[:, :, start:end]
@@ -56,6 +60,7 @@ def _(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -68,6 +73,7 @@ def _on_gpu(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -81,14 +87,16 @@ def _on_gpu(
     partial = torch.empty((heads, _PARTS, value_size), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
-    attend_part, join_parts = _kernels()
-    attend_part[(key_heads, _PARTS)](
+    overlaps = can_overlap(query.device)
+    _kernel()[(key_heads, _PARTS)](
         query,
         key,
         value,
         position,
+        arrivals,
         partial,
         sums,
+        result,
         scale,
         key.stride(1),
         key.stride(2),
@@ -98,36 +106,24 @@ def _on_gpu(
         window,
         softcap,
         GROUP=group,
-        ROWS=max(_LEAST_ROWS, _power_of_2(group)),
+        ROWS=max(_LEAST_ROWS, power_of_2(group)),
         SIZE=size,
-        PADDED_SIZE=max(16, _power_of_2(size)),
+        PADDED_SIZE=max(16, power_of_2(size)),
         VALUE_SIZE=value_size,
-        PADDED_VALUE_SIZE=max(16, _power_of_2(value_size)),
+        PADDED_VALUE_SIZE=max(16, power_of_2(value_size)),
         PARTS=_PARTS,
         BLOCK=block,
+        OVERLAPS=overlaps,
         num_warps=4,
         num_stages=stages,
-    )
-    join_parts[(heads,)](
-        partial,
-        sums,
-        result,
-        heads,
-        VALUE_SIZE=value_size,
-        PADDED_VALUE_SIZE=_power_of_2(value_size),
-        PARTS=_PARTS,
-        num_warps=4,
+        **launch_options(overlaps),
     )
     return result
 
 
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 @cache
-def _kernels() -> tuple[Any, Any]:
-    """The two Triton kernels: `models/decode_kernels.py` imports Triton, which a CPU does without."""
-    from models.decode_kernels import attend_part, join_parts
+def _kernel() -> Any:
+    """The Triton kernel: `models/decode_kernels.py` imports Triton, which a CPU does without."""
+    from models.decode_kernels import attend
 
-    return attend_part, join_parts
+    return attend

@@ -1,4 +1,8 @@
-"""The Triton kernels of models/decode_attention.py."""
+"""The Triton kernels of models/matrix_vector.py and models/decode_attention.py.
+
+With `OVERLAPS`, a kernel is launched while the one before is still at work, waits for its end before it reads what that
+one has written, and only then lets the next one begin: so all kernels before the one before have ended as well.
+"""
 
 # No "from __future__ import annotations": Triton reads the annotations as objects.
 
@@ -7,13 +11,75 @@ import triton.language as tl
 
 
 @triton.jit
-def attend_part(
+def multiply(
+    vector,
+    matrix,
+    up,
+    scale,
+    bias,
+    result,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """`matrix @ vector`, times `scale`, plus `bias`, or `silu(matrix @ vector) * (up @ vector)`: what is not wanted is
+    None. Grid: blocks of rows.
+
+    vector: [COLUMNS], matrix and up: [rows, COLUMNS], scale, bias and result: [rows].
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    is_row = row < rows
+    is_weight = is_row[:, None] & (column[None, :] < COLUMNS)
+    place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    block = tl.load(matrix + place, mask=is_weight, other=0.0)
+    if up is not None:
+        up_block = tl.load(up + place, mask=is_weight, other=0.0)
+        up_total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    if OVERLAPS:  # weights are what no kernel writes
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for first in tl.static_range(0, COLUMNS, BLOCK_COLUMNS):
+        if first + BLOCK_COLUMNS < COLUMNS:  # on their way while the ones before are multiplied
+            next_place = place + first + BLOCK_COLUMNS
+            is_next = is_row[:, None] & (column[None, :] < COLUMNS - first - BLOCK_COLUMNS)
+            next_block = tl.load(matrix + next_place, mask=is_next, other=0.0)
+            if up is not None:
+                next_up_block = tl.load(up + next_place, mask=is_next, other=0.0)
+        part = tl.load(vector + first + column, mask=column < COLUMNS - first, other=0.0).to(tl.float32)
+        total += block.to(tl.float32) * part[None, :]
+        if up is not None:
+            up_total += up_block.to(tl.float32) * part[None, :]
+        if first + BLOCK_COLUMNS < COLUMNS:
+            block = next_block
+            if up is not None:
+                up_block = next_up_block
+    product = tl.sum(total, axis=1)
+    if scale is not None:
+        product *= tl.load(scale + row, mask=is_row, other=0.0)
+    if bias is not None:
+        product += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+    if up is not None:
+        kind = result.dtype.element_ty
+        product = product.to(kind).to(tl.float32)
+        product = (product * tl.sigmoid(product)).to(kind).to(tl.float32)
+        product *= tl.sum(up_total, axis=1).to(kind).to(tl.float32)
+    tl.store(result + row, product.to(result.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def attend(
     query,
     key,
     value,
     position,
+    arrivals,
     partial,
     sums,
+    result,
     scale,
     key_head_stride,
     key_token_stride,
@@ -30,12 +96,18 @@ def attend_part(
     PADDED_VALUE_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens.
+    """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens, and by
+    the last program of that head over all of them.
 
-    Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
-    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
+    Grid: (key-value heads, PARTS). Each writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
+    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty. Then it
+    counts itself in arrivals, [key-value heads], zeros before and after. result is [heads, VALUE_SIZE].
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     key_head = tl.program_id(0)
     part = tl.program_id(1)
     end = tl.load(position).to(tl.int32) + 1
@@ -89,28 +161,25 @@ def attend_part(
     )
     tl.store(sums + place, largest, mask=is_row)
     tl.store(sums + heads * PARTS + place, total, mask=is_row)
-
-
-@triton.jit
-def join_parts(
-    partial,
-    sums,
-    result,
-    heads,
-    VALUE_SIZE: tl.constexpr,
-    PADDED_VALUE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """The parts of one head, joined: result is [heads, VALUE_SIZE]. Grid: (heads,)."""
-    head = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    column = tl.arange(0, PADDED_VALUE_SIZE)
-    largest = tl.load(sums + head * PARTS + part)
-    total = tl.load(sums + heads * PARTS + head * PARTS + part)
-    share = tl.exp(largest - tl.max(largest, axis=0))
-    place = head * PARTS + part
-    gathered = tl.load(
-        partial + place[:, None] * VALUE_SIZE + column[None, :], mask=column[None, :] < VALUE_SIZE, other=0.0
-    )
-    joined = tl.sum(gathered * share[:, None], axis=0) / tl.sum(total * share, axis=0)
-    tl.store(result + head * VALUE_SIZE + column, joined.to(result.dtype.element_ty), mask=column < VALUE_SIZE)
+    tl.debug_barrier()  # all threads have written what the next line says is there
+    if tl.atomic_add(arrivals + key_head, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(arrivals + key_head, 0)
+        parts = tl.arange(0, PARTS)
+        for member in tl.static_range(GROUP):
+            one = key_head * GROUP + member
+            # Past the first-level cache, which does not see what other programs write.
+            peaks = tl.load(sums + one * PARTS + parts, cache_modifier=".cg")
+            totals = tl.load(sums + heads * PARTS + one * PARTS + parts, cache_modifier=".cg")
+            shares = tl.exp(peaks - tl.max(peaks, axis=0))
+            found = tl.load(
+                partial + (one * PARTS + parts[:, None]) * VALUE_SIZE + value_column[None, :],
+                mask=value_column[None, :] < VALUE_SIZE,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            joined = tl.sum(found * shares[:, None], axis=0) / tl.sum(totals * shares, axis=0)
+            tl.store(
+                result + one * VALUE_SIZE + value_column,
+                joined.to(result.dtype.element_ty),
+                mask=value_column < VALUE_SIZE,
+            )

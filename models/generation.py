@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from models.matrix_vector import use_matrix_vector
 from models.sampling import Sampler, Sampling
 from models.static_cache import StaticCache, use_static_cache, watch_windows
 from models.suitability import check_windows, settle_rope
@@ -85,6 +86,7 @@ def _call(
         use_cache=True,
         logits_to_keep=keep,
         position=cache.position,
+        arrivals=cache.arrivals,
     )
     logits: torch.Tensor = output.logits
     return logits[:, 0]
@@ -94,12 +96,13 @@ class Generator:
     """A model, its cache and its two steps. One sequence at a time; each request begins anew."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
-        """Take `model` over: its attention is replaced.
+        """Take `model` over: its attention and its linear layers are replaced.
 
         Raises:
             ValueError: the model cannot be served with a static cache.
         """
         use_static_cache(model)
+        use_matrix_vector(model)
         settle_rope(model)
         device = model.device
         self._cache = StaticCache(model.config, cache_tokens, device)

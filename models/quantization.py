@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
+from models.matrix_vector import matrix_vector
+
 # The first generation with float8 matrix products (Ada Lovelace).
 _LEAST_FP8_CAPABILITY = (8, 9)
 
@@ -54,6 +56,10 @@ class QuantizedLinear(nn.Module):
         for name in names:
             self.register_buffer(name, getattr(weight, name).detach())
         self.bias = linear.bias
+        self._columns = linear.in_features
+        zero_point = getattr(weight, "zero_point", None)
+        has_row_scales = weight.scale.shape == (linear.out_features, 1) and weight.qdata.is_contiguous()
+        self._is_scaled_matrix = has_row_scales and (zero_point is None or not zero_point.any())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -64,4 +70,6 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Inputs of any shape but for the last dimension."""
+        if self._is_scaled_matrix and inputs.numel() == self._columns and inputs.dim() == 3:
+            return matrix_vector(inputs, self.qdata, self.scale, self.bias)
         return F.linear(inputs, self.weight, self.bias)

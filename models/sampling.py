@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
 # Below it, scores divided by it leave the range of float32; the likeliest token has all the probability by then.
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-9
+# Probabilities that one program of a GPU compares.
+_ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,18 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 or more")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+
+
+@torch.library.custom_op("text::running_sum", mutates_args=())
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """`values.cumsum(0)`, of shape [values], where Inductor does not see it: together with a sum over the same values
+    it would make a kernel of both on a GPU, and fails (torch 2.11, "NYI TritonSplitDimKernel reductions")."""
+    return values.cumsum(0)
+
+
+@running_sum.register_fake
+def _(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
 
 
 class Sampler(nn.Module):
@@ -102,14 +117,23 @@ class Sampler(nn.Module):
         scores = logits[0].float()
         penalty = self.repetition_penalty
         scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        # While greedy, the temperature is 1: the first in order is the first of the likeliest.
         ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
         # Ties with the last of the top k stay, as in TopKLogitsWarper.
         is_kept = ordered >= ordered.gather(0, self.top_k - 1)
-        probabilities = torch.softmax(ordered.masked_fill(~is_kept, float("-inf")), dim=0)
-        before = probabilities.cumsum(0) - probabilities
-        probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+        weights = torch.where(is_kept, torch.exp(ordered - ordered[0]), 0.0)
+        sums = running_sum(weights)
+        weights = torch.where(sums - weights < self.top_p * sums[-1], weights, 0.0)
         # The largest p / e, for e of an exponential distribution, is a draw from p: each p / e comes first with
         # probability p (the exponential race). No sum has to be inverted.
-        drawn = order.gather(0, (probabilities / self.noise).argmax(dim=0, keepdim=True))
-        likeliest = scores.argmax(dim=0, keepdim=True)
-        self.chosen.copy_(torch.where(self.is_greedy, likeliest, drawn)[None])
+        drawn = order.gather(0, _first_largest(weights / self.noise))
+        self.chosen.copy_(torch.where(self.is_greedy, order[:1], drawn)[None])
+
+
+def _first_largest(values: torch.Tensor) -> torch.Tensor:
+    """`values.argmax(0, keepdim=True)` of shape [1], for values from 0 on, in two steps: Inductor gives the whole of
+    one to a single program of a GPU."""
+    rows = F.pad(values, (0, -len(values) % _ROW), value=-1.0).view(-1, _ROW)
+    largest, places = rows.max(dim=1)
+    row = largest.argmax(0, keepdim=True)
+    return row * _ROW + places.gather(0, row)
