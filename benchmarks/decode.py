@@ -1,6 +1,6 @@
 """A token's time, batch 1: transformers' generate, with its default cache and with a static one, and the Generator.
 
-    python benchmarks/decode.py --model /tmp/llama --store /tmp/text --rounds 3 --out decode.jsonl
+    python benchmarks/decode.py --model /tmp/llama --store /tmp/long --rounds 3 --out decode.jsonl
 
 Each measurement is a fresh process, the ways in turn. Every answer is timed as its consumer sees it: each token is on
 the host when it counts. Prints a table, and how far greedy answers agree with those of plain generate. Exits with 1 if
@@ -172,7 +172,7 @@ def parse_arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder that llama_boot.py --write wrote")
     parser.add_argument("--store", type=Path, required=True, help="folder of the store, cache directories and logs")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["eager", "static", "ours", "ours-tuned"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["eager", "static", "ours"])
     parser.add_argument("--rounds", type=int, default=3, help="processes of each way; 0 only fills the store")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to generate")
@@ -188,7 +188,7 @@ def main() -> None:
     args.store.mkdir(parents=True, exist_ok=True)
     plan = Plan(str(args.model.resolve()), args.store.resolve(), args.prompt, args.tokens, args.repeats, args.timeout)
     filling = dataclasses.replace(plan, tokens=min(8, args.tokens), repeats=1)
-    for way in args.ways:
+    for way in dict.fromkeys(args.ways):
         if way.startswith("ours"):
             print(f"not measured, to fill the store: {describe(filling.run(way))}", flush=True)
     found = []

@@ -1,6 +1,6 @@
 """What the time of a token and of a prompt goes to, on the steps that TextPredictor serves.
 
-    python benchmarks/decode_account.py --model /tmp/llama --store /tmp/long --tuned --out account.jsonl
+    python benchmarks/decode_account.py --model /tmp/llama --store /tmp/long --out account.jsonl
 
 A token: the kernels of recorded steps, by name, and what of the step's time is no kernel. A prompt: its time against
 that of its matrix products alone, each weight once, one after the other, measured in the same run.

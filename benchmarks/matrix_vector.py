@@ -26,7 +26,15 @@ from table import markdown
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from models.matrix_vector import BLOCK, GATED_BLOCK, Block, gated_matrix_vector, matrix_vector, multiply_on_gpu
+from models.matrix_vector import (
+    BLOCK,
+    BLOCK_OF_8_BITS,
+    GATED_BLOCK,
+    Block,
+    gated_matrix_vector,
+    matrix_vector,
+    multiply_on_gpu,
+)
 
 _REPEATS = 10
 _LAYERS = 32
@@ -104,7 +112,7 @@ def rates(shape: Shape) -> Iterator[Rate]:
 
     size = len(made) * one_bytes
     torch_rate = size / recorded_s(multiply_by_torch) if scale is None else None
-    used = GATED_BLOCK if shape.gated else BLOCK
+    used = GATED_BLOCK if shape.gated else BLOCK if scale is None else BLOCK_OF_8_BITS
     for block in _BLOCKS:
         rate = size / recorded_s(functools.partial(multiply, block))
         kind = str(shape.dtype).removeprefix("torch.")

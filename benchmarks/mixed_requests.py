@@ -1,8 +1,8 @@
 """Many requests of all lengths, greedy and sampled, one after another: is each token as fast as the one before?
 
-    python benchmarks/mixed_requests.py --model /tmp/llama --store /tmp/long --tuned --out mixed.jsonl
+    python benchmarks/mixed_requests.py --model /tmp/llama --store /tmp/long --out mixed.jsonl
 
-One process, booted as TextPredictor boots, with buckets of 128, 512 and 2,048 tokens. Exits with 1 if anything was
+One process, booted as TextPredictor boots, with buckets of 128 and 2,048 tokens. Exits with 1 if anything was
 compiled after READY, memory grew, or a request had another number of tokens than it asked for.
 """
 

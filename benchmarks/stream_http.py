@@ -1,6 +1,6 @@
 """A token's time through a real Cog server that streams, against the same answers in a process without one.
 
-    python benchmarks/stream_http.py --model /tmp/llama --store /tmp/text --tuned --rounds 2 --out stream.jsonl
+    python benchmarks/stream_http.py --model /tmp/llama --store /tmp/long --rounds 2 --out stream.jsonl
 
 Both boot predict.py's TextPredictor, or what it does, over one store, one after the other, in turn. A token's time is
 that between the first piece of text and the last one, a token. Exits with 1 if an answer was not whole, a step is not
@@ -29,7 +29,15 @@ from boot import conclude, has_regions
 from boot_process import wait_published
 from fresh_boot import RESTORED_STEPS, ROOT, end, new_log, run_process
 from table import markdown, spread
-from text_boot import BUCKET, CACHE_TOKENS, Timing, add_arguments, boot_text, text_environment, text_settings
+from text_boot import (
+    LONG_BUCKETS,
+    LONG_CACHE_TOKENS,
+    Timing,
+    add_arguments,
+    boot_text,
+    long_settings,
+    text_environment,
+)
 
 sys.path.append(str(ROOT / "demo"))
 
@@ -89,7 +97,8 @@ class Plan:
     def _run_server(self) -> Streamed:
         report = self.work / "report.json"
         report.unlink(missing_ok=True)
-        settings = {"MODEL": self.model, "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": str(BUCKET)}
+        buckets = ",".join(map(str, LONG_BUCKETS))
+        settings = {"MODEL": self.model, "CACHE_TOKENS": str(LONG_CACHE_TOKENS), "PROMPT_BUCKETS": buckets}
         # The project's own modules are those of the server's folder.
         own = {"COMPILE_CACHE_REPORT": str(report), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         environ = {**self.environment, **settings, **own}
@@ -153,7 +162,7 @@ def make_text(model: str, tokens: int) -> str:
 
 def answer_in_process(args: Any) -> Streamed:
     """Boot, and stream answers without a server."""
-    booted = boot_text(text_settings(str(args.model)))
+    booted = boot_text(long_settings(str(args.model)))
     wait_published(booted.boot, args.timeout)
     from models.text import TextInputs
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 CACHE_TOKENS = 1024
 BUCKET = 128
 LONG_CACHE_TOKENS = 2304
-LONG_BUCKETS = (128, 512, 2048)
-# As cog.text.yaml sets it.
+LONG_BUCKETS = (128, 2048)
+# As cog.text.yaml sets it. A variable of the caller's comes first.
+SERVED = {"TORCHINDUCTOR_ENABLE_PDL": "1"}
 TUNED = {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
 
 
@@ -49,8 +50,9 @@ class Booted:
         return self.model.generator.is_recorded
 
 
-def boot_text(settings: TextSettings) -> Booted:
-    """`TextPredictor.setup`, line by line, with settings that are not read from the environment."""
+def boot_text(settings: TextSettings, record: bool = True) -> Booted:
+    """`TextPredictor.setup`, line by line, with settings that are not read from the environment. Without `record`,
+    steps are launched kernel by kernel."""
     model, revision = split_revision(settings.model)
     with compile_cache.boot(settings.model, sources=SOURCES) as boot:
         with boot.timed("import"), without_collection():
@@ -64,7 +66,8 @@ def boot_text(settings: TextSettings) -> Booted:
             boot.compile(step, whole=True)
         warm_up(boot, text, text.warm_up_inputs())
         with boot.timed("record"):
-            text.generator.record()
+            if record:
+                text.generator.record()
     return Booted(boot, text)
 
 
@@ -74,7 +77,7 @@ def text_settings(model: str) -> TextSettings:
 
 
 def long_settings(model: str) -> TextSettings:
-    """Three buckets, the longest of 2,048 tokens: what several benchmarks boot, so that they can share a store."""
+    """Two buckets, the longest of 2,048 tokens: what several benchmarks boot, so that they can share a store."""
     return TextSettings(model, LONG_CACHE_TOKENS, LONG_BUCKETS)
 
 
@@ -143,7 +146,7 @@ def set_environment(work: Path, is_tuned: bool) -> None:
 def text_environment(work: Path, kind: str, store: Path, is_tuned: bool) -> dict[str, str]:
     """The variables of a boot, whose cache directory is in the folder `work`."""
     environ = boot_environment(work, kind, store, "regional")
-    return {**environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
+    return {**SERVED, **environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
 
 
 def describe_boot(booted: Booted) -> str:

@@ -1,8 +1,8 @@
 """Attention of one token over a static cache that reads only what is filled: a custom operator.
 
-On a GPU it is a Triton kernel that splits the filled part among many programs, because one program a head leaves most of
-a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the last of them joins what all have
-found. How much is filled is read on the device, so that one recorded CUDA graph serves every length.
+On a GPU it is a Triton kernel that splits the filled part among many programs, because one program a head leaves most
+of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the last of them joins what all
+have found. How much is filled is read on the device, so that one recorded CUDA graph serves every length.
 """
 
 from __future__ import annotations

@@ -101,9 +101,9 @@ def attend(
     """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens, and by
     the last program of that head over all of them.
 
-    Grid: (key-value heads, PARTS). Each writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
-    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty. Then it
-    counts itself in arrivals, [key-value heads], zeros before and after. result is [heads, VALUE_SIZE].
+    Grid: (key-value heads, PARTS). Each writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest
+    score to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
+    Then it counts itself in arrivals, [key-value heads], zeros before and after. result is [heads, VALUE_SIZE].
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()

@@ -27,8 +27,9 @@ class Block(NamedTuple):
     most_columns: int
 
 
-# Found by benchmarks/matrix_vector.py; the second one is of each of two matrices.
+# Found by benchmarks/matrix_vector.py: of numbers of 16 bits or more, of 8 bits, and of each of two matrices.
 BLOCK = Block(4096, 2048)
+BLOCK_OF_8_BITS = Block(2048, 1024)
 GATED_BLOCK = Block(4096, 1024)
 _WARPS = 4
 # Hopper: the first generation whose kernels can begin before the one before them has ended.
@@ -45,7 +46,8 @@ def matrix_vector(
     of the vector's type. With `scale`, the matrix may be of int8 or float8.
     """
     if vector.is_cuda:
-        return multiply_on_gpu(vector, matrix, None, scale, bias, BLOCK)
+        block = BLOCK_OF_8_BITS if matrix.itemsize == 1 else BLOCK
+        return multiply_on_gpu(vector, matrix, None, scale, bias, block)
     if scale is None:
         return F.linear(vector, matrix, bias)
     result = F.linear(vector.float(), matrix.float()) * scale[:, 0]

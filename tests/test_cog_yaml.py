@@ -40,6 +40,13 @@ def test_torch_is_pinned(name):
     assert any(line.startswith("torch==") for line in requirements.splitlines())
 
 
+def test_benchmarks_of_text_boot_as_its_configuration_does():
+    from text_boot import SERVED
+
+    environ = dict(variable.split("=", 1) for variable in read("cog.text.yaml")["environment"])
+    assert {name: value for name, value in environ.items() if name.startswith("TORCHINDUCTOR_")} == SERVED
+
+
 def test_both_images_are_built_alike():
     first, second = (read(name)["build"] for name in CONFIGURATIONS)
     assert first == second
