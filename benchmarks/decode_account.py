@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from boot_process import describe_machine, synchronize, wait_published
 from table import markdown
-from text_boot import LONG_BUCKETS, Timing, add_arguments, boot_text, describe_boot, long_settings, set_environment
+from text_boot import Timing, add_arguments, boot_text, describe_boot, set_environment, text_settings
 
 if TYPE_CHECKING:
     from models.generation import Generator
@@ -213,7 +213,7 @@ def parse_arguments() -> Any:
     add_arguments(parser)
     parser.add_argument("--prompt", type=int, default=128, help="tokens before those that are accounted for")
     parser.add_argument("--steps", type=int, default=20, help="decoded tokens with the profiler")
-    parser.add_argument("--prefill", type=int, choices=LONG_BUCKETS, default=2048, help="tokens of the timed prompt")
+    parser.add_argument("--prefill", type=int, help="tokens of the timed prompt; as many as fit if not given")
     parser.add_argument("--rows", type=int, default=20, help="kernels in the table; the JSON has all")
     return parser.parse_args()
 
@@ -224,14 +224,14 @@ def main() -> None:
     set_environment(args.store, args.tuned)
     # CUDA graphs and a CUPTI that ends and begins anew do not go together (torch/profiler/profiler.py).
     os.environ.update({"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"})
-    booted = boot_text(long_settings(str(args.model.resolve())))
+    booted = boot_text(text_settings(str(args.model.resolve())))
     wait_published(booted.boot, 600)
     print(describe_boot(booted), flush=True)
     from llama import make_prompt
 
     generator = booted.model.generator
     vocabulary = generator.decode.model.config.vocab_size
-    prefill = account_prefill(generator, make_prompt(vocabulary, args.prefill))
+    prefill = account_prefill(generator, make_prompt(vocabulary, args.prefill or generator.buckets[-1]))
     print(f"{prefill_table(prefill)}\n\nproducts: {prefill.matmuls_tflop_per_s:.1f} TFLOP/s", flush=True)
     token = account_token(generator, make_prompt(vocabulary, args.prompt), args.steps)
     idle_us = token.profiled_us - token.busy_us

@@ -2,8 +2,8 @@
 
     python benchmarks/mixed_requests.py --model /tmp/llama --store /tmp/long --out mixed.jsonl
 
-One process, booted as TextPredictor boots, with buckets of 128 and 2,048 tokens. Exits with 1 if anything was
-compiled after READY, memory grew, or a request had another number of tokens than it asked for.
+One process, booted as TextPredictor boots; prompts are as long as the largest bucket or shorter. Exits with 1 if
+anything was compiled after READY, memory grew, or a request had another number of tokens than it asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from boot import conclude
 from boot_process import describe_machine, synchronize, wait_published
 from table import markdown
-from text_boot import LONG_BUCKETS, Timing, add_arguments, boot_text, describe_boot, long_settings, set_environment
+from text_boot import Timing, add_arguments, boot_text, describe_boot, set_environment, text_settings
 
 if TYPE_CHECKING:
     from models.generation import Generator, Request
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # torch is imported in the boot, after the restore has started.
 
 _SEED = 0
-_SHORTEST_ANSWER, _LONGEST_ANSWER = 8, 128
+_SHORTEST_ANSWER = 8
 # Requests after which memory is expected to stay as it is.
 _SETTLED = 50
 # Of the host's memory: what Python's and the C library's allocators may take more of meanwhile.
@@ -80,16 +80,17 @@ class Mixed:
     machine: dict[str, str]
 
 
-def make_requests(count: int, vocabulary: int) -> list[Request]:
+def make_requests(count: int, generator: Generator, longest_answer: int) -> list[Request]:
     """Short prompts as often as long ones, on a scale of ratios; every other answer is sampled, with all that can be
     asked for."""
     from models.generation import Request
     from models.sampling import Sampling
 
+    vocabulary, longest = generator.decode.model.config.vocab_size, generator.buckets[-1]
     rng = random.Random(_SEED)
     found = []
     for number in range(count):
-        prompt = tuple(rng.choices(range(vocabulary), k=round(LONG_BUCKETS[-1] ** rng.random())))
+        prompt = tuple(rng.choices(range(vocabulary), k=round(longest ** rng.random())))
         sampling = Sampling()
         if number % 2:
             sampling = Sampling(
@@ -99,7 +100,7 @@ def make_requests(count: int, vocabulary: int) -> list[Request]:
                 repetition_penalty=rng.uniform(0.8, 1.5),
                 seed=rng.randrange(2**32),
             )
-        found.append(Request(prompt, rng.randint(_SHORTEST_ANSWER, _LONGEST_ANSWER), sampling))
+        found.append(Request(prompt, rng.randint(_SHORTEST_ANSWER, longest_answer), sampling))
     return found
 
 
@@ -127,13 +128,13 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def measure(model: str, count: int) -> Mixed:
+def measure(model: str, count: int, longest_answer: int) -> Mixed:
     """Boot and serve."""
-    booted = boot_text(long_settings(model))
+    booted = boot_text(text_settings(model))
     wait_published(booted.boot, 600)
     print(describe_boot(booted), flush=True)
     generator = booted.model.generator
-    requests = make_requests(count, generator.decode.model.config.vocab_size)
+    requests = make_requests(count, generator, longest_answer)
     gaps = Gaps()
     before = booted.boot.counts()
     started = time.perf_counter()
@@ -197,12 +198,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest answer")
     parser.add_argument("--bar", type=float, help="the most that p99 / p50 may be")
     args: Any = parser.parse_args()
     if args.requests <= _SETTLED:
         parser.error(f"--requests must be more than {_SETTLED}")
     set_environment(args.store, args.tuned)
-    mixed = measure(str(args.model.resolve()), args.requests)
+    mixed = measure(str(args.model.resolve()), args.requests, args.longest)
     print(f"machine: {mixed.machine}")
     print(f"{mixed.requests} requests, {mixed.tokens} tokens, {mixed.seconds:.1f} s\n\n{tables(mixed)}\n")
     if args.out:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from boot_process import describe_machine, wait_published
 from decode import CHOICES, WAYS, Answer, Decoded
-from text_boot import Timing, boot_text, describe_boot, long_settings, weight_bytes
+from text_boot import Timing, boot_text, describe_boot, text_settings, weight_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class Ours:
     """The Generator, in a boot like TextPredictor's."""
 
     def __init__(self, folder: str, prompt: int, tokens: int, timeout_s: float) -> None:
-        self._booted = boot_text(long_settings(folder))
+        self._booted = boot_text(text_settings(folder))
         from llama import make_prompt
 
         from models.generation import Request

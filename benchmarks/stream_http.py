@@ -30,13 +30,11 @@ from boot_process import wait_published
 from fresh_boot import RESTORED_STEPS, ROOT, end, new_log, run_process
 from table import markdown, spread
 from text_boot import (
-    LONG_BUCKETS,
-    LONG_CACHE_TOKENS,
     Timing,
     add_arguments,
     boot_text,
-    long_settings,
     text_environment,
+    text_settings,
 )
 
 sys.path.append(str(ROOT / "demo"))
@@ -97,11 +95,9 @@ class Plan:
     def _run_server(self) -> Streamed:
         report = self.work / "report.json"
         report.unlink(missing_ok=True)
-        buckets = ",".join(map(str, LONG_BUCKETS))
-        settings = {"MODEL": self.model, "CACHE_TOKENS": str(LONG_CACHE_TOKENS), "PROMPT_BUCKETS": buckets}
         # The project's own modules are those of the server's folder.
         own = {"COMPILE_CACHE_REPORT": str(report), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        environ = {**self.environment, **settings, **own}
+        environ = {**self.environment, "MODEL": self.model, **own}
         with tempfile.TemporaryDirectory() as folder:
             project = streaming_project(Path(folder))
             server = CogServer("predict.py:TextPredictor", new_log(self.work, "server"), environ, project)
@@ -162,7 +158,7 @@ def make_text(model: str, tokens: int) -> str:
 
 def answer_in_process(args: Any) -> Streamed:
     """Boot, and stream answers without a server."""
-    booted = boot_text(long_settings(str(args.model)))
+    booted = boot_text(text_settings(str(args.model)))
     wait_published(booted.boot, args.timeout)
     from models.text import TextInputs
 

@@ -28,11 +28,8 @@ from warmup import warm_up
 if TYPE_CHECKING:
     from models.text import TextModel
 
-CACHE_TOKENS = 1024
-BUCKET = 128
-LONG_CACHE_TOKENS = 2304
-LONG_BUCKETS = (128, 2048)
-# As cog.text.yaml sets it. A variable of the caller's comes first.
+# Of all boots; the caller's own variables come first. What is compiled is as cog.text.yaml sets it.
+SIZES = {"CACHE_TOKENS": "2304", "PROMPT_BUCKETS": "128,2048"}
 SERVED = {"TORCHINDUCTOR_ENABLE_PDL": "1"}
 TUNED = {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
 
@@ -51,8 +48,7 @@ class Booted:
 
 
 def boot_text(settings: TextSettings, record: bool = True) -> Booted:
-    """`TextPredictor.setup`, line by line, with settings that are not read from the environment. Without `record`,
-    steps are launched kernel by kernel."""
+    """`TextPredictor.setup`, line by line. Without `record`, steps are launched kernel by kernel."""
     model, revision = split_revision(settings.model)
     with compile_cache.boot(settings.model, sources=SOURCES) as boot:
         with boot.timed("import"), without_collection():
@@ -72,13 +68,8 @@ def boot_text(settings: TextSettings, record: bool = True) -> Booted:
 
 
 def text_settings(model: str) -> TextSettings:
-    """One bucket, and a cache of 1,024 tokens."""
-    return TextSettings(model, CACHE_TOKENS, (BUCKET,))
-
-
-def long_settings(model: str) -> TextSettings:
-    """Two buckets, the longest of 2,048 tokens: what several benchmarks boot, so that they can share a store."""
-    return TextSettings(model, LONG_CACHE_TOKENS, LONG_BUCKETS)
+    """Of a model in a folder, with the sizes of all boots."""
+    return TextSettings.from_env({**SIZES, **os.environ, "MODEL": model})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +137,7 @@ def set_environment(work: Path, is_tuned: bool) -> None:
 def text_environment(work: Path, kind: str, store: Path, is_tuned: bool) -> dict[str, str]:
     """The variables of a boot, whose cache directory is in the folder `work`."""
     environ = boot_environment(work, kind, store, "regional")
-    return {**SERVED, **environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
+    return {**SERVED, **SIZES, **environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
 
 
 def describe_boot(booted: Booted) -> str:

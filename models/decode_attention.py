@@ -20,6 +20,8 @@ _PARTS = 16
 # Tokens that a program multiplies at once, and blocks of them that are on their way: as many as shared memory holds.
 _BLOCK_TOKENS, _STAGES = 64, 3
 _LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
+# What the last program of a head holds at once of what all have found, in registers.
+_JOINED_ELEMENTS = 8192
 # The least rows that a tensor core multiplies.
 _LEAST_ROWS = 16
 
@@ -113,6 +115,7 @@ def _on_gpu(
         PADDED_VALUE_SIZE=max(16, power_of_2(value_size)),
         PARTS=_PARTS,
         BLOCK=block,
+        JOINED=min(power_of_2(group), max(1, _JOINED_ELEMENTS // (_PARTS * power_of_2(value_size)))),
         OVERLAPS=overlaps,
         num_warps=4,
         num_stages=stages,
