@@ -28,9 +28,8 @@ from warmup import warm_up
 if TYPE_CHECKING:
     from models.text import TextModel
 
-# Of all boots; the caller's own variables come first. What is compiled is as cog.text.yaml sets it.
+# Of all boots; the caller's own variables come first.
 SIZES = {"CACHE_TOKENS": "2304", "PROMPT_BUCKETS": "128,2048"}
-SERVED = {"TORCHINDUCTOR_ENABLE_PDL": "1"}
 TUNED = {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
 
 
@@ -137,7 +136,7 @@ def set_environment(work: Path, is_tuned: bool) -> None:
 def text_environment(work: Path, kind: str, store: Path, is_tuned: bool) -> dict[str, str]:
     """The variables of a boot, whose cache directory is in the folder `work`."""
     environ = boot_environment(work, kind, store, "regional")
-    return {**SERVED, **SIZES, **environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
+    return {**SIZES, **environ, "HF_HUB_OFFLINE": "1", **(TUNED if is_tuned else {})}
 
 
 def describe_boot(booted: Booted) -> str:

@@ -267,16 +267,16 @@ class Artifacts:
     def _parse(self, path: str) -> _Stored:
         """An artifact that is what its name says. Nothing is unpickled."""
         header, payload = _split((self._directory.path / path).read_bytes())
-        record = Record.from_json(header["record"])
-        if _artifact_name(header["key"], record) != Path(path).name:
+        if _artifact_name(header["key"], header["record"]) != Path(path).name:
             raise ArtifactError("its name is not that of its content")
-        return _Stored(header["key"], record, payload)
+        return _Stored(header["key"], Record.from_json(header["record"]), payload)
 
     def _write(self, group: _Group, record: Record, payload: bytes) -> str:
-        path = f"{group.path}/{_artifact_name(group.key, record)}"
+        plain = record.to_json()
+        path = f"{group.path}/{_artifact_name(group.key, plain)}"
         target = self._directory.path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        header = {"key": group.key, "record": record.to_json(), "sha256": hashlib.sha256(payload).hexdigest()}
+        header = {"key": group.key, "record": plain, "sha256": hashlib.sha256(payload).hexdigest()}
         encoded = json.dumps(header, sort_keys=True).encode()
         # A hidden name is no artifact, should this process be killed.
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".")
@@ -286,8 +286,8 @@ class Artifacts:
         return path
 
 
-def _artifact_name(key: Mapping[str, Description], record: Record) -> str:
-    return digest([dict(key), record.to_json()]) + _SUFFIX
+def _artifact_name(key: Mapping[str, Description], record: Mapping[str, Any]) -> str:
+    return digest([dict(key), dict(record)]) + _SUFFIX
 
 
 def _split(content: bytes) -> tuple[Mapping[str, Any], bytes]:

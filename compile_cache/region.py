@@ -165,8 +165,8 @@ class Region:
 
     def _serve_compiled(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
         """Serve a call by `torch.compile`. What it compiles or finds is compared with eager on the same, unchanged
-        inputs; and the call is compiled ahead of time as well, for the next boot."""
-        made = self._make(module, args, kwargs) if why_not_precompiled else None
+        inputs; and the call is compiled ahead of time as well, for the next boot: after it has run, because then it is
+        on record what tuning has chosen, and the artifact has the kernels that won, and no others."""
         kept = self._keep(module, args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:
@@ -174,8 +174,6 @@ class Region:
                 output = self._torch_compiled(module)(*args, **kwargs)
         except Exception as error:  # whatever it is, the eager call below either serves or raises it again
             self._files |= self._new_files()
-            if made:
-                self._reject(made.path, "torch.compile fails on the same call")
             return self._fall_back(module, *kept, error)
         self._calls += 1
         after = read_counts()
@@ -183,6 +181,7 @@ class Region:
             self._record(before, after, time.perf_counter() - started)
             if why_not_precompiled and self.report.step == "cached":
                 self._explain(f"not precompiled: {why_not_precompiled}")
+        made = self._make(module, args, kwargs) if why_not_precompiled else None
         if not is_new and made is None:
             return output
         unchanged = self._keep(module, *kept) if made else kept

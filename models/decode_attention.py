@@ -1,8 +1,8 @@
 """Attention of one token over a static cache that reads only what is filled: a custom operator.
 
-On a GPU it is a Triton kernel that splits the filled part among many programs, because one program a head leaves most
-of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the last of them joins what all
-have found. How much is filled is read on the device, so that one recorded CUDA graph serves every length.
+On a GPU it is a Triton kernel that splits the filled part among many programs and joins what they found, because one
+program a head leaves most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How
+much is filled is read on the device, so that one recorded CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _PARTS = 16
 # Tokens that a program multiplies at once, and blocks of them that are on their way: as many as shared memory holds.
 _BLOCK_TOKENS, _STAGES = 64, 3
 _LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
-# What the last program of a head holds at once of what all have found, in registers.
-_JOINED_ELEMENTS = 8192
 # The least rows that a tensor core multiplies.
 _LEAST_ROWS = 16
 
@@ -32,7 +30,6 @@ def decode_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
-    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -41,11 +38,10 @@ def decode_attention(
 
     query: [1, heads, 1, size], key: [1, key-value heads, tokens, size], value: [1, key-value heads, tokens, value
     size], position: [1]; result: [1, heads, 1, value size]. `window` tokens are looked at, or all for 0; `softcap`
-    bounds the scores, or does not for 0.0. `arrivals` are zeros of int32, one for each key-value head or more, which
-    are counted up meanwhile and zero again in the end: what uses them must not run at the same time.
+    bounds the scores, or does not for 0.0.
     """
     if query.is_cuda:
-        return _on_gpu(query, key, value, position, arrivals, scale, window, softcap)
+        return _on_gpu(query, key, value, position, scale, window, softcap)
     end = int(position) + 1
     start = max(0, end - window) if window else 0
     key, value = key[:, :, start:end], value[:, :, start:end]
@@ -62,7 +58,6 @@ def _(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
-    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -75,7 +70,6 @@ def _on_gpu(
     key: torch.Tensor,
     value: torch.Tensor,
     position: torch.Tensor,
-    arrivals: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -89,16 +83,16 @@ def _on_gpu(
     partial = torch.empty((heads, _PARTS, value_size), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
+    attend_part, join_parts = _kernels()
     overlaps = can_overlap(query.device)
-    _kernel()[(key_heads, _PARTS)](
+    options = launch_options(overlaps)
+    attend_part[(key_heads, _PARTS)](
         query,
         key,
         value,
         position,
-        arrivals,
         partial,
         sums,
-        result,
         scale,
         key.stride(1),
         key.stride(2),
@@ -115,18 +109,29 @@ def _on_gpu(
         PADDED_VALUE_SIZE=max(16, power_of_2(value_size)),
         PARTS=_PARTS,
         BLOCK=block,
-        JOINED=min(power_of_2(group), max(1, _JOINED_ELEMENTS // (_PARTS * power_of_2(value_size)))),
         OVERLAPS=overlaps,
         num_warps=4,
         num_stages=stages,
-        **launch_options(overlaps),
+        **options,
+    )
+    join_parts[(heads,)](
+        partial,
+        sums,
+        result,
+        heads,
+        VALUE_SIZE=value_size,
+        PADDED_VALUE_SIZE=power_of_2(value_size),
+        PARTS=_PARTS,
+        OVERLAPS=overlaps,
+        num_warps=4,
+        **options,
     )
     return result
 
 
 @cache
-def _kernel() -> Any:
-    """The Triton kernel: `models/decode_kernels.py` imports Triton, which a CPU does without."""
-    from models.decode_kernels import attend
+def _kernels() -> tuple[Any, Any]:
+    """The two Triton kernels: `models/decode_kernels.py` imports Triton, which a CPU does without."""
+    from models.decode_kernels import attend_part, join_parts
 
-    return attend
+    return attend_part, join_parts

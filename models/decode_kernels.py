@@ -71,15 +71,13 @@ def multiply(
 
 
 @triton.jit
-def attend(
+def attend_part(
     query,
     key,
     value,
     position,
-    arrivals,
     partial,
     sums,
-    result,
     scale,
     key_head_stride,
     key_token_stride,
@@ -96,15 +94,12 @@ def attend(
     PADDED_VALUE_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    JOINED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens, and by
-    the last program of that head over all of them, `JOINED` query heads at a time.
+    """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens.
 
-    Grid: (key-value heads, PARTS). Each writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest
-    score to sums[0] and the sum of weights to sums[1], [heads, PARTS] each. Then it counts itself in arrivals,
-    [key-value heads], zeros before and after. result is [heads, VALUE_SIZE].
+    Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
+    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -115,11 +110,8 @@ def attend(
     start = 0
     if window > 0:
         start = tl.maximum(0, end - window)
-    # The parts are as even as whole blocks allow; of a short answer there are fewer.
+    # The parts are as even as whole blocks allow.
     part_tokens = tl.cdiv(tl.cdiv(end - start, PARTS), BLOCK) * BLOCK
-    parts = tl.cdiv(end - start, part_tokens)
-    if part >= parts:
-        return
     first = start + part * part_tokens
     last = tl.minimum(first + part_tokens, end)
 
@@ -165,30 +157,32 @@ def attend(
     )
     tl.store(sums + place, largest, mask=is_row)
     tl.store(sums + heads * PARTS + place, total, mask=is_row)
-    tl.debug_barrier()  # all threads have written what the next line says is there
-    if tl.atomic_add(arrivals + key_head, 1, sem="acq_rel") == parts - 1:
-        tl.store(arrivals + key_head, 0)
-        every = tl.arange(0, PARTS)
-        for first_member in tl.static_range(0, GROUP, JOINED):
-            member = first_member + tl.arange(0, JOINED)
-            is_member = member < GROUP
-            one = key_head * GROUP + member
-            is_found = is_member[:, None] & (every[None, :] < parts)
-            places = one[:, None] * PARTS + every[None, :]
-            # Past the first-level cache, which does not see what other programs write.
-            peaks = tl.load(sums + places, mask=is_found, other=float("-inf"), cache_modifier=".cg")
-            totals = tl.load(sums + heads * PARTS + places, mask=is_found, other=0.0, cache_modifier=".cg")
-            found = tl.load(
-                partial + places[:, :, None] * VALUE_SIZE + value_column[None, None, :],
-                mask=is_found[:, :, None] & (value_column[None, None, :] < VALUE_SIZE),
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            shares = tl.exp(peaks - tl.where(is_member, tl.max(peaks, axis=1), 0.0)[:, None])
-            joined = tl.sum(found * shares[:, :, None], axis=1)
-            joined /= tl.where(is_member, tl.sum(totals * shares, axis=1), 1.0)[:, None]
-            tl.store(
-                result + one[:, None] * VALUE_SIZE + value_column[None, :],
-                joined.to(result.dtype.element_ty),
-                mask=is_member[:, None] & (value_column[None, :] < VALUE_SIZE),
-            )
+
+
+@triton.jit
+def join_parts(
+    partial,
+    sums,
+    result,
+    heads,
+    VALUE_SIZE: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The parts of one head, joined: result is [heads, VALUE_SIZE]. Grid: (heads,)."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    column = tl.arange(0, PADDED_VALUE_SIZE)
+    largest = tl.load(sums + head * PARTS + part)
+    total = tl.load(sums + heads * PARTS + head * PARTS + part)
+    share = tl.exp(largest - tl.max(largest, axis=0))
+    place = head * PARTS + part
+    gathered = tl.load(
+        partial + place[:, None] * VALUE_SIZE + column[None, :], mask=column[None, :] < VALUE_SIZE, other=0.0
+    )
+    joined = tl.sum(gathered * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    tl.store(result + head * VALUE_SIZE + column, joined.to(result.dtype.element_ty), mask=column < VALUE_SIZE)

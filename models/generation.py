@@ -86,7 +86,6 @@ def _call(
         use_cache=True,
         logits_to_keep=keep,
         position=cache.position,
-        arrivals=cache.arrivals,
     )
     logits: torch.Tensor = output.logits
     return logits[:, 0]

@@ -20,7 +20,6 @@ from models.suitability import check_model, layer_types
 
 ATTENTION = "static_cache"
 _LARGEST_FLASH_SIZE = 256
-_MOST_HEADS = 1024
 
 
 class StaticCache(Cache):  # type: ignore[misc]
@@ -33,8 +32,6 @@ class StaticCache(Cache):  # type: ignore[misc]
         self.tokens = tokens
         # Of the token that is decoded next; the one tensor that tells where it is, for all layers.
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        # What attention counts its programs with, a number for each key-value head.
-        self.arrivals = torch.zeros(_MOST_HEADS, dtype=torch.int32, device=device)
         super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])
 
 
@@ -67,8 +64,7 @@ class _Layer(StaticLayer):  # type: ignore[misc]
 
 
 def use_static_cache(model: PreTrainedModel) -> None:
-    """Let `model` attend over a StaticCache, as long as it is called with `position=` and `arrivals=`, the
-    cache's own.
+    """Let `model` attend over a StaticCache, as long as it is called with `position=`, the cache's own.
 
     Raises:
         ValueError: it would not compute the same.
@@ -105,7 +101,6 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of a whole prompt, or of the one token at `position`, for transformers' AttentionInterface.
@@ -116,13 +111,13 @@ def attend(
     Raises:
         ValueError: the model asks for what is not supported here, or does not pass `position` on.
     """
-    if position is None or arrivals is None:
+    if position is None:
         raise ValueError(f"{type(module).__name__} does not pass its arguments on to the attention function")
     if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
         raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:
-        attended = decode_attention(query, key, value, position, arrivals, scale, sliding_window or 0, softcap or 0.0)
+        attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
     else:
         attended = _attend_prompt(query, key, value, scale, sliding_window, softcap)
     return attended.transpose(1, 2).contiguous(), None

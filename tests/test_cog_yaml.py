@@ -40,11 +40,10 @@ def test_torch_is_pinned(name):
     assert any(line.startswith("torch==") for line in requirements.splitlines())
 
 
-def test_benchmarks_of_text_boot_as_its_configuration_does():
-    from text_boot import SERVED
-
-    environ = dict(variable.split("=", 1) for variable in read("cog.text.yaml")["environment"])
-    assert {name: value for name, value in environ.items() if name.startswith("TORCHINDUCTOR_")} == SERVED
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_kernels_stay_such_as_a_warm_boot_loads_fast(name):
+    """torch cannot launch overlapping kernels statically: a warm boot then loads every candidate through Triton."""
+    assert not any(variable.startswith("TORCHINDUCTOR_ENABLE_PDL") for variable in read(name)["environment"])
 
 
 def test_both_images_are_built_alike():

@@ -406,13 +406,14 @@ def test_call_that_records_gradients_is_told_what_to_do(made):
 
 
 def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
-    for step in ("cold", "precompiled"):
+    # torch's own caches may know the graph, which is the same; the artifact is made anew.
+    for steps in ({"cold", "cached"}, {"precompiled"}):
         block = build(Block)
         compiler = boot(directory, block)
         with torch.no_grad(), compiler.watching():
             output = block(torch.ones(4, blocks.SIZE))
         assert not output.is_inference()
-        assert only_report(compiler).step == step
+        assert only_report(compiler).step in steps
     warm_up(compiler, lambda: block(tensor()))
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
 
