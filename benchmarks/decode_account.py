@@ -1,9 +1,9 @@
-"""What the time of a token and of a prompt goes to, on the steps that TextPredictor serves.
+"""What the time of a token and of a prompt goes to, kernel by kernel, on the steps that TextPredictor serves.
 
     python benchmarks/decode_account.py --model /tmp/llama --store /tmp/long --out account.jsonl
 
-A token: the kernels of recorded steps, by name, and what of the step's time is no kernel. A prompt: its time against
-that of its matrix products alone, each weight once, one after the other, measured in the same run.
+The kernels of recorded steps, and of prompts, by name, and what of their time is no kernel. A prompt's time stands
+beside that of its matrix products alone, each weight once, one after the other, measured in the same run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -31,26 +31,27 @@ _WARM_UP_TOKENS = 20
 # More than are queued ahead of the token that is looked at: each token then queues one step.
 _SPARE_TOKENS = 8
 _ANSWER_TOKENS = 128
+_PROFILED_PROMPTS = 3
 _REPEATS = 10
 _LONGEST_NAME = 90
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """All runs of the kernels of one name. `share` is of the time of a token, measured without the profiler."""
+    """All runs of the kernels of one name in a step. `share` is of its time, measured without the profiler."""
 
     name: str
-    count_per_token: float
-    us_per_token: float
+    count: float
+    us: float
     share: float
 
 
 @dataclass(frozen=True)
-class TokenAccount:
-    """One step. `token_us` is measured without the profiler; `profiled_us`, from the first kernel's start to the last
+class StepAccount:
+    """One step. `step_us` is measured without the profiler; `profiled_us`, from the first kernel's start to the last
     one's end, and `busy_us`, what of it any kernel ran, with it."""
 
-    token_us: float
+    step_us: float
     profiled_us: float
     busy_us: float
     kernels: tuple[Kernel, ...]
@@ -58,12 +59,12 @@ class TokenAccount:
 
 @dataclass(frozen=True)
 class PrefillAccount:
-    """One prompt: medians. `first_token_ms` is what a consumer waits, `step_ms` the step alone; `matmuls_ms` are the
-    products of all linear layers, the last one's of one token, as in the step."""
+    """One prompt: medians. `first_token_ms` is what a consumer waits; `matmuls_ms` are the products of all linear
+    layers, the last one's of one token, as in the step."""
 
     tokens: int
     first_token_ms: float
-    step_ms: float
+    step: StepAccount
     matmuls_ms: float
     matmuls_tflop_per_s: float
 
@@ -77,15 +78,24 @@ class Span:
     end: float
 
 
-def account_token(generator: Generator, prompt: tuple[int, ...], steps: int) -> TokenAccount:
+def account_token(generator: Generator, prompt: tuple[int, ...], steps: int) -> StepAccount:
     """Time answers without the profiler, then some steps with it."""
     from models.generation import Request
 
     request = Request(prompt, _ANSWER_TOKENS)
     token_us = median(Timing.of(generator.tokens(request)).token_ms for _ in range(_REPEATS)) * 1e3
     print(f"a token: {token_us:.1f} µs", flush=True)
-    profile_steps(generator, prompt, 2)  # the profiler's own start
-    spans = profile_steps(generator, prompt, steps)
+    tokens = generator.tokens(Request(prompt, _WARM_UP_TOKENS + 2 * steps + _SPARE_TOKENS))
+    for _ in range(_WARM_UP_TOKENS):
+        next(tokens)
+    profile(lambda: next(tokens), 2)  # the profiler's own start
+    account = account_step(profile(lambda: next(tokens), steps), steps, token_us)
+    tokens.close()
+    return account
+
+
+def account_step(spans: Sequence[Span], steps: int, step_us: float) -> StepAccount:
+    """What ran in so many steps, by name."""
     if not spans:
         raise SystemExit("the profiler saw nothing")
     counts: dict[str, int] = defaultdict(int)
@@ -94,31 +104,26 @@ def account_token(generator: Generator, prompt: tuple[int, ...], steps: int) -> 
         counts[span.name] += 1
         sums_us[span.name] += span.end - span.start
     kernels = tuple(
-        Kernel(name, counts[name] / steps, sums_us[name] / steps, sums_us[name] / steps / token_us)
+        Kernel(name, counts[name] / steps, sums_us[name] / steps, sums_us[name] / steps / step_us)
         for name in sorted(sums_us, key=lambda name: -sums_us[name])
     )
     profiled_us = max(span.end for span in spans) - min(span.start for span in spans)
-    return TokenAccount(token_us, profiled_us / steps, busy_us(spans) / steps, kernels)
+    return StepAccount(step_us, profiled_us / steps, busy_us(spans) / steps, kernels)
 
 
-def profile_steps(generator: Generator, prompt: tuple[int, ...], steps: int) -> list[Span]:
-    """What ran on the device, or on the CPU where there is none, in so many steps in the middle of an answer."""
+def profile(call: Callable[[], Any], times: int) -> list[Span]:
+    """What ran on the device, or on the CPU where there is none, in so many calls."""
+    from torch import profiler as torch_profiler
     from torch.autograd import DeviceType
     from torch.cuda import is_available
-    from torch.profiler import ProfilerActivity, profile
 
-    from models.generation import Request
-
-    tokens = generator.tokens(Request(prompt, _WARM_UP_TOKENS + steps + _SPARE_TOKENS))
-    for _ in range(_WARM_UP_TOKENS):
-        next(tokens)
     synchronize()
     on_gpu = is_available()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            next(tokens)
+    activity = torch_profiler.ProfilerActivity.CUDA if on_gpu else torch_profiler.ProfilerActivity.CPU
+    with torch_profiler.profile(activities=[activity]) as profiler:
+        for _ in range(times):
+            call()
         synchronize()
-    tokens.close()
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
@@ -154,6 +159,8 @@ def account_prefill(generator: Generator, prompt: tuple[int, ...]) -> PrefillAcc
         # In inference mode, as the generator's own.
         ids, last = torch.tensor([prompt], device=model.device), torch.tensor([tokens - 1], device=model.device)
         step_s = median_s(lambda: generator.prefill(ids, last), _REPEATS)
+        profile(lambda: generator.prefill(ids, last), 1)
+        spans = profile(lambda: generator.prefill(ids, last), _PROFILED_PROMPTS)
         inputs = {
             width: torch.randn(tokens, width, dtype=model.dtype, device=model.device)
             for width in {layer.in_features for layer, _ in layers}
@@ -171,23 +178,23 @@ def account_prefill(generator: Generator, prompt: tuple[int, ...]) -> PrefillAcc
     return PrefillAccount(
         tokens=tokens,
         first_token_ms=median(timing.first_s for timing in timings) * 1e3,
-        step_ms=step_s * 1e3,
+        step=account_step(spans, _PROFILED_PROMPTS, step_s * 1e6),
         matmuls_ms=matmuls_s * 1e3,
         matmuls_tflop_per_s=operations / matmuls_s / 1e12,
     )
 
 
-def token_table(account: TokenAccount, most: int) -> str:
+def step_table(account: StepAccount, most: int, what: str) -> str:
     """The kernels that take longest, the others together, and the rest of the time."""
     shown, others = account.kernels[:most], account.kernels[most:]
-    rows = [(short(kernel.name), kernel.count_per_token, kernel.us_per_token, kernel.share) for kernel in shown]
-    sums = [sum(getattr(kernel, name) for kernel in others) for name in ("count_per_token", "us_per_token", "share")]
+    rows = [(short(kernel.name), kernel.count, kernel.us, kernel.share) for kernel in shown]
+    sums = [sum(getattr(kernel, name) for kernel in others) for name in ("count", "us", "share")]
     rows += [(f"{len(others)} other names", *sums)] if others else []
-    gap_us = account.token_us - account.busy_us
+    gap_us = account.step_us - account.busy_us
     lines = [[name, f"{count:.2f}", f"{us:.1f}", f"{share:.1%}"] for name, count, us, share in rows]
-    lines += [["no kernel", "–", f"{gap_us:.1f}", f"{gap_us / account.token_us:.1%}"]]
-    lines += [["a token, without the profiler", "–", f"{account.token_us:.1f}", "100.0%"]]
-    return markdown(("kernel", "a token", "µs a token", "share"), lines)
+    lines += [["no kernel", "–", f"{gap_us:.1f}", f"{gap_us / account.step_us:.1%}"]]
+    lines += [[f"{what}, without the profiler", "–", f"{account.step_us:.1f}", "100.0%"]]
+    return markdown(("kernel", what, f"µs {what}", "share"), lines)
 
 
 def short(name: str) -> str:
@@ -200,7 +207,7 @@ def prefill_table(account: PrefillAccount) -> str:
     """The prompt against its products."""
     rows = [
         ["first token, as its consumer waits", account.first_token_ms],
-        ["the prefill step", account.step_ms],
+        ["the prefill step", account.step.step_us / 1e3],
         ["its matrix products alone", account.matmuls_ms],
     ]
     header = (f"{account.tokens} tokens", "ms", "over the products")
@@ -232,10 +239,11 @@ def main() -> None:
     generator = booted.model.generator
     vocabulary = generator.decode.model.config.vocab_size
     prefill = account_prefill(generator, make_prompt(vocabulary, args.prefill or generator.buckets[-1]))
-    print(f"{prefill_table(prefill)}\n\nproducts: {prefill.matmuls_tflop_per_s:.1f} TFLOP/s", flush=True)
+    print(f"{prefill_table(prefill)}\n\nproducts: {prefill.matmuls_tflop_per_s:.1f} TFLOP/s\n")
+    print(f"{step_table(prefill.step, args.rows, 'a prompt')}\n", flush=True)
     token = account_token(generator, make_prompt(vocabulary, args.prompt), args.steps)
     idle_us = token.profiled_us - token.busy_us
-    print(f"{token_table(token, args.rows)}\n")
+    print(f"{step_table(token, args.rows, 'a token')}\n")
     print(f"with the profiler: {token.profiled_us:.1f} µs a token, of which {idle_us:.1f} µs without a kernel")
     if args.out:
         record = {"token": dataclasses.asdict(token), "prefill": dataclasses.asdict(prefill)}

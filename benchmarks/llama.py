@@ -41,7 +41,9 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.16,  # 0.02 · √(4096 / 64): each layer does as much to its input as in the large one
 }
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "tiny": TINY}
+# As many layers as the large one, and so as many guards.
+DEEP: dict[str, Any] = {**TINY, "num_hidden_layers": 32}
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "tiny": TINY, "deep": DEEP}
 
 
 def device() -> str:

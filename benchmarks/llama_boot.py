@@ -227,7 +227,9 @@ def parse_arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the folder that is booted, or written")
     parser.add_argument("--write", action="store_true", help="write the model's folder, and boot nothing")
-    parser.add_argument("--shape", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b", help="of what is written")
+    parser.add_argument(
+        "--shape", choices=("llama-3.1-8b", "tiny", "deep"), default="llama-3.1-8b", help="of what is written"
+    )
     parser.add_argument("--store", type=Path, help="new folder for stores, cache directory and logs")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")

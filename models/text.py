@@ -128,11 +128,12 @@ class TextModel:
             OSError: there is no such folder or repository.
             ValueError: the model cannot be served.
         """
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+        # First the model: what is precompiled looks at registries that transformers fills when it makes one, and may be
+        # loaded beside this.
         loaded = load_model(model, revision)
         if settings.quantize:
             quantize(loaded, settings.quantize)
-        return cls(loaded, tokenizer, settings)
+        return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
 
     @property
     def steps(self) -> tuple[nn.Module, ...]:

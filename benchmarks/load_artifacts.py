@@ -1,0 +1,73 @@
+"""How long does a warm boot of a text model take to load its artifacts, with nothing beside it?
+
+    python benchmarks/llama_boot.py --shape deep --model /tmp/deep --write
+    python benchmarks/load_artifacts.py --model /tmp/deep --store /tmp/deep-store --rounds 5
+
+The first boot fills the store. Each round is a fresh process that imports what loading needs, and loads, when the
+weights are there; in a boot, that runs beside the weights, and shares Python's lock with them. To compare two states of
+the code, run it in both checkouts, each with a store of its own, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from boot_process import describe_machine, wait_published
+from fresh_boot import new_log, run_process
+from table import spread
+from text_boot import boot_text, describe_boot, text_environment, text_settings
+
+from compile_cache.preloading import Preloading
+
+
+def boot_loading_late(model: str) -> None:
+    """One boot that loads its artifacts when the weights are there, and meanwhile nothing else; prints the seconds."""
+    seconds = []
+
+    def load(preloading: Preloading) -> None:
+        if not seconds:
+            started = time.perf_counter()
+            preloading._run()
+            seconds.append(time.perf_counter() - started)
+
+    Preloading.start = lambda _: None  # type: ignore[method-assign]
+    Preloading.wait = load  # type: ignore[method-assign]
+    booted = boot_text(text_settings(model))
+    print(describe_boot(booted), file=sys.stderr)
+    wait_published(booted.boot, 600)
+    print(f"{seconds[0] if booted.boot.report.fully_precompiled else float('nan')}")
+
+
+def main() -> None:
+    """Fill the store, measure in fresh processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--store", type=Path, required=True, help="folder of the store, cache directory and logs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one process")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.in_process:
+        boot_loading_late(str(args.model))
+        return
+    args.store.mkdir(parents=True, exist_ok=True)
+    work = args.store.resolve()
+    environ = {"PROMPT_BUCKETS": "128", **os.environ}
+    os.environ.update(environ)
+    environ = text_environment(work, "warm", work / "store", False)
+    command = [sys.executable, __file__, "--in-process", "--model", str(args.model.resolve()), "--store", str(work)]
+
+    def load() -> float:
+        return float(run_process("warm", command, environ, new_log(work, "warm"), args.timeout))
+
+    load()
+    print(f"machine: {describe_machine()}")
+    print(f"artifacts loaded in {spread([load() for _ in range(args.rounds)], 2)} s, n = {args.rounds}")
+
+
+if __name__ == "__main__":
+    main()
