@@ -260,7 +260,9 @@ class _Parts:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
-        self._holders, self._names, self._children = zip(*children, strict=True) if children else ((), (), ())
+        self._holders = tuple(holder for holder, _, _ in children)
+        self._names = tuple(name for _, name, _ in children)
+        self._children = tuple(child for _, _, child in children)
         self._variables = tuple(vars(part) for part in parts for _ in _HOOKS)
         self._hooks = _HOOKS * len(parts)
 
