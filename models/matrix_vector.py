@@ -186,8 +186,22 @@ def _computes_gated(kind: type[nn.Module]) -> bool:
     return isinstance(function, ast.FunctionDef) and ast.dump(ast.Module(function.body, [])) == _GATED
 
 
+def _is_as_its_class(module: nn.Module) -> bool:
+    """Whether a module does what its class does: nobody has hooked it, or given it a `forward` of its own."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" not in vars(module) and not any(vars(module)[name] for name in hooks)
+
+
+def _is_plain(module: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.is_contiguous() and _is_as_its_class(module)
+
+
 def _is_gated(module: Any) -> bool:
-    if not _computes_gated(type(module)) or type(module.act_fn) not in (nn.SiLU, SiLUActivation):
+    if (
+        not _is_as_its_class(module)
+        or not _computes_gated(type(module))
+        or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
+    ):
         return False
     layers = (module.gate_proj, module.up_proj)
     return all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
@@ -195,7 +209,7 @@ def _is_gated(module: Any) -> bool:
 
 def use_matrix_vector(model: nn.Module) -> None:
     """Replace the plain linear layers in `model`, and what is made of them, which keep their weights."""
-    _replace(model, lambda child: type(child) is nn.Linear and child.weight.is_contiguous(), TokenLinear)
+    _replace(model, _is_plain, TokenLinear)
     _replace(model, _is_gated, GatedMLP)
 
 

@@ -141,6 +141,14 @@ def test_classes_with_a_forward_of_their_own_are_left_alone():
     assert type(model[0]) is Doubled
 
 
+def test_hooked_layers_are_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4), Mlp(nn.SiLU()))
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    model[1].register_forward_pre_hook(lambda module, inputs: None)
+    use_matrix_vector(model)
+    assert (type(model[0]), type(model[1])) == (nn.Linear, Mlp)
+
+
 class Mlp(nn.Module):
     def __init__(self, activation: nn.Module, has_bias: bool = False) -> None:
         super().__init__()
