@@ -301,7 +301,9 @@ def _split(content: bytes) -> tuple[Mapping[str, Any], bytes]:
         header = json.loads(content[start : start + min(length, _LARGEST_HEADER_BYTES)])
     except ValueError as error:
         raise ArtifactError("it is damaged: its header is not readable") from error
-    is_header = isinstance(header, dict) and isinstance(header.get("key"), dict) and "record" in header
+    is_header = (
+        isinstance(header, dict) and isinstance(header.get("key"), dict) and isinstance(header.get("record"), dict)
+    )
     if not is_header or header.get("sha256") != hashlib.sha256(payload).hexdigest():
         raise ArtifactError("it is damaged: its content is not what its header says")
     return header, payload

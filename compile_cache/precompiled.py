@@ -15,6 +15,8 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
+import operator
 import os
 import sys
 import threading
@@ -226,9 +228,10 @@ def _known_triton_hash(recorded: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _configured() -> Iterator[None]:
-    """Ahead-of-time compilation on, which it is not by itself on 2.11; and no guards for hooks, as torch has it unless
-    somebody has set it otherwise, both where guards are made and where they are loaded: `_Parts` looks at hooks."""
-    settings = {"enable_aot_compile": True, "skip_nnmodule_hook_guards": True}
+    """Ahead-of-time compilation on, which it is not by itself on 2.11, and hooks guarded, which torch leaves out for
+    speed, both where guards are made and where they are loaded: `_Parts` looks at those of a module's own parts, but a
+    module can be anywhere."""
+    settings = {"enable_aot_compile": True, "skip_nnmodule_hook_guards": False}
     with torch._dynamo.config.patch(settings):
         yield
 
@@ -260,16 +263,23 @@ class _Parts:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
-        self._holders = tuple(holder for holder, _, _ in children)
+        self._variables = tuple(map(vars, parts))
+        self._holders = tuple(part._modules for part in parts)
+        self._holder_of = tuple(holder for holder, _, _ in children)
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
-        self._variables = tuple(vars(part) for part in parts for _ in _HOOKS)
+        self._hooked = tuple(variables for variables in self._variables for _ in _HOOKS)
         self._hooks = _HOOKS * len(parts)
 
     def are_unhooked(self) -> bool:
         """Whether all of them are there, and none has a hook."""
-        children = tuple(map(dict.get, self._holders, self._names))
-        return children == self._children and not any(map(dict.get, self._variables, self._hooks))
+        holders = map(dict.get, self._variables, itertools.repeat("_modules"))
+        children = map(dict.get, self._holder_of, self._names)
+        return (
+            all(map(operator.is_, holders, self._holders))
+            and all(map(operator.is_, children, self._children))
+            and not any(map(dict.get, self._hooked, self._hooks))
+        )
 
 
 class Precompiled:
@@ -285,11 +295,11 @@ class Precompiled:
             _set_torch_key(record.torch_key)
             externals = {name: resolve(*found) for name, found in record.globals.items()}
             with (
+                _without_explanations(),  # one at a time
                 _configured(),
                 _no_workers(),
                 without_compiler(),
                 _known_triton_hash(record.triton_hash),
-                _without_explanations(),
             ):
                 loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(payload), f_globals=externals)
             self._checks = Checks(record.stand_ins, global_scope(record.modules))

@@ -182,6 +182,8 @@ class Region:
             if why_not_precompiled and self.report.step == "cached":
                 self._explain(f"not precompiled: {why_not_precompiled}")
         made = self._make(module, args, kwargs) if why_not_precompiled else None
+        if made:
+            self._files |= self._new_files()
         if not is_new and made is None:
             return output
         unchanged = self._keep(module, *kept) if made else kept

@@ -55,6 +55,8 @@ _FIXED_PARTS = (".__defaults__", ".__code__", ".__closure__", _BUILTINS)
 # A guard on each key of a dictionary, beside the one on all of them.
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _NUMBERED_BUILTINS = re.compile(_BUILTINS + r"_*\d*")
+# A guard on the hooks of a module below the one that is called: what calls it looks at them (precompiled.py).
+_HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks")
 _ALIAS = re.compile(r"G\['[^']+'\]")
 
 
@@ -81,7 +83,8 @@ class StandIn:
 
 
 class Recorder:
-    """A guard filter that keeps what torch can store, and writes down the rest in `stand_ins`."""
+    """A guard filter that keeps what torch can store, and writes down the rest in `stand_ins`; but for the hooks of a
+    module's parts, of which there are four guards a part."""
 
     def __init__(self) -> None:
         self._found: dict[str, StandIn] = {}
@@ -91,6 +94,9 @@ class Recorder:
         """Torch's `guard_filter_fn`: True for each guard that it is to store."""
         kept = []
         for entry in entries:
+            if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(_name(entry)):
+                kept.append(False)
+                continue
             kinds = {entry.guard_type, *entry.derived_guard_types}
             is_stored = not entry.is_global and not kinds & _UNSUPPORTED
             kept.append(is_stored)
@@ -119,6 +125,11 @@ class Recorder:
         if self._refusals:
             raise self._refusals[0]
         return list(self._found.values())
+
+
+def _name(entry: GuardFilterEntry) -> str:
+    name = entry.orig_guard.name
+    return name() if callable(name) else str(name)
 
 
 def _stand_in(entry: GuardFilterEntry, is_stored: bool) -> StandIn:

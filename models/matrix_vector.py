@@ -183,7 +183,11 @@ def _computes_gated(kind: type[nn.Module]) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     function = tree.body[0]
-    return isinstance(function, ast.FunctionDef) and ast.dump(ast.Module(function.body, [])) == _GATED
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or hasattr(kind.forward, "__wrapped__"):
+        return False
+    return [one.arg for one in function.args.args] == ["self", "x"] and ast.dump(
+        ast.Module(function.body, [])
+    ) == _GATED
 
 
 def _is_as_its_class(module: nn.Module) -> bool:
@@ -204,7 +208,9 @@ def _is_gated(module: Any) -> bool:
     ):
         return False
     layers = (module.gate_proj, module.up_proj)
-    return all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
+    return _is_as_its_class(module.act_fn) and all(
+        type(layer) is TokenLinear and layer.bias is None for layer in layers
+    )
 
 
 def use_matrix_vector(model: nn.Module) -> None:

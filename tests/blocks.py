@@ -100,6 +100,18 @@ class Block(nn.Module):
         return torch.addmm(x, y, self.first, beta=GAIN, alpha=by * self.factor())
 
 
+class Beside(nn.Module):
+    """Calls a module that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.beside = [Inner().eval()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, self.beside[0](x), self.weight)
+
+
 class Global(nn.Module):
     """Every global of this module is a factor of the result."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import blocks
 import pytest
 import torch
-from blocks import Adapted, Batched, Block, Environ, Global, Inner, Layers, Pair
+from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair
 from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +30,7 @@ def made(tmp_path_factory):
         warm_up(compiler, lambda: layers(tensor(), caches()))
         warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
         warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
-        for module_class in (Global, Environ):
+        for module_class in (Global, Environ, Beside):
             module = build(module_class)
             compiler.compile(module)
             warm_up(compiler, lambda module=module: module(tensor()))
@@ -42,6 +42,7 @@ def made(tmp_path_factory):
             "Pair": ("cold", 1),
             "Global": ("cold", 1),
             "Environ": ("cold", 1),
+            "Beside": ("cold", 1),
         }
         yield directory
 
@@ -237,6 +238,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "forward of its own": lambda block: setting(block, "forward", types.MethodType(otherwise, block)),
     "child's forward of its own": lambda block: setting(block.inner, "forward", squared),
     "adapter": lambda block: setting(block, "inner", child(block, Adapted)),
+    "children": lambda block: setting(block, "_modules", {"inner": child_with_hook(block)}),
     "child with a hook": lambda block: setting(block, "inner", child_with_hook(block)),
     "training": in_training,
     "class's forward": lambda block: setting(Block, "forward", otherwise),
@@ -270,6 +272,18 @@ def test_block_that_is_changed_after_the_load_is_not_served(made, change):
         assert not found.function.fits(block, (tensor(),), {})
     with torch.inference_mode():
         assert found.function.fits(block, (tensor(),), {})
+
+
+def test_hook_of_a_module_that_is_no_part_is_noticed(made):
+    module = build(Beside)
+    found = find(made, module, tensor())
+    assert not isinstance(found, str), found
+    with hooked(module.beside[0].register_forward_hook(times_weight)):
+        with torch.inference_mode():
+            assert not found.function.fits(module, (tensor(),), {})
+        other = build(Beside)
+        other.beside = module.beside
+        assert isinstance(find(made, other, tensor()), str)
 
 
 @pytest.mark.parametrize("change", ANSWERED)
