@@ -56,7 +56,7 @@ _FIXED_PARTS = (".__defaults__", ".__code__", ".__closure__", _BUILTINS)
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _NUMBERED_BUILTINS = re.compile(_BUILTINS + r"_*\d*")
 # A guard on the hooks of a module below the one that is called: what calls it looks at them (precompiled.py).
-_HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks")
+_HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 _ALIAS = re.compile(r"G\['[^']+'\]")
 
 
