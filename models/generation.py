@@ -95,15 +95,16 @@ class Generator:
     """A model, its cache and its two steps. One sequence at a time; each request begins anew."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
-        """Take `model` over: its attention and its linear layers are replaced.
+        """Take `model` over: its attention is replaced, and on a GPU its linear layers.
 
         Raises:
             ValueError: the model cannot be served with a static cache.
         """
         use_static_cache(model)
-        use_matrix_vector(model)
         settle_rope(model)
         device = model.device
+        if device.type == "cuda":  # on a CPU, what Inductor makes of the layers is faster
+            use_matrix_vector(model)
         self._cache = StaticCache(model.config, cache_tokens, device)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)

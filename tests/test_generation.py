@@ -10,6 +10,7 @@ import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
 from models.generation import Generator, Request
+from models.matrix_vector import use_matrix_vector
 from models.sampling import Sampling
 
 CACHE_TOKENS = 64
@@ -142,6 +143,16 @@ def test_prompt_and_answer_may_fill_the_cache():
 def test_a_model_that_cannot_be_served_is_refused_and_the_reason_given(family, changes, reason):
     with pytest.raises(ValueError, match=reason):
         Generator(random_texts.make(family, **changes), CACHE_TOKENS, BUCKETS)
+
+
+def test_layers_that_a_gpu_would_have_generate_the_same():
+    replaced = make("llama")
+    use_matrix_vector(replaced)
+    made = Generator(replaced, CACHE_TOKENS, BUCKETS)
+    expected = greedy(make("llama"), prompt(20), 20)
+    assert list(made.tokens(Request(prompt(20), 20))) == expected
+    made.decode = torch.compile(made.decode, fullgraph=True, backend="aot_eager")
+    assert list(made.tokens(Request(prompt(20), 20))) == expected
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
