@@ -94,7 +94,9 @@ class Recorder:
         """Torch's `guard_filter_fn`: True for each guard that it is to store."""
         kept = []
         for entry in entries:
-            if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(_name(entry)):
+            if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(
+                _text(entry.orig_guard.name)
+            ):
                 kept.append(False)
                 continue
             kinds = {entry.guard_type, *entry.derived_guard_types}
@@ -127,8 +129,8 @@ class Recorder:
         return list(self._found.values())
 
 
-def _name(entry: GuardFilterEntry) -> str:
-    name = entry.orig_guard.name
+def _text(name: Any) -> str:
+    """A guard's name, or a source's: some of torch's versions have a method there."""
     return name() if callable(name) else str(name)
 
 
@@ -151,8 +153,7 @@ def _stand_in(entry: GuardFilterEntry, is_stored: bool) -> StandIn:
 
 def _other_name(guard: Any) -> str:
     """The second of two expressions for one object."""
-    name = guard.create_fn.keywords["source_b"].name
-    return name() if callable(name) else str(name)
+    return _text(guard.create_fn.keywords["source_b"].name)
 
 
 def _parameter(entry: GuardFilterEntry) -> str | int | None:
