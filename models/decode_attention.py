@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
-from models.matrix_vector import can_overlap, launch_options, power_of_2
+from models.kernel_launch import can_overlap, launch_options, power_of_2
 
 # A head's keys are split into so many parts.
 _PARTS = 16

@@ -1,7 +1,8 @@
-"""The Triton kernels of models/matrix_vector.py and models/decode_attention.py.
+"""The Triton kernels of a token: those of models/matrix_vector.py, rms_norm.py and decode_attention.py.
 
-With `OVERLAPS`, a kernel is launched while the one before is still at work, waits for its end before it reads what that
-one has written, and only then lets the next one begin: so all kernels before the one before have ended as well.
+With `OVERLAPS`, a kernel is launched while the one before is still at work. It lets the next one be launched as well,
+then waits for the end of the one before, and only then reads what others have written, or writes: so all kernels before
+it have ended by then, because each of them has waited in the same way.
 """
 
 # No "from __future__ import annotations": Triton reads the annotations as objects.
@@ -11,25 +12,57 @@ import triton.language as tl
 
 
 @triton.jit
+def wait_for_others(OVERLAPS: tl.constexpr):
+    """What comes before reads only weights."""
+    if OVERLAPS == 1:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAPS == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def multiply(
     vector,
     matrix,
+    second,
+    third,
+    result,
+    second_result,
+    third_result,
+    rows,
+    second_rows,
+    third_rows,
     up,
     scale,
     bias,
-    result,
-    rows,
+    residual,
     COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """`matrix @ vector`, times `scale`, plus `bias`, or `silu(matrix @ vector) * (up @ vector)`: what is not wanted is
-    None. Grid: blocks of rows.
+    """`matrix @ vector`, and of a `second` and a `third` matrix; or, of one, times `scale`, plus `bias`, plus
+    `residual`; or `silu(matrix @ vector) * (up @ vector)`. What is not wanted is None. Grid: blocks of rows, those of
+    one matrix after those of the other.
 
-    vector: [COLUMNS], matrix and up: [rows, COLUMNS], scale, bias and result: [rows].
+    vector: [COLUMNS], matrices and up: [rows, COLUMNS], results, scale, bias and residual: [rows].
     """
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    block_of_rows = tl.program_id(0)
+    if second is not None:
+        blocks = tl.cdiv(rows, BLOCK_ROWS)
+        is_later = block_of_rows >= blocks
+        block_of_rows = tl.where(is_later, block_of_rows - blocks, block_of_rows)
+        matrix, result = tl.where(is_later, second, matrix), tl.where(is_later, second_result, result)
+        rows = tl.where(is_later, second_rows, rows)
+        if third is not None:
+            blocks = tl.cdiv(second_rows, BLOCK_ROWS)
+            is_last = is_later & (block_of_rows >= blocks)
+            block_of_rows = tl.where(is_last, block_of_rows - blocks, block_of_rows)
+            matrix, result = tl.where(is_last, third, matrix), tl.where(is_last, third_result, result)
+            rows = tl.where(is_last, third_rows, rows)
+    row = block_of_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     is_row = row < rows
     is_weight = is_row[:, None] & (column[None, :] < COLUMNS)
@@ -38,9 +71,7 @@ def multiply(
     if up is not None:
         up_block = tl.load(up + place, mask=is_weight, other=0.0)
         up_total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    if OVERLAPS:  # weights are what no kernel writes
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_others(OVERLAPS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for first in tl.static_range(0, COLUMNS, BLOCK_COLUMNS):
         if first + BLOCK_COLUMNS < COLUMNS:  # on their way while the ones before are multiplied
@@ -67,7 +98,25 @@ def multiply(
         product = product.to(kind).to(tl.float32)
         product = (product * tl.sigmoid(product)).to(kind).to(tl.float32)
         product *= tl.sum(up_total, axis=1).to(kind).to(tl.float32)
+    if residual is not None:
+        product = product.to(result.dtype.element_ty).to(tl.float32)
+        product += tl.load(residual + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(result + row, product.to(result.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def normalize(
+    vector, weight, result, epsilon, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """`vector` by its root mean square, rounded, times `weight`. Grid: (1,). All of them: [SIZE]."""
+    column = tl.arange(0, PADDED_SIZE)
+    is_column = column < SIZE
+    factors = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_others(OVERLAPS)
+    values = tl.load(vector + column, mask=is_column, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
+    kind = result.dtype.element_ty
+    tl.store(result + column, (values.to(kind).to(tl.float32) * factors).to(kind), mask=is_column)
 
 
 @triton.jit
@@ -101,9 +150,7 @@ def attend_part(
     Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
     to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_others(OVERLAPS)
     key_head = tl.program_id(0)
     part = tl.program_id(1)
     end = tl.load(position).to(tl.int32) + 1
@@ -171,9 +218,7 @@ def join_parts(
     OVERLAPS: tl.constexpr,
 ):
     """The parts of one head, joined: result is [heads, VALUE_SIZE]. Grid: (heads,)."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_others(OVERLAPS)
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, PADDED_VALUE_SIZE)

@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.matrix_vector import use_matrix_vector
+from models.rotary_table import use_rotary_tables
 from models.sampling import Sampler, Sampling
 from models.static_cache import StaticCache, use_static_cache, watch_windows
 from models.suitability import check_windows, settle_rope
+from models.token_graph import join_operators
+from models.token_layers import use_token_layers
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +104,11 @@ class Generator:
         """
         use_static_cache(model)
         settle_rope(model)
+        use_rotary_tables(model, cache_tokens)
         device = model.device
         if device.type == "cuda":  # on a CPU, what Inductor makes of the layers is faster
-            use_matrix_vector(model)
+            use_token_layers(model)
+            join_operators()
         self._cache = StaticCache(model.config, cache_tokens, device)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)

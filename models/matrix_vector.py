@@ -1,4 +1,4 @@
-"""Products of matrices with one vector, which are most of what a token costs: operators, and layers that use them.
+"""Products of matrices with one vector, which are most of what a token costs: custom operators.
 
 A token reads every weight once and does little with it, so what counts is how many bytes are on their way at any time.
 On a GPU they are Triton kernels whose programs fetch their first weights while the kernel before is still at work
@@ -7,17 +7,14 @@ On a GPU they are Triton kernels whose programs fetch their first weights while 
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from torch import nn
-from transformers.activations import SiLUActivation
+
+from models.kernel_launch import can_overlap, launch_options, power_of_2
 
 
 class Block(NamedTuple):
@@ -32,33 +29,60 @@ BLOCK = Block(4096, 2048)
 BLOCK_OF_8_BITS = Block(2048, 1024)
 GATED_BLOCK = Block(4096, 1024)
 _WARPS = 4
-# Hopper: the first generation whose kernels can begin before the one before them has ended.
-_OVERLAPPING_CAPABILITY = (9, 0)
+# Matrices that one kernel multiplies by the same vector.
+MOST_MATRICES = 3
 
 
 @torch.library.custom_op("text::matrix_vector", mutates_args=())
 def matrix_vector(
-    vector: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+    vector: torch.Tensor,
+    matrix: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`matrix @ vector`, times `scale`, plus `bias`; sums are of float32.
+    """`matrix @ vector`, times `scale`, plus `bias`; sums are of float32. Rounded to the vector's type, then plus
+    `residual`.
 
-    vector: [1, 1, columns], matrix: [rows, columns], contiguous, scale: [rows, 1], bias: [rows]; result: [1, 1, rows],
-    of the vector's type. With `scale`, the matrix may be of int8 or float8.
+    vector: [1, 1, columns], matrix: [rows, columns], contiguous, scale: [rows, 1], bias: [rows], residual: [1, 1, rows],
+    of the vector's type; result: the same. With `scale`, the matrix may be of int8 or float8.
     """
     if vector.is_cuda:
         block = BLOCK_OF_8_BITS if matrix.itemsize == 1 else BLOCK
-        return multiply_on_gpu(vector, matrix, None, scale, bias, block)
+        return multiply_on_gpu(vector, [matrix], block, scale=scale, bias=bias, residual=residual)[0]
     if scale is None:
-        return F.linear(vector, matrix, bias)
-    result = F.linear(vector.float(), matrix.float()) * scale[:, 0]
-    return (result if bias is None else result + bias).to(vector.dtype)
+        result = F.linear(vector, matrix, bias)
+    else:
+        result = F.linear(vector.float(), matrix.float()) * scale[:, 0]
+        result = (result if bias is None else result + bias).to(vector.dtype)
+    return result if residual is None else residual + result
 
 
 @matrix_vector.register_fake
 def _(
-    vector: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+    vector: torch.Tensor,
+    matrix: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return vector.new_empty((1, 1, matrix.shape[0]))
+
+
+@torch.library.custom_op("text::matrix_vectors", mutates_args=())
+def matrix_vectors(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`matrix @ vector` for two or three matrices, in one kernel: small ones do not keep a GPU busy by themselves.
+
+    vector: [1, 1, columns], matrices: [rows, columns] each, contiguous, of the vector's type; results: [1, 1, rows].
+    """
+    if vector.is_cuda:
+        return multiply_on_gpu(vector, matrices, BLOCK)
+    return [F.linear(vector, matrix) for matrix in matrices]
+
+
+@matrix_vectors.register_fake
+def _(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [vector.new_empty((1, 1, matrix.shape[0])) for matrix in matrices]
 
 
 @torch.library.custom_op("text::gated_matrix_vector", mutates_args=())
@@ -68,7 +92,7 @@ def gated_matrix_vector(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tens
     vector: [1, 1, columns], gate and up: [rows, columns], contiguous; result: [1, 1, rows].
     """
     if vector.is_cuda:
-        return multiply_on_gpu(vector, gate, up, None, None, GATED_BLOCK)
+        return multiply_on_gpu(vector, [gate], GATED_BLOCK, up=up)[0]
     return F.silu(F.linear(vector, gate)) * F.linear(vector, up)
 
 
@@ -79,26 +103,33 @@ def _(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
 
 def multiply_on_gpu(
     vector: torch.Tensor,
-    matrix: torch.Tensor,
-    up: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    matrices: Sequence[torch.Tensor],
     block: Block,
-) -> torch.Tensor:
-    """The kernel of both operators: the one with `up`, and the other without."""
-    rows, columns = matrix.shape
+    *,
+    up: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """The kernel of all of these operators. What comes after the block goes with a single matrix."""
+    columns = matrices[0].shape[1]
     block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns
-    result = vector.new_empty((1, 1, rows))
+    results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
+    nothing = [None] * (MOST_MATRICES - len(matrices))
     overlaps = can_overlap(vector.device)
-    _kernel()[(-(-rows // block_rows),)](
+    _kernel()[(sum(-(-len(matrix) // block_rows) for matrix in matrices),)](
         vector.contiguous(),
-        matrix,
+        *matrices,
+        *nothing,
+        *results,
+        *nothing,
+        *map(len, matrices),
+        *nothing,
         up,
         scale,
         bias,
-        result,
-        rows,
+        residual if residual is None else residual.contiguous(),
         COLUMNS=columns,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
@@ -106,7 +137,7 @@ def multiply_on_gpu(
         num_warps=_WARPS,
         **launch_options(overlaps),
     )
-    return result
+    return results
 
 
 @cache
@@ -115,112 +146,3 @@ def _kernel() -> Any:
     from models.decode_kernels import multiply
 
     return multiply
-
-
-def power_of_2(number: int) -> int:
-    """The least that is not smaller."""
-    return 1 << (number - 1).bit_length()
-
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel's programs can begin while those of the kernel before are still at work."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OVERLAPPING_CAPABILITY
-
-
-def launch_options(overlaps: bool) -> dict[str, bool]:
-    """Of a Triton kernel; the option is not known to all of Triton's backends."""
-    return {"launch_pdl": True} if overlaps else {}
-
-
-class TokenLinear(nn.Linear):
-    """A linear layer that multiplies one token by `matrix_vector`, and more of them as every other does."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Inputs of any shape but for the last dimension."""
-        if inputs.numel() == self.in_features and inputs.dim() == 3:
-            return matrix_vector(inputs, self.weight, None, self.bias)
-        return F.linear(inputs, self.weight, self.bias)
-
-
-class GatedMLP(nn.Module):
-    """The feed-forward part of Llama and of more than a hundred models after it, in two products for one token."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-            mlp.gate_proj,
-            mlp.up_proj,
-            mlp.down_proj,
-            mlp.act_fn,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x and result: [1, tokens, size]."""
-        if x.numel() == self.gate_proj.in_features and x.dim() == 3:
-            gated = gated_matrix_vector(x, self.gate_proj.weight, self.up_proj.weight)
-        else:
-            gated = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        result: torch.Tensor = self.down_proj(gated)
-        return result
-
-
-_GATED = ast.dump(
-    ast.parse("down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\nreturn down_proj")
-)
-
-
-@cache
-def _computes_gated(kind: type[nn.Module]) -> bool:
-    """Whether a class does what `GatedMLP` does, by its source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or hasattr(kind.forward, "__wrapped__"):
-        return False
-    return [one.arg for one in function.args.args] == ["self", "x"] and ast.dump(
-        ast.Module(function.body, [])
-    ) == _GATED
-
-
-def _is_as_its_class(module: nn.Module) -> bool:
-    """Whether a module does what its class does: nobody has hooked it, or given it a `forward` of its own."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" not in vars(module) and not any(vars(module)[name] for name in hooks)
-
-
-def _is_plain(module: Any) -> bool:
-    return type(module) is nn.Linear and module.weight.is_contiguous() and _is_as_its_class(module)
-
-
-def _is_gated(module: Any) -> bool:
-    if (
-        not _is_as_its_class(module)
-        or not _computes_gated(type(module))
-        or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
-    ):
-        return False
-    layers = (module.gate_proj, module.up_proj)
-    return _is_as_its_class(module.act_fn) and all(
-        type(layer) is TokenLinear and layer.bias is None for layer in layers
-    )
-
-
-def use_matrix_vector(model: nn.Module) -> None:
-    """Replace the plain linear layers in `model`, and what is made of them, which keep their weights."""
-    _replace(model, _is_plain, TokenLinear)
-    _replace(model, _is_gated, GatedMLP)
-
-
-def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if is_meant(child):
-                setattr(parent, name, make(child))

@@ -10,7 +10,7 @@ import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
 from models.generation import Generator, Request
-from models.matrix_vector import use_matrix_vector
+from models.token_layers import use_token_layers
 from models.sampling import Sampling
 
 CACHE_TOKENS = 64
@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_served_is_refused_and_the_reason_given(family, c
 
 def test_layers_that_a_gpu_would_have_generate_the_same():
     replaced = make("llama")
-    use_matrix_vector(replaced)
+    use_token_layers(replaced)
     made = Generator(replaced, CACHE_TOKENS, BUCKETS)
     expected = greedy(make("llama"), prompt(20), 20)
     assert list(made.tokens(Request(prompt(20), 20))) == expected

@@ -1,4 +1,4 @@
-"""The product of a matrix with one vector."""
+"""Products of matrices with one vector."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.matrix_vector import GatedMLP, TokenLinear, gated_matrix_vector, matrix_vector, use_matrix_vector
+from models.matrix_vector import gated_matrix_vector, matrix_vector, matrix_vectors
+from models.rms_norm import rms_norm
 
 # rows, columns, kind of the matrix, whether there is a bias
 CASES = [
@@ -47,13 +48,53 @@ def test_it_multiplies(case):
     torch.testing.assert_close(matrix_vector(*given).double(), by_definition(*given), atol=1e-3, rtol=1e-5)
 
 
+def residual_of(result: torch.Tensor) -> torch.Tensor:
+    return torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_residual_is_added_to_the_rounded_product(case):
+    given = inputs(case, dtype=torch.bfloat16)
+    product = matrix_vector(*given)
+    assert torch.equal(matrix_vector(*given, residual_of(product)), product + residual_of(product))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_kernel_multiplies_the_same(case, dtype, tolerance):
     given = inputs(case, "cuda", dtype)
-    torch.testing.assert_close(matrix_vector(*given).double(), by_definition(*given), atol=1e-3, rtol=tolerance)
+    product = matrix_vector(*given)
+    torch.testing.assert_close(product.double(), by_definition(*given), atol=1e-3, rtol=tolerance)
+    assert torch.equal(matrix_vector(*given, residual_of(product)), product + residual_of(product))
+
+
+# rows of each matrix, columns
+TOGETHER = [((4096, 1024, 1024), 4096), ((70, 33), 500), ((5, 1, 300), 96)]
+
+
+def vectors_inputs(rows: tuple, columns: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(1, 1, columns, generator=generator).to(device, dtype)
+    return vector, [torch.randn(number, columns, generator=generator).to(device, dtype) for number in rows]
+
+
+@pytest.mark.parametrize(("rows", "columns"), TOGETHER)
+def test_several_matrices_give_what_each_gives(rows, columns):
+    vector, matrices = vectors_inputs(rows, columns)
+    for found, matrix in zip(matrix_vectors(vector, matrices), matrices, strict=True):
+        assert torch.equal(found, matrix_vector(vector, matrix, None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("rows", "columns"), TOGETHER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_several_matrices_gives_what_that_of_each_gives(rows, columns, dtype):
+    vector, matrices = vectors_inputs(rows, columns, "cuda", dtype)
+    for found, matrix in zip(matrix_vectors(vector, matrices), matrices, strict=True):
+        assert torch.equal(found, matrix_vector(vector, matrix, None, None))
 
 
 def gated_inputs(rows: int, columns: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple:
@@ -87,15 +128,16 @@ def test_the_kernel_multiplies_what_is_gated_the_same(rows, columns, dtype, tole
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_kernels_that_overlap_read_what_those_before_them_have_written():
-    """A chain of products, recorded: each reads what the one before wrote a moment ago."""
+    """A chain of norms and products, recorded: each reads what those before wrote a moment ago."""
     generator = torch.Generator("cuda").manual_seed(0)
     matrices = [torch.randn(2048, 2048, device="cuda", generator=generator) / 45 for _ in range(8)]
+    factors = torch.rand(2048, device="cuda", generator=generator) + 0.5
     vector = torch.zeros(1, 1, 2048, device="cuda")
 
     def chain() -> torch.Tensor:
         result = vector + 0
         for matrix in matrices:
-            result = matrix_vector(result, matrix, None, None)
+            result = matrix_vector(rms_norm(result, factors, 1e-6), matrix, None, None, result)
         return result
 
     chain()
@@ -107,7 +149,8 @@ def test_kernels_that_overlap_read_what_those_before_them_have_written():
         graph.replay()
         expected = vector[0, 0].double()
         for matrix in matrices:
-            expected = matrix.double() @ expected
+            normed = expected * (expected.pow(2).mean() + 1e-6).rsqrt() * factors.double()
+            expected = expected + matrix.double() @ normed
         assert ((result[0, 0] - expected).norm() / expected.norm()).item() < 1e-5
 
 
@@ -115,82 +158,4 @@ def test_kernels_that_overlap_read_what_those_before_them_have_written():
 def test_torch_can_compile_it(case):
     torch.library.opcheck(matrix_vector, inputs(case), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(gated_matrix_vector, gated_inputs(30, 70), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_linear_layers_are_replaced_and_keep_their_weights():
-    model = nn.Sequential(nn.Linear(8, 4), nn.ModuleDict({"inner": nn.Linear(4, 6, bias=False)}))
-    weights = [parameter.data_ptr() for parameter in model.parameters()]
-    names = [name for name, _ in model.named_parameters()]
-    first = model[0]
-    use_matrix_vector(model)
-    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
-    assert [name for name, _ in model.named_parameters()] == names
-    assert type(model[0]) is type(model[1]["inner"]) is TokenLinear
-    for tokens in (1, 3):
-        given = torch.randn(1, tokens, 8)
-        assert torch.equal(model[0](given), first(given))
-
-
-def test_classes_with_a_forward_of_their_own_are_left_alone():
-    class Doubled(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(inputs)
-
-    model = nn.Sequential(Doubled(4, 4))
-    use_matrix_vector(model)
-    assert type(model[0]) is Doubled
-
-
-def test_hooked_layers_are_left_alone():
-    model = nn.Sequential(nn.Linear(4, 4), Mlp(nn.SiLU()))
-    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
-    model[1].register_forward_pre_hook(lambda module, inputs: None)
-    use_matrix_vector(model)
-    assert (type(model[0]), type(model[1])) == (nn.Linear, Mlp)
-
-
-class Mlp(nn.Module):
-    def __init__(self, activation: nn.Module, has_bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(16, 40, bias=has_bias) for _ in range(2))
-        self.down_proj, self.act_fn = nn.Linear(40, 16), activation
-
-    def forward(self, x):
-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
-
-
-class OtherMlp(Mlp):
-    def forward(self, x):
-        down_proj = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-        return down_proj
-
-
-def test_a_gated_mlp_is_replaced_and_computes_the_same():
-    model = nn.Sequential(Mlp(nn.SiLU()))
-    given = [torch.randn(1, tokens, 16) for tokens in (1, 3)]
-    expected = [model(one) for one in given]
-    names = [name for name, _ in model.named_parameters()]
-    use_matrix_vector(model)
-    assert type(model[0]) is GatedMLP
-    assert [name for name, _ in model.named_parameters()] == names
-    for one, result in zip(given, expected, strict=True):
-        torch.testing.assert_close(model(one), result)
-
-
-@pytest.mark.parametrize("mlp", [OtherMlp(nn.SiLU()), Mlp(nn.GELU()), Mlp(nn.SiLU(), has_bias=True)], ids=str)
-def test_what_computes_something_else_is_left_alone(mlp):
-    model = nn.Sequential(mlp)
-    given = torch.randn(1, 1, 16)
-    expected = model(given)
-    use_matrix_vector(model)
-    assert type(model[0]) is type(mlp)
-    torch.testing.assert_close(model(given), expected)
-
-
-def test_the_mlp_of_transformers_llama_is_one_of_them():
-    from random_texts import make
-
-    model = make("llama")
-    use_matrix_vector(model)
-    assert all(type(layer.mlp) is GatedMLP for layer in model.model.layers)
+    torch.library.opcheck(matrix_vectors, vectors_inputs((3, 5), 7), test_utils=("test_schema", "test_faketensor"))

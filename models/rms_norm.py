@@ -1,0 +1,61 @@
+"""The norm of one vector, between two products: a custom operator.
+
+A GPU spends more on launching and ending such a small kernel than on the norm. This one starts while the product before
+it ends, and lets the product after it fetch its first weights meanwhile, where the GPU can.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from models.kernel_launch import can_overlap, launch_options, power_of_2
+
+_WARPS = 8
+
+
+@torch.library.custom_op("text::rms_norm", mutates_args=())
+def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`vector` divided by its root mean square, in float32, then rounded and multiplied by `weight`, as
+    transformers' LlamaRMSNorm does.
+
+    vector: [1, 1, size], weight: [size], of the vector's type; result: [1, 1, size].
+    """
+    if vector.is_cuda:
+        return _on_gpu(vector, weight, epsilon)
+    values = vector.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * values.to(vector.dtype)
+
+
+@rms_norm.register_fake
+def _(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.empty_like(vector, memory_format=torch.contiguous_format)
+
+
+def _on_gpu(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    size = vector.shape[-1]
+    result = torch.empty_like(vector, memory_format=torch.contiguous_format)
+    overlaps = can_overlap(vector.device)
+    _kernel()[(1,)](
+        vector.contiguous(),
+        weight.contiguous(),
+        result,
+        epsilon,
+        SIZE=size,
+        PADDED_SIZE=power_of_2(size),
+        OVERLAPS=overlaps,
+        num_warps=_WARPS,
+        **launch_options(overlaps),
+    )
+    return result
+
+
+@cache
+def _kernel() -> Any:
+    """The Triton kernel: `models/decode_kernels.py` imports Triton, which a CPU does without."""
+    from models.decode_kernels import normalize
+
+    return normalize

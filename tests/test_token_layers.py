@@ -1,0 +1,129 @@
+"""Layers for a model that serves one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_texts import make
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from models.token_layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
+
+
+def test_linear_layers_are_replaced_and_keep_their_weights():
+    model = nn.Sequential(nn.Linear(8, 4), nn.ModuleDict({"inner": nn.Linear(4, 6, bias=False)}))
+    weights = [parameter.data_ptr() for parameter in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    first = model[0]
+    use_token_layers(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(model[0]) is type(model[1]["inner"]) is TokenLinear
+    for tokens in (1, 3):
+        given = torch.randn(1, tokens, 8)
+        assert torch.equal(model[0](given), first(given))
+
+
+def test_classes_with_a_forward_of_their_own_are_left_alone():
+    class Doubled(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(inputs)
+
+    model = nn.Sequential(Doubled(4, 4))
+    use_token_layers(model)
+    assert type(model[0]) is Doubled
+
+
+def test_hooked_layers_are_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4), Mlp(nn.SiLU()))
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    model[1].register_forward_pre_hook(lambda module, inputs: None)
+    use_token_layers(model)
+    assert (type(model[0]), type(model[1])) == (nn.Linear, Mlp)
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: nn.Module, has_bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(16, 40, bias=has_bias) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(40, 16), activation
+
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class OtherMlp(Mlp):
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return down_proj
+
+
+def test_a_gated_mlp_is_replaced_and_computes_the_same():
+    model = nn.Sequential(Mlp(nn.SiLU()))
+    given = [torch.randn(1, tokens, 16) for tokens in (1, 3)]
+    expected = [model(one) for one in given]
+    names = [name for name, _ in model.named_parameters()]
+    use_token_layers(model)
+    assert type(model[0]) is GatedMLP
+    assert [name for name, _ in model.named_parameters()] == names
+    for one, result in zip(given, expected, strict=True):
+        torch.testing.assert_close(model(one), result)
+
+
+@pytest.mark.parametrize("mlp", [OtherMlp(nn.SiLU()), Mlp(nn.GELU()), Mlp(nn.SiLU(), has_bias=True)], ids=str)
+def test_what_computes_something_else_is_left_alone(mlp):
+    model = nn.Sequential(mlp)
+    given = torch.randn(1, 1, 16)
+    expected = model(given)
+    use_token_layers(model)
+    assert type(model[0]) is type(mlp)
+    torch.testing.assert_close(model(given), expected)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(16) + 0.5), 1e-5
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class OtherNorm(Norm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (1, 3, 16), (1, 1, 4, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_replaced_and_computes_the_same(shape, dtype):
+    model = nn.Sequential(Norm()).to(dtype)
+    given = torch.randn(shape, dtype=dtype)
+    expected = model(given)
+    use_token_layers(model)
+    assert type(model[0]) is TokenNorm
+    assert torch.equal(model(given), expected)
+
+
+def test_a_norm_that_rounds_elsewhere_is_left_alone():
+    model = nn.Sequential(OtherNorm())
+    use_token_layers(model)
+    assert type(model[0]) is OtherNorm
+
+
+def test_the_layers_of_transformers_llama_are_among_them():
+    model = make("llama")
+    use_token_layers(model)
+    kinds = {type(module) for module in model.modules()}
+    assert {TokenLinear, GatedMLP, TokenNorm} <= kinds
+    assert not {nn.Linear, LlamaMLP, LlamaRMSNorm} & kinds
