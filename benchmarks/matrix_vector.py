@@ -4,8 +4,8 @@
 
 For each shape, matrices of more bytes than any cache holds, one after the other in one recorded CUDA graph, so that no
 launch waits for the host: torch's own product, and the operators of models/matrix_vector.py with several block sizes;
-`*` marks those that it uses. Then a chain of all of a token's products. What a large copy moves is measured in the same
-run.
+`*` marks those that it uses. Then a chain of all of a token's products and norms. What a large copy moves is measured in
+the same run.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from models.matrix_vector import (
     Block,
     gated_matrix_vector,
     matrix_vector,
+    matrix_vectors,
     multiply_on_gpu,
 )
+from models.rms_norm import rms_norm
 
 _REPEATS = 10
 _LAYERS = 32
@@ -48,23 +50,29 @@ _COLUMNS = ("matrices", "rows, columns", "type", "torch, GB/s", "block", "GB/s",
 
 @dataclass(frozen=True)
 class Shape:
-    """Matrices that are multiplied with one vector; `gated`: in pairs."""
+    """Matrices that one kernel multiplies with one vector, of so many rows each; `gated`: one gates the other."""
 
     name: str
-    rows: int
+    rows: tuple[int, ...]
     columns: int
     gated: bool = False
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the matrices."""
+        return sum(self.rows) * self.columns * self.dtype.itemsize
+
 
 _SHAPES = (
-    Shape("q, o", 4096, 4096),
-    Shape("k, v", 1024, 4096),
-    Shape("gate and up", 14336, 4096, gated=True),
-    Shape("down", 4096, 14336),
-    Shape("logits", 128256, 4096),
-    Shape("down", 4096, 14336, dtype=torch.int8),
-    Shape("down", 4096, 14336, dtype=torch.float8_e4m3fn),
+    Shape("o", (4096,), 4096),
+    Shape("k", (1024,), 4096),
+    Shape("q, k and v", (4096, 1024, 1024), 4096),
+    Shape("gate and up", (14336, 14336), 4096, gated=True),
+    Shape("down", (4096,), 14336),
+    Shape("logits", (128256,), 4096),
+    Shape("down", (4096,), 14336, dtype=torch.int8),
+    Shape("down", (4096,), 14336, dtype=torch.float8_e4m3fn),
 )
 
 
@@ -73,7 +81,7 @@ class Rate:
     """One shape with one block size; bytes of the matrices alone."""
 
     name: str
-    rows: int
+    rows: tuple[int, ...]
     columns: int
     dtype: str
     block: Block
@@ -93,24 +101,23 @@ def recorded_s(call: Callable[[], None]) -> float:
 
 def rates(shape: Shape) -> Iterator[Rate]:
     """One shape with torch, then with each block size."""
-    one_bytes = shape.rows * shape.columns * shape.dtype.itemsize
-    made = [random_matrix(shape) for _ in range(2 * -(-_LEAST_BYTES // one_bytes // 2))]
+    groups = [random_matrices(shape) for _ in range(-(-_LEAST_BYTES // shape.size_bytes))]
     vector = torch.randn(1, 1, shape.columns, dtype=torch.bfloat16, device="cuda")
-    scale = torch.rand(shape.rows, 1, device="cuda") if shape.dtype.itemsize == 1 else None
+    scale = torch.rand(*shape.rows, 1, device="cuda") if shape.dtype.itemsize == 1 else None
 
     def multiply_by_torch() -> None:
-        for matrix in made:
-            F.linear(vector, matrix)
+        for group in groups:
+            for matrix in group:
+                F.linear(vector, matrix)
 
     def multiply(block: Block) -> None:
-        if shape.gated:
-            for gate, up in zip(made[::2], made[1::2], strict=True):
-                multiply_on_gpu(vector, gate, up, None, None, block)
-        else:
-            for matrix in made:
-                multiply_on_gpu(vector, matrix, None, scale, None, block)
+        for first, *others in groups:
+            if shape.gated:
+                multiply_on_gpu(vector, [first], block, up=others[0])
+            else:
+                multiply_on_gpu(vector, [first, *others], block, scale=scale)
 
-    size = len(made) * one_bytes
+    size = len(groups) * shape.size_bytes
     torch_rate = size / recorded_s(multiply_by_torch) if scale is None else None
     used = GATED_BLOCK if shape.gated else BLOCK if scale is None else BLOCK_OF_8_BITS
     for block in _BLOCKS:
@@ -119,14 +126,15 @@ def rates(shape: Shape) -> Iterator[Rate]:
         yield Rate(shape.name, shape.rows, shape.columns, kind, block, block == used, rate, torch_rate)
 
 
-def random_matrix(shape: Shape) -> torch.Tensor:
+def random_matrices(shape: Shape) -> list[torch.Tensor]:
     """Zeros would be multiplied faster."""
-    values = torch.randn(shape.rows, shape.columns, device="cuda")
-    return (values * 32).to(shape.dtype) if shape.dtype.itemsize == 1 else values.to(shape.dtype)
+    values = [torch.randn(rows, shape.columns, device="cuda") for rows in shape.rows]
+    return [(value * 32 if shape.dtype.itemsize == 1 else value).to(shape.dtype) for value in values]
 
 
 def chain_s() -> tuple[float, int]:
-    """The seconds for all of a token's products, most of what the one before gave, and the bytes of their matrices."""
+    """The seconds for all of a token's products and the norms between them, of what those before gave, and the bytes of
+    the matrices."""
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") / columns**0.5
@@ -135,15 +143,16 @@ def chain_s() -> tuple[float, int]:
     layers = [[matrix(*shape) for shape in shapes] for _ in range(_LAYERS)]
     logits = matrix(128256, 4096)
     vector = torch.randn(1, 1, 4096, dtype=torch.bfloat16, device="cuda")
+    factors = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
 
     def token() -> None:
         hidden = vector
         for query, key, value, output, gate, up, down in layers:
-            matrix_vector(hidden, key, None, None)
-            matrix_vector(hidden, value, None, None)
-            hidden = matrix_vector(matrix_vector(hidden, query, None, None), output, None, None)
-            hidden = matrix_vector(gated_matrix_vector(hidden, gate, up), down, None, None)
-        matrix_vector(hidden, logits, None, None)
+            attended = matrix_vectors(rms_norm(hidden, factors, 1e-5), [query, key, value])[0]
+            hidden = matrix_vector(attended, output, None, None, hidden)
+            gated = gated_matrix_vector(rms_norm(hidden, factors, 1e-5), gate, up)
+            hidden = matrix_vector(gated, down, None, None, hidden)
+        matrix_vector(rms_norm(hidden, factors, 1e-5), logits, None, None)
 
     total = sum(one.numel() for layer in layers for one in layer) + logits.numel()
     return recorded_s(token), 2 * total
@@ -163,7 +172,7 @@ def main() -> None:
     rows = [
         [
             rate.name,
-            f"{rate.rows}, {rate.columns}",
+            f"{' + '.join(map(str, rate.rows))}, {rate.columns}",
             rate.dtype,
             f"{rate.torch_bytes_per_s / 1e9:.0f}" if rate.torch_bytes_per_s else "–",
             f"{rate.block.elements}, {rate.block.most_columns}{' *' if rate.is_used else ''}",
@@ -175,7 +184,7 @@ def main() -> None:
     print(f"machine: {describe_machine()}\ncopy within the device, read and written: {copied / 1e9:.0f} GB/s\n")
     print(markdown(_COLUMNS, rows))
     seconds, size = chain_s()
-    print(f"\nall products of a token in turn: {seconds * 1e3:.3f} ms, {size / seconds / 1e9:.0f} GB/s")
+    print(f"\nall products and norms of a token in turn: {seconds * 1e3:.3f} ms, {size / seconds / 1e9:.0f} GB/s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The Triton kernels of a token: those of models/matrix_vector.py, rms_norm.py and decode_attention.py.
 
-With `OVERLAPS`, a kernel is launched while the one before is still at work. It lets the next one be launched as well,
-then waits for the end of the one before, and only then reads what others have written, or writes: so all kernels before
-it have ended by then, because each of them has waited in the same way.
+With `OVERLAPS`, a kernel is launched while the one before is still at work, waits for its end before it reads what that
+one has written, and only then lets the next one begin: so all kernels before the one before have ended as well. To let
+the next one begin earlier takes longer: its programs wait where those of this one could run.
 """
 
 # No "from __future__ import annotations": Triton reads the annotations as objects.
@@ -13,13 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_others(OVERLAPS: tl.constexpr):
-    """What comes before reads only weights."""
-    if OVERLAPS == 1:
+    """What a kernel does before that reads only weights, which no kernel writes."""
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAPS == 2:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -105,9 +102,7 @@ def multiply(
 
 
 @triton.jit
-def normalize(
-    vector, weight, result, epsilon, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, OVERLAPS: tl.constexpr
-):
+def normalize(vector, weight, result, epsilon, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     """`vector` by its root mean square, rounded, times `weight`. Grid: (1,). All of them: [SIZE]."""
     column = tl.arange(0, PADDED_SIZE)
     is_column = column < SIZE

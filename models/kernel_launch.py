@@ -18,8 +18,6 @@ def power_of_2(number: int) -> int:
 @cache
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel's programs can begin while those of the kernel before are still at work."""
-    import os
-    if m := os.environ.get("X_OVERLAPS"): return int(m)
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OVERLAPPING_CAPABILITY
 
 

@@ -44,8 +44,8 @@ def matrix_vector(
     """`matrix @ vector`, times `scale`, plus `bias`; sums are of float32. Rounded to the vector's type, then plus
     `residual`.
 
-    vector: [1, 1, columns], matrix: [rows, columns], contiguous, scale: [rows, 1], bias: [rows], residual: [1, 1, rows],
-    of the vector's type; result: the same. With `scale`, the matrix may be of int8 or float8.
+    vector: [1, 1, columns], matrix: [rows, columns], contiguous, scale: [rows, 1], bias: [rows], residual and result:
+    [1, 1, rows], of the vector's type. With `scale`, the matrix may be of int8 or float8.
     """
     if vector.is_cuda:
         block = BLOCK_OF_8_BITS if matrix.itemsize == 1 else BLOCK

@@ -32,12 +32,13 @@ class JoinOperators(CustomGraphPass):
         """Change `graph`, as it is after differentiation, in place."""
         for node in _products(graph):
             _join_sum(node)
-        together: dict[Node, list[Node]] = defaultdict(list)
+        together: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
         for node in _products(graph):
-            vector, matrix, scale, _, residual = _arguments(node)
+            vector, matrix, scale, bias, residual = _arguments(node)
             # A parameter is there before any of them is computed.
-            if matrix.op == "placeholder" and scale is None and residual is None:
-                together[vector].append(node)
+            are_there = all(one is None or one.op == "placeholder" for one in (matrix, bias))
+            if are_there and scale is None and residual is None:
+                together[vector, matrix.meta["val"].dtype].append(node)
         for nodes in together.values():
             for first in range(0, len(nodes), MOST_MATRICES):
                 _join_products(nodes[first : first + MOST_MATRICES])
@@ -67,9 +68,7 @@ def _join_sum(product: Node) -> None:
     if is_joined or len(others) != 1 or not isinstance(others[0], Node) or not _are_alike(product, total, others[0]):
         return
     with total.graph.inserting_before(total):
-        joined = total.graph.call_function(
-            torch.ops.text.matrix_vector.default, (*_arguments(product)[:4], others[0])
-        )
+        joined = total.graph.call_function(torch.ops.text.matrix_vector.default, (*_arguments(product)[:4], others[0]))
     joined.meta = _described(total, total.meta["val"])
     total.replace_all_uses_with(joined)
     total.graph.erase_node(total)
@@ -90,8 +89,8 @@ def _described(origin: Node, value: Any) -> dict[str, Any]:
 
 
 def _join_products(products: list[Node]) -> None:
-    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, in the kernels
-    that use the products."""
+    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, by whatever
+    kernel uses the product."""
     if len(products) < 2:
         return
     first = products[0]

