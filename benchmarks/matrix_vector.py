@@ -4,8 +4,8 @@
 
 For each shape, matrices of more bytes than any cache holds, one after the other in one recorded CUDA graph, so that no
 launch waits for the host: torch's own product, and the operators of models/matrix_vector.py with several block sizes;
-`*` marks those that it uses. Then a chain of all of a token's products and norms. What a large copy moves is measured in
-the same run.
+`*` marks those that it uses. Then a chain of all of a token's products and norms. What a large copy moves is measured
+in the same run.
 """
 
 from __future__ import annotations

@@ -7,13 +7,10 @@ much is filled is read on the device, so that one recorded CUDA graph serves eve
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
-from models.kernel_launch import can_overlap, launch_options, power_of_2
+from models.kernel_launch import can_overlap, kernel, launch_options, power_of_2
 
 # A head's keys are split into so many parts.
 _PARTS = 16
@@ -83,10 +80,9 @@ def _on_gpu(
     partial = torch.empty((heads, _PARTS, value_size), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
-    attend_part, join_parts = _kernels()
     overlaps = can_overlap(query.device)
     options = launch_options(overlaps)
-    attend_part[(key_heads, _PARTS)](
+    kernel("attend_part")[(key_heads, _PARTS)](
         query,
         key,
         value,
@@ -114,7 +110,7 @@ def _on_gpu(
         num_stages=stages,
         **options,
     )
-    join_parts[(heads,)](
+    kernel("join_parts")[(heads,)](
         partial,
         sums,
         result,
@@ -127,11 +123,3 @@ def _on_gpu(
         **options,
     )
     return result
-
-
-@cache
-def _kernels() -> tuple[Any, Any]:
-    """The two Triton kernels: `models/decode_kernels.py` imports Triton, which a CPU does without."""
-    from models.decode_kernels import attend_part, join_parts
-
-    return attend_part, join_parts

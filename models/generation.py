@@ -108,7 +108,6 @@ class Generator:
         device = model.device
         if device.type == "cuda":  # on a CPU, what Inductor makes of the layers is faster
             use_token_layers(model)
-            join_operators()
         self._cache = StaticCache(model.config, cache_tokens, device)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)
@@ -196,6 +195,8 @@ class Generator:
         """Prefill, and choose the first token."""
         self._requests += 1
         device = self._token.device
+        if device.type == "cuda":  # what a call compiles
+            join_operators()
         prompt = torch.tensor(request.prompt)
         tokens = len(request.prompt)
         padded = torch.zeros(1, self.buckets[bisect_left(self.buckets, tokens)], dtype=torch.long)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
 # Hopper: the first generation whose kernels can begin before the one before them has ended.
 _OVERLAPPING_CAPABILITY = (9, 0)
+
+
+@cache
+def kernel(name: str) -> Any:
+    """One of `models/decode_kernels.py`, which imports Triton: a CPU does without."""
+    from models import decode_kernels
+
+    return getattr(decode_kernels, name)
 
 
 def power_of_2(number: int) -> int:

@@ -8,13 +8,12 @@ On a GPU they are Triton kernels whose programs fetch their first weights while 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
-from models.kernel_launch import can_overlap, launch_options, power_of_2
+from models.kernel_launch import can_overlap, kernel, launch_options, power_of_2
 
 
 class Block(NamedTuple):
@@ -118,7 +117,7 @@ def multiply_on_gpu(
     results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
     nothing = [None] * (MOST_MATRICES - len(matrices))
     overlaps = can_overlap(vector.device)
-    _kernel()[(sum(-(-len(matrix) // block_rows) for matrix in matrices),)](
+    kernel("multiply")[(sum(-(-len(matrix) // block_rows) for matrix in matrices),)](
         vector.contiguous(),
         *matrices,
         *nothing,
@@ -138,11 +137,3 @@ def multiply_on_gpu(
         **launch_options(overlaps),
     )
     return results
-
-
-@cache
-def _kernel() -> Any:
-    """The Triton kernel: `models/decode_kernels.py` imports Triton, which a CPU does without."""
-    from models.decode_kernels import multiply
-
-    return multiply

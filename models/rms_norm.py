@@ -6,12 +6,9 @@ it ends, and lets the product after it fetch its first weights meanwhile, where 
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 
-from models.kernel_launch import can_overlap, launch_options, power_of_2
+from models.kernel_launch import can_overlap, kernel, launch_options, power_of_2
 
 _WARPS = 8
 
@@ -39,7 +36,7 @@ def _on_gpu(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
     size = vector.shape[-1]
     result = torch.empty_like(vector, memory_format=torch.contiguous_format)
     overlaps = can_overlap(vector.device)
-    _kernel()[(1,)](
+    kernel("normalize")[(1,)](
         vector.contiguous(),
         weight.contiguous(),
         result,
@@ -51,11 +48,3 @@ def _on_gpu(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
         **launch_options(overlaps),
     )
     return result
-
-
-@cache
-def _kernel() -> Any:
-    """The Triton kernel: `models/decode_kernels.py` imports Triton, which a CPU does without."""
-    from models.decode_kernels import normalize
-
-    return normalize

@@ -19,8 +19,9 @@ from models.matrix_vector import MOST_MATRICES
 
 
 def join_operators() -> None:
-    """Let torch.compile apply the pass, in this process, to all that it compiles: it changes nothing but our own
-    operators. A pass that somebody else has set stays, and is the only one."""
+    """Let torch.compile apply the pass to all that it compiles, which changes nothing but our own operators: in the
+    calling thread, because on torch 2.13 settings belong to one. A pass that somebody else has set stays, and is the
+    only one."""
     if torch._inductor.config.post_grad_custom_pre_pass is None:
         torch._inductor.config.post_grad_custom_pre_pass = JoinOperators()
 

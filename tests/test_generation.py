@@ -179,6 +179,23 @@ def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
 
 @pytest.mark.gpu
 @on_gpu
+def test_what_any_thread_compiles_has_its_operators_joined():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch._inductor import config
+
+    made = gpu_generator()
+
+    def setting() -> str:
+        list(made.tokens(Request(prompt(5), 2)))
+        return type(config.post_grad_custom_pre_pass).__name__
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(setting).result() == setting() == "JoinOperators"
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_a_recorded_step_runs_from_any_thread():
     from concurrent.futures import ThreadPoolExecutor
 
