@@ -62,6 +62,14 @@ MOST_OF_A_GROUP = 64
 _MOST_PREFETCHED = 256
 # Whose versions decide how a model is traced, besides torch's own.
 _TRACED_PACKAGES = ("diffusers", "transformers", "triton")
+# Passes of the program's own over a graph, which torch keeps out of the options that it lists.
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
 
 
 @dataclass(slots=True)
@@ -318,11 +326,14 @@ def _versions() -> Mapping[str, str]:
 
 def _options_digest() -> str:
     """Of Inductor's options, as set in the program; those from the environment are in the environment's key."""
-    config = torch._inductor.config.save_config_portable()
-    return digest(sorted([name, _option(value)] for name, value in config.items()))
+    config: Any = torch._inductor.config
+    passes = {name: getattr(config, name, None) for name in _PASSES}
+    return digest(sorted([name, _option(value)] for name, value in {**config.save_config_portable(), **passes}.items()))
 
 
 def _option(value: Any) -> str:
+    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
+        return f"{class_name(type(value))} {uuid()!r}"
     if isinstance(value, set | frozenset):
         return repr(sorted(value, key=repr))
     if isinstance(value, Sequence | Mapping | int | float | None):

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_others(OVERLAPS: tl.constexpr):
-    """What a kernel does before that reads only weights, which no kernel writes."""
+    """Call it before anything is read or written but weights, which no kernel writes."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 # Steps that are queued on the GPU while the host looks at a token: what is thrown away after the last one.
 _STEPS_AHEAD = 2
 _RECORDING_WARM_UPS = 3
+# One of the prompt, and one after it.
+_LEAST_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,14 @@ class Generator:
     """A model, its cache and its two steps. One sequence at a time; each request begins anew."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
-        """Take `model` over: its attention is replaced, and on a GPU its linear layers.
+        """Take `model` over: its attention and rotary embeddings are replaced, and on a GPU its linear layers, norms and
+        feed-forward parts.
 
         Raises:
-            ValueError: the model cannot be served with a static cache.
+            ValueError: the model cannot be served with a static cache, or the cache is too small for any request.
         """
+        if cache_tokens < _LEAST_TOKENS:
+            raise ValueError(f"CACHE_TOKENS is {cache_tokens}; a prompt and an answer take at least {_LEAST_TOKENS}")
         use_static_cache(model)
         settle_rope(model)
         use_rotary_tables(model, cache_tokens)
@@ -112,6 +117,7 @@ class Generator:
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._join_operators()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
         self._readings = [_Reading(device) for _ in range(self._steps_ahead + 2)]
@@ -125,10 +131,10 @@ class Generator:
     def _allocate(self, model: PreTrainedModel) -> None:
         """Let the layers allocate their keys and values, which only their own states tell the shapes of. A step of
         decoding would do as well, but it launches kernels that may still be on their way from the store."""
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        tokens = torch.zeros(1, _LEAST_TOKENS, dtype=torch.long, device=model.device)
         try:
             with watch_windows() as windows:
-                _call(model, tokens, torch.arange(2, device=model.device)[None], self._cache, 1)
+                _call(model, tokens, torch.arange(_LEAST_TOKENS, device=model.device)[None], self._cache, 1)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
@@ -195,8 +201,7 @@ class Generator:
         """Prefill, and choose the first token."""
         self._requests += 1
         device = self._token.device
-        if device.type == "cuda":  # what a call compiles
-            join_operators()
+        self._join_operators()
         prompt = torch.tensor(request.prompt)
         tokens = len(request.prompt)
         padded = torch.zeros(1, self.buckets[bisect_left(self.buckets, tokens)], dtype=torch.long)
@@ -216,10 +221,16 @@ class Generator:
             self._step()
 
     def _step(self) -> None:
+        self._join_operators()
         self._sampler.draw()
         self.decode(self._token)
         self._token.copy_(self._sampler.chosen)
         self._cache.position.add_(1)
+
+    def _join_operators(self) -> None:
+        """In what this thread compiles, if it compiles anything."""
+        if self._token.is_cuda:
+            join_operators()
 
     @torch.inference_mode()
     def _read(self, number: int) -> _Reading:

@@ -110,25 +110,31 @@ def multiply_on_gpu(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The kernel of all of these operators. What comes after the block goes with a single matrix."""
+    """The kernel of all of these operators, for one to three matrices; for a single one with what is given by name."""
     columns = matrices[0].shape[1]
     block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns
     results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
-    nothing = [None] * (MOST_MATRICES - len(matrices))
+    missing = [None] * (MOST_MATRICES - len(matrices))
+    matrix, second, third = *matrices, *missing
+    result, second_result, third_result = *results, *missing
+    rows, second_rows, third_rows = *map(len, matrices), *missing
     overlaps = can_overlap(vector.device)
     kernel("multiply")[(sum(-(-len(matrix) // block_rows) for matrix in matrices),)](
-        vector.contiguous(),
-        *matrices,
-        *nothing,
-        *results,
-        *nothing,
-        *map(len, matrices),
-        *nothing,
-        up,
-        scale,
-        bias,
-        residual if residual is None else residual.contiguous(),
+        vector=vector.contiguous(),
+        matrix=matrix,
+        second=second,
+        third=third,
+        result=result,
+        second_result=second_result,
+        third_result=third_result,
+        rows=rows,
+        second_rows=second_rows,
+        third_rows=third_rows,
+        up=up,
+        scale=scale,
+        bias=bias,
+        residual=residual if residual is None else residual.contiguous(),
         COLUMNS=columns,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,

@@ -13,18 +13,26 @@ from models.kernel_launch import can_overlap, kernel, launch_options, power_of_2
 _WARPS = 8
 
 
+def normalize(hidden_states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`hidden_states` divided by the root mean square of their last dimension, in float32, then rounded and multiplied
+    by `weight`, as transformers' LlamaRMSNorm does.
+
+    hidden_states and result: [..., size], weight: [size].
+    """
+    values = hidden_states.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * values.to(hidden_states.dtype)
+
+
 @torch.library.custom_op("text::rms_norm", mutates_args=())
 def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`vector` divided by its root mean square, in float32, then rounded and multiplied by `weight`, as
-    transformers' LlamaRMSNorm does.
+    """`normalize` of one vector.
 
     vector: [1, 1, size], weight: [size], of the vector's type; result: [1, 1, size].
     """
     if vector.is_cuda:
         return _on_gpu(vector, weight, epsilon)
-    values = vector.float()
-    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * values.to(vector.dtype)
+    return normalize(vector, weight, epsilon)
 
 
 @rms_norm.register_fake

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from models import matrix_vector
 from models.matrix_vector import MOST_MATRICES
 
 
@@ -35,52 +36,64 @@ class JoinOperators(CustomGraphPass):
             _join_sum(node)
         together: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
         for node in _products(graph):
-            vector, matrix, scale, bias, residual = _arguments(node)
+            product = _Product.of(node)
             # A parameter is there before any of them is computed.
-            are_there = all(one is None or one.op == "placeholder" for one in (matrix, bias))
-            if are_there and scale is None and residual is None:
-                together[vector, matrix.meta["val"].dtype].append(node)
+            are_there = all(one is None or one.op == "placeholder" for one in (product.matrix, product.bias))
+            if are_there and product.scale is None and product.residual is None:
+                together[product.vector, product.matrix.meta["val"].dtype].append(node)
         for nodes in together.values():
             for first in range(0, len(nodes), MOST_MATRICES):
                 _join_products(nodes[first : first + MOST_MATRICES])
 
     def uuid(self) -> Any:
-        """What torch's cache distinguishes graphs by."""
-        return get_hash_for_files((__file__,))
+        """What torch's cache, and that of precompiled regions, distinguish graphs by."""
+        return get_hash_for_files((__file__, matrix_vector.__file__))
+
+
+class _Product(NamedTuple):
+    """The arguments of `matrix_vector`."""
+
+    vector: Node
+    matrix: Node
+    scale: Node | None
+    bias: Node | None
+    residual: Node | None = None
+
+    @classmethod
+    def of(cls, node: Node) -> _Product:
+        """Those of a call, which has no others by name: torch's graphs are normalized."""
+        return cls(*node.args)  # type: ignore[arg-type]
 
 
 def _products(graph: Graph) -> Iterable[Node]:
     return graph.find_nodes(op="call_function", target=torch.ops.text.matrix_vector.default)
 
 
-def _arguments(node: Node) -> tuple[Any, ...]:
-    """vector, matrix, scale, bias, residual."""
-    return (*node.args, *(None,) * (5 - len(node.args)))
-
-
-def _join_sum(product: Node) -> None:
+def _join_sum(node: Node) -> None:
     """Let a product add what its only user adds to it."""
-    users = list(product.users)
+    product, users = _Product.of(node), list(node.users)
     if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
         return
     total = users[0]
-    others = [term for term in total.args if term is not product]
-    is_joined = _arguments(product)[4] is not None
-    if is_joined or len(others) != 1 or not isinstance(others[0], Node) or not _are_alike(product, total, others[0]):
+    others = [term for term in total.args if term is not node]
+    if product.residual is not None or len(others) != 1 or not _are_alike(node, total, others[0]):
         return
     with total.graph.inserting_before(total):
-        joined = total.graph.call_function(torch.ops.text.matrix_vector.default, (*_arguments(product)[:4], others[0]))
+        arguments = (*product._replace(residual=others[0]),)  # type: ignore[arg-type]
+        joined = total.graph.call_function(torch.ops.text.matrix_vector.default, arguments)
     joined.meta = _described(total, total.meta["val"])
     total.replace_all_uses_with(joined)
     total.graph.erase_node(total)
-    product.graph.erase_node(product)
+    node.graph.erase_node(node)
 
 
-def _are_alike(*nodes: Node) -> bool:
-    values = [node.meta.get("val") for node in nodes]
-    return all(isinstance(value, torch.Tensor) for value in values) and (
-        len({(value.shape, value.dtype, value.device) for value in values}) == 1  # type: ignore[union-attr]
-    )
+def _are_alike(*terms: Any) -> bool:
+    """Whether all are tensors of the same shape, type and device; no shape that only a call tells."""
+    values = [term.meta.get("val") if isinstance(term, Node) else None for term in terms]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    kinds = [(tuple(value.shape), value.dtype, value.device) for value in values if value is not None]
+    return all(isinstance(size, int) for shape, _, _ in kinds for size in shape) and len(set(kinds)) == 1
 
 
 def _described(origin: Node, value: Any) -> dict[str, Any]:
@@ -89,25 +102,23 @@ def _described(origin: Node, value: Any) -> dict[str, Any]:
     return {"val": value} if trace is None else {"val": value, "stack_trace": trace}
 
 
-def _join_products(products: list[Node]) -> None:
-    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, by whatever
-    kernel uses the product."""
-    if len(products) < 2:
+def _join_products(nodes: list[Node]) -> None:
+    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, to products
+    that are rounded by then, by whatever kernel uses them."""
+    if len(nodes) < 2:
         return
-    first = products[0]
-    graph = first.graph
-    vector = first.args[0]
-    with graph.inserting_before(first):
-        joined = graph.call_function(
-            torch.ops.text.matrix_vectors.default, (vector, [product.args[1] for product in products])
-        )
-        joined.meta = _described(first, [product.meta["val"] for product in products])
-        for number, product in enumerate(products):
+    products = list(map(_Product.of, nodes))
+    graph = nodes[0].graph
+    with graph.inserting_before(nodes[0]):
+        arguments = (products[0].vector, [product.matrix for product in products])
+        joined = graph.call_function(torch.ops.text.matrix_vectors.default, arguments)
+        joined.meta = _described(nodes[0], [node.meta["val"] for node in nodes])
+        for number, (node, product) in enumerate(zip(nodes, products, strict=True)):
             one = graph.call_function(getitem, (joined, number))
-            one.meta = _described(product, product.meta["val"])
-            if (bias := _arguments(product)[3]) is not None:
-                one = graph.call_function(torch.ops.aten.add.Tensor, (one, bias))
-                one.meta = _described(product, product.meta["val"])
-            product.replace_all_uses_with(one)
-    for product in products:
-        graph.erase_node(product)
+            one.meta = _described(node, node.meta["val"])
+            if product.bias is not None:
+                one = graph.call_function(torch.ops.aten.add.Tensor, (one, product.bias))
+                one.meta = _described(node, node.meta["val"])
+            node.replace_all_uses_with(one)
+    for node in nodes:
+        graph.erase_node(node)

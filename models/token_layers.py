@@ -19,7 +19,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from models.matrix_vector import gated_matrix_vector, matrix_vector
-from models.rms_norm import rms_norm
+from models.rms_norm import normalize, rms_norm
 
 _GATED_MLP = """
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -89,16 +89,14 @@ class TokenNorm(nn.Module):
         """Inputs of any shape but for the last dimension."""
         if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        values = hidden_states.to(torch.float32)
-        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * values.to(hidden_states.dtype)
+        return normalize(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
     return inputs.numel() == size and inputs.dim() == 3
 
 
-def _is_as_its_class(module: nn.Module) -> bool:
+def is_as_its_class(module: nn.Module) -> bool:
     """Whether a module does what its class does: nobody has hooked it, or given it a `forward` of its own."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" not in vars(module) and not any(vars(module)[name] for name in hooks)
@@ -119,24 +117,22 @@ def _computes(kind: type[nn.Module], argument: str, source: str) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    return type(module) is nn.Linear and module.weight.is_contiguous() and _is_as_its_class(module)
+    return type(module) is nn.Linear and module.weight.is_contiguous() and is_as_its_class(module)
 
 
 def _is_gated(module: Any) -> bool:
     if (
-        not _is_as_its_class(module)
+        not is_as_its_class(module)
         or not _computes(type(module), "x", _GATED_MLP)
         or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
     ):
         return False
     layers = (module.gate_proj, module.up_proj)
-    return _is_as_its_class(module.act_fn) and all(
-        type(layer) is TokenLinear and layer.bias is None for layer in layers
-    )
+    return is_as_its_class(module.act_fn) and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
 
 
 def _is_norm(module: Any) -> bool:
-    return _is_as_its_class(module) and _computes(type(module), "hidden_states", _NORM)
+    return is_as_its_class(module) and _computes(type(module), "hidden_states", _NORM)
 
 
 def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:

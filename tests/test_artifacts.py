@@ -15,8 +15,9 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.artifacts import _LENGTH, _MAGIC, Artifacts
+from compile_cache.artifacts import _LENGTH, _MAGIC, Artifacts, Found
 from compile_cache.settings import Settings
 
 close = torch.testing.assert_close
@@ -179,6 +180,30 @@ def test_artifact_of_other_settings_is_not_served(made, settings):
 def test_artifact_of_another_inductor_option_is_not_served(made):
     with torch._inductor.config.patch(epilogue_fusion=False):
         assert isinstance(find(made, build(Block), tensor()), str)
+
+
+class Pass(CustomGraphPass):
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Changes nothing."""
+
+    def uuid(self) -> str:
+        return self.version
+
+
+@pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "joint_custom_post_pass"])
+def test_artifact_of_another_graph_pass_is_not_served(name, tmp_path):
+    with activated(tmp_path) as directory:
+        module = build(Block)
+        with torch._inductor.config.patch({name: Pass("first")}):
+            compiler = boot(directory, module)
+            warm_up(compiler, lambda: module(tensor()))
+            assert isinstance(find(directory, build(Block), tensor()), Found)
+        with torch._inductor.config.patch({name: Pass("second")}):
+            assert isinstance(find(directory, build(Block), tensor()), str)
+        assert isinstance(find(directory, build(Block), tensor()), str)
 
 
 @pytest.mark.parametrize(

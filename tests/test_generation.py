@@ -52,6 +52,19 @@ def test_a_rope_that_would_change_with_the_padding_does_not(length):
     assert list(made.tokens(Request(prompt(length), 4))) == greedy(make("phi3", **changes), prompt(length), 4)
 
 
+def test_a_model_may_be_served_again_with_a_larger_cache():
+    model = make("llama")
+    Generator(model, 16, (16,))
+    assert list(Generator(model, CACHE_TOKENS, BUCKETS).tokens(Request(prompt(40), 10))) == greedy(
+        make("llama"), prompt(40), 10
+    )
+
+
+def test_a_cache_for_less_than_a_prompt_and_an_answer_is_refused():
+    with pytest.raises(ValueError, match="CACHE_TOKENS is 1"):
+        Generator(make("llama"), 1, (1,))
+
+
 def test_a_request_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))

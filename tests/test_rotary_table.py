@@ -25,9 +25,10 @@ def tables(model: nn.Module) -> list[RotaryTable]:
     return [module for module in model.modules() if isinstance(module, RotaryTable)]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma3_text"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES, "olmo2", "ernie4_5"} - {"gemma3_text"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_gives_what_the_embedding_gives(family, dtype):
+    """The last two round to no type of their input."""
     model = make(family)
     rotary = model.model.rotary_emb
     use_rotary_tables(model, TOKENS)
@@ -35,7 +36,33 @@ def test_it_gives_what_the_embedding_gives(family, dtype):
     x = torch.zeros(1, 1, dtype=dtype)
     for positions in (torch.arange(TOKENS)[None], torch.tensor([[7]])):
         expected, found = rotary(x, positions), model.model.rotary_emb(x, positions)
-        assert all(torch.equal(one, other) and one.dtype == dtype for one, other in zip(found, expected, strict=True))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0)  # and of the same type
+
+
+def test_a_second_table_replaces_the_first():
+    model = make("llama")
+    rotary = model.model.rotary_emb
+    for tokens in (10, TOKENS):
+        use_rotary_tables(model, tokens)
+        assert [len(table.cos) for table in tables(model)] == [tokens]
+        assert model.model.rotary_emb.rotary is rotary
+
+
+def test_what_a_model_reads_of_its_embedding_is_there():
+    model = make("llama")
+    rotary = model.model.rotary_emb
+    use_rotary_tables(model, TOKENS)
+    found = model.model.rotary_emb
+    assert found.config is rotary.config
+    assert (found.rope_type, found.attention_scaling) == (rotary.rope_type, rotary.attention_scaling)
+
+
+def test_one_that_somebody_has_hooked_stays():
+    model = make("llama")
+    model.model.rotary_emb.register_forward_hook(lambda module, inputs, output: output)
+    use_rotary_tables(model, TOKENS)
+    assert not tables(model)
 
 
 def test_one_that_asks_for_the_kind_of_layer_stays():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
 
+import models.matrix_vector
 from compile_cache.precompiled import Precompiled, compile_ahead
 from compile_cache.torch_settings import configure_torch
+from models import token_graph
 from models.generation import Generator, Request
 from models.matrix_vector import matrix_vector
 from models.token_graph import JoinOperators, join_operators
@@ -78,6 +82,55 @@ def test_a_sum_with_a_product_becomes_part_of_it(is_first):
 
     _, counts = joined(layer, vector(), torch.randn(8, 8), vector())
     assert (counts[SUM], counts[PRODUCT]) == (0, 2)
+
+
+def test_a_product_with_a_residual_keeps_it():
+    def layer(x, first, second, residual, other):
+        with_residual = matrix_vector(x, first, None, None, residual)
+        return with_residual + other, matrix_vector(x, second, None, None)
+
+    _, counts = joined(layer, vector(), torch.randn(8, 8), torch.randn(8, 8), vector(), vector())
+    assert (counts[JOINED], counts[PRODUCT], counts[SUM]) == (0, 2, 1)
+
+
+def test_a_bias_that_is_computed_later_is_added_where_it_was():
+    def layer(x, first, second):
+        one = matrix_vector(x, first, None, None)
+        return one, matrix_vector(x, second, None, one[0, 0] * 2)
+
+    _, counts = joined(layer, vector(), torch.randn(5, 8), torch.randn(5, 8))
+    assert (counts[JOINED], counts[PRODUCT]) == (0, 2)
+
+
+def test_a_sum_of_another_type_stays():
+    def layer(x, matrix, residual):
+        return (matrix_vector(x, matrix, None, None) + residual,)
+
+    bf16 = torch.bfloat16
+    _, counts = joined(layer, vector().to(bf16), torch.randn(8, 8, dtype=bf16), vector())
+    assert counts[SUM] == 1
+
+
+def test_matrices_of_different_types_stay_apart():
+    def layer(x, first, second):
+        return matrix_vector(x, first, None, None), matrix_vector(x, second, None, None)
+
+    graph = make_fx(layer, tracing_mode="fake")(vector(), torch.randn(5, 8), torch.randn(5, 8)).graph
+    second = [node for node in graph.nodes if node.op == "placeholder"][2]
+    second.meta["val"] = second.meta["val"].half()
+    JoinOperators()(graph)
+    assert Counter(str(node.target) for node in graph.nodes)[PRODUCT] == 2
+
+
+def test_shapes_that_only_a_call_tells_are_left_alone():
+    def layer(x, matrix, residual):
+        return matrix_vector(x, matrix, None, None) + residual
+
+    with config.patch(post_grad_custom_pre_pass=JoinOperators()):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+        for size in (8, 12):
+            given = vector(size), torch.randn(size, size), vector(size)
+            torch.testing.assert_close(compiled(*given), layer(*given))
 
 
 def test_other_sums_stay():
@@ -159,4 +212,17 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
         configure_torch()
         loaded = Precompiled(*compile_ahead(step, (token,), {}, "default", False))
         assert loaded.misfit(step, (token,), {}) == ""
-        torch.testing.assert_close(loaded(step, (token,), {}), expected)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            torch.testing.assert_close(loaded(step, (token,), {}), expected)
+    assert "text::matrix_vectors" in {event.name for event in profiler.events()}
+
+
+def test_another_pass_has_another_name_in_torchs_cache(monkeypatch, tmp_path):
+    names = {JoinOperators().uuid()}
+    for module in (token_graph, models.matrix_vector):
+        changed = tmp_path / "changed.py"
+        changed.write_text(Path(module.__file__).read_text() + "# changed")
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__file__", str(changed))
+            names.add(JoinOperators().uuid())
+    assert len(names) == 3

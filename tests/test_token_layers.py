@@ -115,6 +115,21 @@ def test_a_norm_is_replaced_and_computes_the_same(shape, dtype):
     assert torch.equal(model(given), expected)
 
 
+def test_a_norm_of_another_type_than_its_input_promotes():
+    model = nn.Sequential(Norm())
+    given = torch.randn(1, 1, 16, dtype=torch.bfloat16)
+    expected = model(given)
+    use_token_layers(model)
+    torch.testing.assert_close(model(given), expected, atol=0, rtol=0)
+
+
+def test_vectors_without_a_batch_do_not_reach_the_operators():
+    model = nn.Sequential(Norm(), nn.Linear(16, 4), Mlp(nn.SiLU()))
+    use_token_layers(model)
+    given = torch.randn(1, 16)
+    assert (model[0](given).shape, model[1](given).shape, model[2](given).shape) == ((1, 16), (1, 4), (1, 16))
+
+
 def test_a_norm_that_rounds_elsewhere_is_left_alone():
     model = nn.Sequential(OtherNorm())
     use_token_layers(model)
