@@ -99,8 +99,8 @@ class Generator:
     """A model, its cache and its two steps. One sequence at a time; each request begins anew."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
-        """Take `model` over: its attention and rotary embeddings are replaced, and on a GPU its linear layers, norms and
-        feed-forward parts.
+        """Take `model` over: its attention and rotary embeddings are replaced, and on a GPU its linear layers, norms
+        and feed-forward parts.
 
         Raises:
             ValueError: the model cannot be served with a static cache, or the cache is too small for any request.
