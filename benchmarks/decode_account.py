@@ -156,11 +156,9 @@ def account_prefill(generator: Generator, prompt: tuple[int, ...]) -> PrefillAcc
     layers = [(layer, tokens) for layer in model.modules() if isinstance(layer, nn.Linear)]
     output = model.get_output_embeddings()
     with torch.inference_mode():
-        # In inference mode, as the generator's own.
-        ids, last = torch.tensor([prompt], device=model.device), torch.tensor([tokens - 1], device=model.device)
-        step_s = median_s(lambda: generator.prefill(ids, last), _REPEATS)
-        profile(lambda: generator.prefill(ids, last), 1)
-        spans = profile(lambda: generator.prefill(ids, last), _PROFILED_PROMPTS)
+        step_s = median_s(lambda: generator.fill(tokens), _REPEATS)
+        profile(lambda: generator.fill(tokens), 1)
+        spans = profile(lambda: generator.fill(tokens), _PROFILED_PROMPTS)
         inputs = {
             width: torch.randn(tokens, width, dtype=model.dtype, device=model.device)
             for width in {layer.in_features for layer, _ in layers}
@@ -220,7 +218,9 @@ def parse_arguments() -> Any:
     add_arguments(parser)
     parser.add_argument("--prompt", type=int, default=128, help="tokens before those that are accounted for")
     parser.add_argument("--steps", type=int, default=20, help="decoded tokens with the profiler")
-    parser.add_argument("--prefill", type=int, help="tokens of the timed prompt; as many as fit if not given")
+    parser.add_argument(
+        "--prefill", type=int, help="tokens of the timed prompt, one of PROMPT_BUCKETS; the largest if not given"
+    )
     parser.add_argument("--rows", type=int, default=20, help="kernels in the table; the JSON has all")
     return parser.parse_args()
 
@@ -238,7 +238,10 @@ def main() -> None:
 
     generator = booted.model.generator
     vocabulary = generator.decode.model.config.vocab_size
-    prefill = account_prefill(generator, make_prompt(vocabulary, args.prefill or generator.buckets[-1]))
+    bucket = args.prefill or generator.buckets[-1]
+    if bucket not in generator.buckets:
+        raise SystemExit(f"--prefill {bucket} is none of PROMPT_BUCKETS: {generator.buckets}")
+    prefill = account_prefill(generator, make_prompt(vocabulary, bucket))
     print(f"{prefill_table(prefill)}\n\nproducts: {prefill.matmuls_tflop_per_s:.1f} TFLOP/s\n")
     print(f"{step_table(prefill.step, args.rows, 'a prompt')}\n", flush=True)
     token = account_token(generator, make_prompt(vocabulary, args.prompt), args.steps)

@@ -1,16 +1,17 @@
-"""Generation, one sequence at a time: a prefill for each size of prompt, and a decode step that is replayed.
+"""Generation, one sequence at a time: a prefill for each size of prompt, and a decode step.
 
-On a GPU the whole step, sampling included, is recorded as one CUDA graph, which any thread can replay; what
+On a GPU each of them is recorded whole, sampling included, as a CUDA graph, which any thread can replay; what
 torch.compile itself records belongs to the thread that recorded it. The host runs some steps ahead of the tokens it
 has looked at, so that looking at them costs the GPU nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 # Steps that are queued on the GPU while the host looks at a token: what is thrown away after the last one.
 _STEPS_AHEAD = 2
-_RECORDING_WARM_UPS = 3
 # One of the prompt, and one after it.
 _LEAST_TOKENS = 2
 
@@ -119,10 +119,13 @@ class Generator:
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
         self._readings = [_Reading(device) for _ in range(self._steps_ahead + 2)]
         self._requests = 0
         self.buckets = tuple(sorted(buckets))
+        self._prompts = {bucket: torch.zeros(1, bucket, dtype=torch.long, device=device) for bucket in self.buckets}
+        self._last = torch.zeros(1, dtype=torch.long, device=device)
         self.prefill = Prefill(model, self._cache, self._sampler)
         self.decode = DecodeStep(model, self._cache, self._sampler)
         self._allocate(model)
@@ -200,17 +203,28 @@ class Generator:
     def _begin(self, request: Request) -> None:
         """Prefill, and choose the first token."""
         self._requests += 1
-        device = self._token.device
         self._join_operators()
-        prompt = torch.tensor(request.prompt)
-        tokens = len(request.prompt)
-        padded = torch.zeros(1, self.buckets[bisect_left(self.buckets, tokens)], dtype=torch.long)
-        padded[0, :tokens] = prompt
-        self._sampler.set(request.sampling, prompt.to(device))
-        self._sampler.draw()
-        self.prefill(padded.to(device), torch.tensor([tokens - 1], device=device))
-        self._token.copy_(self._sampler.chosen)
+        prompt = torch.tensor(request.prompt, device=self._token.device)
+        tokens = len(prompt)
+        bucket = self.buckets[bisect_left(self.buckets, tokens)]
+        self._prompts[bucket].zero_()[0, :tokens] = prompt
+        self._last.fill_(tokens - 1)
+        self._sampler.set(request.sampling, prompt)
+        self.fill(bucket)
         self._cache.position.fill_(tokens)
+
+    @torch.inference_mode()
+    def fill(self, bucket: int) -> None:
+        """Fill the cache with the prompt that is in a bucket, and choose the first token. On a GPU, queue it."""
+        if bucket in self._prompt_graphs:
+            self._prompt_graphs[bucket].replay()
+        else:
+            self._prompt(bucket)
+
+    def _prompt(self, bucket: int) -> None:
+        self._sampler.draw()
+        self.prefill(self._prompts[bucket], self._last)
+        self._token.copy_(self._sampler.chosen)
 
     @torch.inference_mode()
     def _advance(self) -> None:
@@ -240,32 +254,55 @@ class Generator:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the step, as it is compiled now, as one CUDA graph; nothing without a GPU, or if something in the step
-        cannot be recorded. Call it when nothing is generated."""
+        """Record the prompts of each bucket and the step, as they are compiled now, as CUDA graphs; nothing without a
+        GPU, or if something in them cannot be recorded. Call it when nothing is generated."""
         if not self._token.is_cuda:
             return
+        recorder = _Recorder(self._token.device)
+        prompts = [functools.partial(self._prompt, bucket) for bucket in self.buckets]
+        prompt_graphs = self._recorded(recorder, "prompts", prompts)
+        step_graphs = self._recorded(recorder, "the decode step", [self._step])
+        if step_graphs:
+            self._graph = step_graphs[0]
+            self._prompt_graphs = dict(zip(self.buckets, prompt_graphs, strict=False))
+
+    def _recorded(
+        self, recorder: _Recorder, what: str, calls: Sequence[Callable[[], None]]
+    ) -> list[torch.cuda.CUDAGraph]:
         stream = torch.cuda.current_stream()
         try:
-            self._graph = self._recorded()
+            self._cache.position.zero_()
+            return [recorder.record(call, self._sampler.generator) for call in calls]
         except RuntimeError as error:
-            log.warning("the decode step cannot be recorded, and is launched kernel by kernel: %s", error)
+            log.warning("what cannot be recorded is launched kernel by kernel: %s (%s)", what, error)
             # A recording that fails leaves its stream current, and its generator as if it were still recorded.
             torch.cuda.set_stream(stream)
             self._sampler.generator = torch.Generator(self._token.device)
+            return []
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is allocated at first use is not part of a recording
-            for _ in range(_RECORDING_WARM_UPS):
-                self._cache.position.zero_()
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
+
+class _Recorder:
+    """Records calls as CUDA graphs that share their memory: one is replayed at a time, and leaves its results outside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
+        """One call, which draws random numbers from `generator`.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # what is allocated at first use is not part of a recording
+            call()
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._sampler.generator)
+        graph.register_generator_state(generator)
         # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._step()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            call()
         return graph
 
 

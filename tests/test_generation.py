@@ -183,6 +183,7 @@ def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
     before = list(made.tokens(requests[0]))
     made.record()
     assert made.is_recorded
+    assert list(made._prompt_graphs) == list(BUCKETS)
     assert list(made.tokens(requests[0])) == before == greedy(make("llama"), prompt(20), 20)
     first, again = (list(made.tokens(requests[1])) for _ in range(2))
     assert first == again
@@ -230,5 +231,20 @@ def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch
     monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
     made.record()
     assert not made.is_recorded
+    assert not made._prompt_graphs
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert list(made.tokens(request)) == expected
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_prompts_that_cannot_be_recorded_keep_no_step_from_it(monkeypatch):
+    request = Request(prompt(20), 20, Sampling(1.0, seed=3))
+    made = gpu_generator()
+    expected = list(made.tokens(request))
+    forward = made.prefill.forward
+    monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
+    made.record()
+    assert made.is_recorded
+    assert not made._prompt_graphs
+    assert [list(made.tokens(request)) for _ in range(2)] == [expected] * 2
