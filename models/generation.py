@@ -259,6 +259,9 @@ class Generator:
         if not self._token.is_cuda:
             return
         recorder = _Recorder(self._token.device)
+        # Of the requests before, they need not fit the smallest bucket, and the cache may be full.
+        self._last.zero_()
+        self._cache.position.zero_()
         prompts = [functools.partial(self._prompt, bucket) for bucket in self.buckets]
         prompt_graphs = self._recorded(recorder, "prompts", prompts)
         step_graphs = self._recorded(recorder, "the decode step", [self._step])
@@ -271,7 +274,6 @@ class Generator:
     ) -> list[torch.cuda.CUDAGraph]:
         stream = torch.cuda.current_stream()
         try:
-            self._cache.position.zero_()
             return [recorder.record(call, self._sampler.generator) for call in calls]
         except RuntimeError as error:
             log.warning("what cannot be recorded is launched kernel by kernel: %s (%s)", what, error)
@@ -282,7 +284,7 @@ class Generator:
 
 
 class _Recorder:
-    """Records calls as CUDA graphs that share their memory: one is replayed at a time, and leaves its results outside."""
+    """Records calls as CUDA graphs that share their memory: one at a time is replayed, and its results are outside."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
