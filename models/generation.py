@@ -258,21 +258,18 @@ class Generator:
         GPU, or if something in them cannot be recorded. Call it when nothing is generated."""
         if not self._token.is_cuda:
             return
-        recorder = _Recorder(self._token.device)
         # Of the requests before, they need not fit the smallest bucket, and the cache may be full.
         self._last.zero_()
         self._cache.position.zero_()
         prompts = [functools.partial(self._prompt, bucket) for bucket in self.buckets]
-        prompt_graphs = self._recorded(recorder, "prompts", prompts)
-        step_graphs = self._recorded(recorder, "the decode step", [self._step])
+        prompt_graphs = self._recorded("prompts", prompts)
+        step_graphs = self._recorded("the decode step", [self._step])
         if step_graphs:
             self._graph = step_graphs[0]
             self._prompt_graphs = dict(zip(self.buckets, prompt_graphs, strict=False))
 
-    def _recorded(
-        self, recorder: _Recorder, what: str, calls: Sequence[Callable[[], None]]
-    ) -> list[torch.cuda.CUDAGraph]:
-        stream = torch.cuda.current_stream()
+    def _recorded(self, what: str, calls: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+        stream, recorder = torch.cuda.current_stream(), _Recorder(self._token.device)
         try:
             return [recorder.record(call, self._sampler.generator) for call in calls]
         except RuntimeError as error:
