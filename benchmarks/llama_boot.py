@@ -3,8 +3,8 @@
     python benchmarks/llama_boot.py --shape llama-3.1-8b --model /tmp/llama --write
     python benchmarks/llama_boot.py --model /tmp/llama --store /tmp/bench --warm 5 --out llama.jsonl
 
-The prefill of a prompt and the step of decoding are compiled, each whole, and on a GPU the step is recorded as a CUDA
-graph, in eager boots as well. Each boot is a fresh process. One eager boot that is not measured comes first, so that
+The prefill of a prompt and the step of decoding are compiled, each whole, and on a GPU both are recorded as CUDA
+graphs, in eager boots as well. Each boot is a fresh process. One eager boot that is not measured comes first, so that
 all measured ones read the weights from the page cache; then the cold ones, then eager and warm in turn. Exits with 1
 if a check fails.
 """

@@ -103,10 +103,12 @@ class Generator:
         and feed-forward parts.
 
         Raises:
-            ValueError: the model cannot be served with a static cache, or the cache is too small for any request.
+            ValueError: the model cannot be served with a static cache, or the cache or a bucket is too small.
         """
         if cache_tokens < _LEAST_TOKENS:
             raise ValueError(f"CACHE_TOKENS is {cache_tokens}; a prompt and an answer take at least {_LEAST_TOKENS}")
+        if min(buckets) < _LEAST_TOKENS:  # one token is taken for the next one of a text
+            raise ValueError(f"a bucket has room for {min(buckets)} tokens; it takes at least {_LEAST_TOKENS}")
         use_static_cache(model)
         settle_rope(model)
         use_rotary_tables(model, cache_tokens)
@@ -151,8 +153,8 @@ class Generator:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a step is one CUDA graph."""
-        return self._graph is not None
+        """Whether the prefill of each bucket and the step are CUDA graphs."""
+        return self._graph is not None and len(self._prompt_graphs) == len(self.buckets)
 
     def tokens(self, request: Request) -> Iterator[int]:
         """Generate the tokens that follow a prompt, `max_new_tokens` of them unless the caller stops before.
@@ -255,16 +257,18 @@ class Generator:
     @torch.inference_mode()
     def record(self) -> None:
         """Record the prompts of each bucket and the step, as they are compiled now, as CUDA graphs; nothing without a
-        GPU, or if something in them cannot be recorded. Call it when nothing is generated."""
+        GPU, or if something in the step cannot be recorded, and no prompts if one of them cannot. Call it when nothing
+        is generated."""
         if not self._token.is_cuda:
             return
+        self._graph, self._prompt_graphs = None, {}
         # Of the requests before, they need not fit the smallest bucket, and the cache may be full.
         self._last.zero_()
         self._cache.position.zero_()
         prompts = [functools.partial(self._prompt, bucket) for bucket in self.buckets]
         prompt_graphs = self._recorded("prompts", prompts)
         step_graphs = self._recorded("the decode step", [self._step])
-        if step_graphs:
+        if step_graphs:  # otherwise what prompts were recorded with is replaced
             self._graph = step_graphs[0]
             self._prompt_graphs = dict(zip(self.buckets, prompt_graphs, strict=False))
 

@@ -65,6 +65,11 @@ def test_a_cache_for_less_than_a_prompt_and_an_answer_is_refused():
         Generator(make("llama"), 1, (1,))
 
 
+def test_a_bucket_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="a bucket has room for 1 "):
+        Generator(make("llama"), CACHE_TOKENS, (1, 16))
+
+
 def test_a_request_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))
@@ -245,6 +250,7 @@ def test_prompts_that_cannot_be_recorded_keep_no_step_from_it(monkeypatch):
     forward = made.prefill.forward
     monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
     made.record()
-    assert made.is_recorded
+    assert made._graph is not None
     assert not made._prompt_graphs
+    assert not made.is_recorded
     assert [list(made.tokens(request)) for _ in range(2)] == [expected] * 2
