@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Optional
 from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
-from compile_cache.model_version import split_revision
+from compile_cache.key.model_version import split_revision
 from models.settings import ModelSettings, TextSettings
 from warmup import warm_up
 
@@ -34,7 +34,7 @@ class Predictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
-                from models.diffusion import DiffusionModel, import_pipeline
+                from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
             self.boot.preload()
@@ -71,8 +71,8 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        from models.diffusion import ImageInputs
-        from models.sizes import choose_size
+        from models.image.pipeline import ImageInputs
+        from models.image.sizes import choose_size
 
         before = self.boot.counts()
         size = choose_size(self.model.sizes, aspect_ratio, width, height)
@@ -101,7 +101,7 @@ class TextPredictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
-                from models.text import TextModel, import_model
+                from models.text.model import TextModel, import_model
 
                 import_model(model, revision)
             self.boot.preload()
@@ -149,7 +149,7 @@ class TextPredictor(BaseRunner):
         ),
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
-        from models.text import TextInputs
+        from models.text.model import TextInputs
 
         before = self.boot.counts()
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed

@@ -30,7 +30,7 @@ KINDS = ("trimmed", "whole")
 def boot_once(keeps_all: bool, tiny: bool) -> dict[str, Any]:
     """One boot in this process, and what it did."""
     import compile_cache
-    from compile_cache import kernels
+    from compile_cache.regions import autotuner as kernels
 
     if keeps_all:
         kernels.configure_autotuner = lambda: None

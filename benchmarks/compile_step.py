@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from boot_process import describe_machine
 from text_boot import Timing
 
-from models.generation import Generator, Request
+from models.text.generation import Generator, Request
 
 _CACHE_TOKENS, _PROMPT = 2304, 128
 _ANSWERS = 4

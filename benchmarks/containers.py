@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.cache import CompileCache
-from compile_cache.directory import CacheDirectory, logical_key
-from compile_cache.environment import detect_environment
-from compile_cache.key import CacheKey
-from compile_cache.manifest import Limits
-from compile_cache.pack import PACK_NAME
-from compile_cache.store import ObjectStore, StoredObject, Stores
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import detect_environment
+from compile_cache.pack.format import PACK_NAME
+from compile_cache.pack.manifest import Limits
+from compile_cache.store.base import ObjectStore, StoredObject, Stores
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory, logical_key
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})

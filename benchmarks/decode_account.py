@@ -23,7 +23,7 @@ from table import markdown
 from text_boot import Timing, add_arguments, boot_text, describe_boot, set_environment, text_settings
 
 if TYPE_CHECKING:
-    from models.generation import Generator
+    from models.text.generation import Generator
 
 # torch is imported in the boot, after the restore has started.
 
@@ -80,7 +80,7 @@ class Span:
 
 def account_token(generator: Generator, prompt: tuple[int, ...], steps: int) -> StepAccount:
     """Time answers without the profiler, then some steps with it."""
-    from models.generation import Request
+    from models.text.generation import Request
 
     request = Request(prompt, _ANSWER_TOKENS)
     token_us = median(Timing.of(generator.tokens(request)).token_ms for _ in range(_REPEATS)) * 1e3
@@ -148,7 +148,7 @@ def account_prefill(generator: Generator, prompt: tuple[int, ...]) -> PrefillAcc
     from clock import median_s
     from torch import nn
 
-    from models.generation import Request
+    from models.text.generation import Request
 
     tokens = len(prompt)
     timings = [Timing.of(generator.tokens(Request(prompt, 1))) for _ in range(_REPEATS)]

@@ -45,7 +45,7 @@ def main() -> int:
         predictor = Predictor()
         predictor.setup()
         predictor.boot.wait_published(60)
-    from models.diffusion import ImageInputs
+    from models.image.pipeline import ImageInputs
 
     digits = [digit for digit in range(10) for _ in range(args.each)]
     pictures = [

@@ -30,10 +30,10 @@ from exit import BAR_S, CREDENTIALS, NAMESPACE, s3_server
 from link import limited_link
 from table import markdown, spread
 
-from compile_cache.compaction import verify_pack
-from compile_cache.manifest import Limits
-from compile_cache.signing import TrustedKeys
-from compile_cache.store import open_url
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
+from compile_cache.store.base import open_url
+from compile_cache.versions.compaction import verify_pack
 
 EXIT_BUDGET_S = 7.0
 _MB = 1_000_000
@@ -53,8 +53,8 @@ class Stopped:
 
 def run_child(store: str, endpoint_url: str, folder: Path, graphs_mb: int, others_mb: int) -> None:
     """Stage, say so, and wait to be stopped."""
-    from compile_cache import publisher
-    from compile_cache.report import CompileCounts, PublishReport
+    from compile_cache.lifecycle import publish as publisher
+    from compile_cache.lifecycle.report import CompileCounts, PublishReport
 
     compiled = CompileCounts()
     publisher.read_counts = lambda: CompileCounts(compiled.graphs)

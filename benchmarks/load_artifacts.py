@@ -21,7 +21,7 @@ from fresh_boot import new_log, run_process
 from table import spread
 from text_boot import boot_text, describe_boot, text_environment, text_settings
 
-from compile_cache.preloading import Preloading
+from compile_cache.lifecycle.preload import Preloading
 
 
 def boot_loading_late(model: str) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/matrix_vector.py --out matrix_vector.jsonl
 
 For each shape, matrices of more bytes than any cache holds, one after the other in one recorded CUDA graph, so that no
-launch waits for the host: torch's own product, and the operators of models/matrix_vector.py with several block sizes;
+launch waits for the host: torch's own product, and the operators of models/kernels/matrix_vector.py with several block sizes;
 `*` marks those that it uses. Then a chain of all of a token's products and norms. What a large copy moves is measured
 in the same run.
 """
@@ -26,7 +26,7 @@ from table import markdown
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from models.matrix_vector import (
+from models.kernels.matrix_vector import (
     BLOCK,
     BLOCK_OF_8_BITS,
     GATED_BLOCK,
@@ -36,7 +36,7 @@ from models.matrix_vector import (
     matrix_vectors,
     multiply_on_gpu,
 )
-from models.rms_norm import rms_norm
+from models.kernels.rms_norm import rms_norm
 
 _REPEATS = 10
 _LAYERS = 32

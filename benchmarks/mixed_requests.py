@@ -27,7 +27,7 @@ from table import markdown
 from text_boot import Timing, add_arguments, boot_text, describe_boot, set_environment, text_settings
 
 if TYPE_CHECKING:
-    from models.generation import Generator, Request
+    from models.text.generation import Generator, Request
 
 # torch is imported in the boot, after the restore has started.
 
@@ -83,8 +83,8 @@ class Mixed:
 def make_requests(count: int, generator: Generator, longest_answer: int) -> list[Request]:
     """Short prompts as often as long ones, on a scale of ratios; every other answer is sampled, with all that can be
     asked for."""
-    from models.generation import Request
-    from models.sampling import Sampling
+    from models.text.generation import Request
+    from models.text.sampling import Sampling
 
     vocabulary, longest = generator.decode.model.config.vocab_size, generator.buckets[-1]
     rng = random.Random(_SEED)

@@ -33,7 +33,7 @@ class Generated:
         import torch
         from llama import make_prompt
 
-        from models.text import load_model
+        from models.text.model import load_model
 
         self.model = load_model(folder, None)
         ids = make_prompt(self.model.config.vocab_size, prompt)
@@ -91,8 +91,8 @@ class Ours:
         self._booted = boot_text(text_settings(folder))
         from llama import make_prompt
 
-        from models.generation import Request
-        from models.sampling import Sampling
+        from models.text.generation import Request
+        from models.text.sampling import Sampling
 
         self.model = self._booted.model.generator.decode.model
         self._timeout_s = timeout_s

@@ -41,7 +41,7 @@ def main() -> None:
     booted = boot_text(text_settings(args.model))
     from llama import make_prompt
 
-    from models.generation import Request
+    from models.text.generation import Request
 
     generator = booted.model.generator
     request = Request(make_prompt(generator.decode.model.config.vocab_size, args.prompt), args.tokens)

@@ -41,9 +41,9 @@ from exit import CREDENTIALS, s3_server
 from table import markdown
 
 from compile_cache.errors import StoreError
-from compile_cache.publisher import Publisher
-from compile_cache.report import PublishReport
-from compile_cache.store import open_url
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import PublishReport
+from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
 
 MOST_PACKS = 4

@@ -40,16 +40,16 @@ from containers import Artifact, compile_missing, files_in, graph, make_content,
 from exit import CREDENTIALS, s3_server
 from table import markdown, spread
 
-from compile_cache import publisher
-from compile_cache.cache import CompileCache
-from compile_cache.compaction import compact, verify_pack
-from compile_cache.directory import CacheDirectory, logical_key
 from compile_cache.errors import PackError, StoreError
-from compile_cache.manifest import Limits
-from compile_cache.publisher import Publisher
-from compile_cache.report import PublishReport
-from compile_cache.signing import TrustedKeys
-from compile_cache.store import ObjectStore, StoredObject, open_url
+from compile_cache.lifecycle import publish as publisher
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import PublishReport
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
+from compile_cache.store.base import ObjectStore, StoredObject, open_url
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.compaction import compact, verify_pack
+from compile_cache.versions.directory import CacheDirectory, logical_key
 
 LEAST_FINISHED = 0.5
 # A publisher's pace, so that a round takes a second, and a lease so short that its holder sometimes loses it alive.

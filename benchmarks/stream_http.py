@@ -160,7 +160,7 @@ def answer_in_process(args: Any) -> Streamed:
     """Boot, and stream answers without a server."""
     booted = boot_text(text_settings(str(args.model)))
     wait_published(booted.boot, args.timeout)
-    from models.text import TextInputs
+    from models.text.model import TextInputs
 
     inputs = TextInputs(make_text(str(args.model), args.prompt), max_new_tokens=args.tokens, **_SAMPLING)
     found = []

@@ -20,13 +20,13 @@ from fresh_boot import ROOT, boot_environment
 sys.path.append(str(ROOT))
 
 import compile_cache
-from compile_cache.model_version import split_revision
+from compile_cache.key.model_version import split_revision
 from models.settings import TextSettings
 from predict import SOURCES, without_collection
 from warmup import warm_up
 
 if TYPE_CHECKING:
-    from models.text import TextModel
+    from models.text.model import TextModel
 
 # Of all boots; the caller's own variables come first.
 SIZES = {"CACHE_TOKENS": "2304", "PROMPT_BUCKETS": "128,2048"}
@@ -51,7 +51,7 @@ def boot_text(settings: TextSettings, record: bool = True) -> Booted:
     model, revision = split_revision(settings.model)
     with compile_cache.boot(settings.model, sources=SOURCES) as boot:
         with boot.timed("import"), without_collection():
-            from models.text import TextModel, import_model
+            from models.text.model import TextModel, import_model
 
             import_model(model, revision)
         boot.preload()

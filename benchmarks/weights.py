@@ -66,7 +66,7 @@ def loader(way: str, folder: str) -> Callable[[], Any]:
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
 
-    from models.diffusion import import_pipeline, load_pipeline
+    from models.image.pipeline import import_pipeline, load_pipeline
 
     logging.disable_progress_bar()
     import_pipeline(folder, None)

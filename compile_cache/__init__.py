@@ -9,7 +9,7 @@ with compile_cache.boot("org/model@commit") as boot:  # the restore starts here
 """
 
 from compile_cache.errors import CompileCacheError
-from compile_cache.lifecycle import Boot, boot
-from compile_cache.report import BootReport, CompileCounts
+from compile_cache.lifecycle.boot import Boot, boot
+from compile_cache.lifecycle.report import BootReport, CompileCounts
 
 __all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "boot"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compile_cache.errors import SettingsError
-from compile_cache.signing import Signer, TrustedKeys
+from compile_cache.pack.signing import Signer, TrustedKeys
 
 PREFIX = "COMPILE_CACHE_"
 

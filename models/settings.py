@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.sizes import Size, parse_sizes
+from models.image.sizes import Size, parse_sizes
 
 DEMO_MODEL = "demo/flux-digits"
 DEMO_TEXT_MODEL = "demo/llama-adder"

@@ -20,9 +20,9 @@ import hypothesis
 import pytest
 from web_servers import Certificates, make_certificates
 
-from compile_cache.environment import Environment
-from compile_cache.key import CacheKey
-from compile_cache.store import ObjectStore
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
 
 if TYPE_CHECKING:

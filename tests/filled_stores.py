@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from compile_cache.environment import Environment
-from compile_cache.key import CacheKey
-from compile_cache.pack import Source, write_pack
-from compile_cache.signing import Signer
-from compile_cache.store import ObjectStore
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
+from compile_cache.pack.format import Source, write_pack
+from compile_cache.pack.signing import Signer
+from compile_cache.store.base import ObjectStore
 
 DAY_S = 86_400.0
 GRAPH = {"fxgraph/ab/fgraph/one": b"a graph", "ab/kernel.so": b"\x7fELF" * 100}

@@ -23,11 +23,11 @@ from unittest import mock
 import zstandard
 
 from compile_cache.errors import PackError
-from compile_cache.key import CacheKey
-from compile_cache.manifest import Limits
-from compile_cache.pack import HEADER_BYTES, Head, Source, head_bytes, read_head, runs, unpack_run, write_pack
-from compile_cache.signing import PRIVATE_PREFIX, Signer, TrustedKeys
-from compile_cache.transfer import ObjectReader
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.format import HEADER_BYTES, Head, Source, head_bytes, read_head, runs, unpack_run, write_pack
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.reading import ObjectReader
+from compile_cache.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")

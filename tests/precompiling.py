@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from compile_cache.artifacts import Artifacts, Found
-from compile_cache.compiler import Compiler
-from compile_cache.directory import CacheDirectory
-from compile_cache.report import RegionReport
+from compile_cache.aot.artifacts import Artifacts, Found
+from compile_cache.lifecycle.report import RegionReport
+from compile_cache.regions.compiler import Compiler
 from compile_cache.settings import Settings
+from compile_cache.versions.directory import CacheDirectory
 
 
 def build(module_class: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:

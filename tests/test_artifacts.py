@@ -17,7 +17,7 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.artifacts import _LENGTH, _MAGIC, Artifacts, Found
+from compile_cache.aot.artifacts import _LENGTH, _MAGIC, Artifacts, Found
 from compile_cache.settings import Settings
 
 close = torch.testing.assert_close

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings
 
-from compile_cache.catalog import read_catalog
-from compile_cache.prune import PrunePolicy, apply_prune, plan_prune
-from compile_cache.signing import generate_keys
+from compile_cache.pack.signing import generate_keys
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.catalog import read_catalog
+from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
 
 DAY_S = 86_400
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from compile_cache.cache import CompileCache, Fetched
-from compile_cache.compaction import compact
-from compile_cache.directory import CacheDirectory
-from compile_cache.environment import environment_from_record
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
-from compile_cache.key import CacheKey
-from compile_cache.manifest import Limits
-from compile_cache.pack import Pack, Source, write_pack
-from compile_cache.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store import ObjectStore, StoredObject, Stores
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import environment_from_record
+from compile_cache.pack.format import Pack, Source, write_pack
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.store.base import ObjectStore, StoredObject, Stores
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.cache import CompileCache, Fetched
+from compile_cache.versions.compaction import compact
+from compile_cache.versions.directory import CacheDirectory
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -303,7 +303,7 @@ def test_the_most_valuable_files_come_first(local, machine):
 
 
 def test_much_is_published_as_several_packs_the_most_valuable_first(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.cache._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.versions.cache._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"{number}.json": b"rest" * 1000 for number in range(4)})
     first.write({"b.so": b"kernel" * 1000, "fxgraph/ab/fabc/one": b"graph" * 1000})
@@ -545,8 +545,8 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.cache._FIRST_READ_BYTES", 100)
-    monkeypatch.setattr("compile_cache.transfer.READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.versions.cache._FIRST_READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.pack.reading.READ_BYTES", 100)
     first = machine(local)
     first.write({"kernel.so": os.urandom(1000)})
     first.publish()
@@ -572,7 +572,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 
 
 def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.cache._FIRST_READ_BYTES", 4096)
+    monkeypatch.setattr("compile_cache.versions.cache._FIRST_READ_BYTES", 4096)
     one, other, booted = machine(local), machine(local), machine(local)
     large = {f"{number}.so": os.urandom(MIB) for number in range(3)}
     one.write(large)
@@ -842,7 +842,7 @@ def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, m
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.cache._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.versions.cache._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
     first.write({f"{number}.so": os.urandom(2000) for number in range(5)})

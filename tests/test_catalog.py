@@ -10,11 +10,19 @@ from dataclasses import asdict, replace
 import pytest
 from filled_stores import put_pack, put_record, set_age
 
-from compile_cache.catalog import Catalog, Version, catalog_of, explain_miss, predecessors, read_catalog, read_record
-from compile_cache.environment import Environment
-from compile_cache.key import CacheKey
-from compile_cache.store import StoredObject
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
+from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.catalog import (
+    Catalog,
+    Version,
+    catalog_of,
+    explain_miss,
+    predecessors,
+    read_catalog,
+    read_record,
+)
 
 PACK = "a" * 64 + ".pack"
 OTHER_PACK = "b" * 64 + ".pack"

@@ -17,15 +17,15 @@ import pytest
 from filled_stores import damage, put_pack, put_record, set_age
 from typer.testing import CliRunner
 
-from compile_cache.cli import output
+from compile_cache.cli import printing as output
 from compile_cache.cli.app import app
-from compile_cache.environment import Environment
 from compile_cache.errors import StoreUnavailable
-from compile_cache.key import CacheKey
-from compile_cache.report import BootReport, CompileCounts, RefusedPack, RegionReport, RestoreReport
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
+from compile_cache.lifecycle.report import BootReport, CompileCounts, RefusedPack, RegionReport, RestoreReport
+from compile_cache.pack.signing import Signer, generate_keys
 from compile_cache.settings import Settings
-from compile_cache.signing import Signer, generate_keys
-from compile_cache.store import open_url
+from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
 
 SCRIPT = Path(sys.executable).with_name("compile-cache")
@@ -596,8 +596,8 @@ def test_explain_takes_sources_into_the_version_and_refuses_those_that_are_not_t
 
 def test_explain_computes_the_key_that_a_boot_computes(run, variables, root, tmp_path):
     """The boot's restore, without torch, in this process: both know the model, the settings and this machine."""
-    from compile_cache.directory import CacheDirectory
-    from compile_cache.restore import Restore
+    from compile_cache.lifecycle.restore import Restore
+    from compile_cache.versions.directory import CacheDirectory
 
     variables.setenv("COMPILE_CACHE_MODE", "max-autotune-no-cudagraphs")
     variables.setenv("TRITON_SOMETHING", "1")

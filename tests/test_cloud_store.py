@@ -10,7 +10,7 @@ import pytest
 from web_servers import answer, answering
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store import cloud, open_url
+from compile_cache.store.base import cloud, open_url
 from compile_cache.store.cloud import CloudStore
 
 SECRET = "c2VjcmV0"

@@ -15,10 +15,10 @@ import pytest
 from boots import stored
 from cog_server import CogServer
 
-from compile_cache.compaction import verify_pack
-from compile_cache.manifest import Limits
-from compile_cache.signing import TrustedKeys
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.compaction import verify_pack
 
 PREDICTOR = "tests/toy_predictor.py:Predictor"
 # Cog kills its worker 10 s after it has told it to stop.

@@ -11,11 +11,11 @@ from boots import stored
 from torch import nn
 from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
 
-from compile_cache.compiler import Compiler, find_regions
-from compile_cache.counters import read_counts
-from compile_cache.directory import CacheDirectory
-from compile_cache.numerics import largest_relative_error
+from compile_cache.regions.check import largest_relative_error
+from compile_cache.regions.compiler import Compiler, find_regions
+from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
+from compile_cache.versions.directory import CacheDirectory
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from filled_stores import GRAPH, damage, put_pack, put_record
 
-from compile_cache.copying import Copied, copy_versions
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.key import CacheKey
-from compile_cache.manifest import Limits
-from compile_cache.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store import ObjectStore
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.copy import Copied, copy_versions
 
 TESTS = Path(__file__).parent
 MIB = 1 << 20
@@ -242,9 +242,9 @@ def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from compile_cache.copying import copy_versions
-from compile_cache.manifest import Limits
-from compile_cache.signing import TrustedKeys
+from compile_cache.versions.copy import copy_versions
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.local import LocalStore
 
 class Killing(LocalStore):

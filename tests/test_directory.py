@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from compile_cache.directory import CacheDirectory, FileStamp, is_artifact, logical_key
 from compile_cache.errors import CacheDirectoryError
+from compile_cache.versions.directory import CacheDirectory, FileStamp, is_artifact, logical_key
 
 CLAIM_AND_WAIT = """
 import sys
 from pathlib import Path
-from compile_cache.directory import CacheDirectory
+from compile_cache.versions.directory import CacheDirectory
 print(CacheDirectory.claim(Path(sys.argv[1])).path.name, flush=True)
 sys.stdin.read()
 """
 CLAIM_AND_LEAVE_A_CHILD = """
 import subprocess, sys
 from pathlib import Path
-from compile_cache.directory import CacheDirectory
+from compile_cache.versions.directory import CacheDirectory
 directory = CacheDirectory.claim(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], close_fds=False)
 print(child.pid, flush=True)
@@ -150,7 +150,7 @@ def test_a_claim_that_failed_owns_nothing(tmp_path):
 
 
 def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("compile_cache.directory._MOST_DIRECTORIES", 2)
+    monkeypatch.setattr("compile_cache.versions.directory._MOST_DIRECTORIES", 2)
     owners = [CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)]
     with pytest.raises(CacheDirectoryError, match="2 processes already own"):
         CacheDirectory.claim(tmp_path)

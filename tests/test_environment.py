@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from compile_cache.environment import (
+from compile_cache.key.environment import (
     FORMAT_VERSION,
     Environment,
     cpu_threads,
@@ -42,7 +42,7 @@ ASKED_THREADS = {"nothing asked": "", "one thread": "1", "more threads than core
 
 DETECT_AND_OBSERVE = """
 import json, os, sys
-from compile_cache.environment import detect_environment, observe_environment
+from compile_cache.key.environment import detect_environment, observe_environment
 detected = detect_environment("/tmp/compile-cache/0", "options", os.environ)
 torch_was_imported = "torch" in sys.modules
 observed = observe_environment(detected)

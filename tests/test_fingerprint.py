@@ -13,7 +13,7 @@ import pytest
 import torch
 from boots import TESTS
 
-from compile_cache.fingerprint import (
+from compile_cache.aot.describe import (
     NotDescribedError,
     changed_switches,
     code_digest,

@@ -57,7 +57,7 @@ def test_a_case_is_the_same_for_the_same_seed(corpus):
 
 
 def test_without_checks_of_paths_the_fuzzer_sees_an_escape(jail, corpus, monkeypatch):
-    monkeypatch.setattr("compile_cache.manifest.check_paths", lambda paths: None)
+    monkeypatch.setattr("compile_cache.pack.manifest.check_paths", lambda paths: None)
     assert "outside of its folder" in violations(jail, corpus, "forged paths", cases=300)
 
 
@@ -67,12 +67,12 @@ def test_without_digests_the_fuzzer_sees_a_forged_content(jail, corpus, monkeypa
             return False
 
     blind = SimpleNamespace(update=lambda part: None, hexdigest=EqualToAll)
-    monkeypatch.setattr("compile_cache.pack.hashlib", SimpleNamespace(sha256=lambda: blind))
+    monkeypatch.setattr("compile_cache.pack.format.hashlib", SimpleNamespace(sha256=lambda: blind))
     assert "gave what no honest pack gives" in violations(jail, corpus, "frames replaced")
 
 
 def test_without_signatures_the_fuzzer_sees_a_foreign_pack(jail, corpus, monkeypatch):
-    monkeypatch.setattr("compile_cache.signing.TrustedKeys.verify", lambda self, manifest, signature: None)
+    monkeypatch.setattr("compile_cache.pack.signing.TrustedKeys.verify", lambda self, manifest, signature: None)
     assert "gave what no honest pack gives" in violations(jail, corpus, "signatures")
 
 

@@ -9,9 +9,9 @@ import random_texts
 import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
-from models.generation import Generator, Request
-from models.sampling import Sampling
-from models.token_layers import use_token_layers
+from models.text.generation import Generator, Request
+from models.text.sampling import Sampling
+from models.text.token_layers import use_token_layers
 
 CACHE_TOKENS = 64
 BUCKETS = (16, 48)

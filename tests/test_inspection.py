@@ -11,11 +11,11 @@ import pytest
 from filled_stores import GRAPH, damage, put_pack
 
 from compile_cache.errors import StoreUnavailable
-from compile_cache.inspection import Inspected, Verdict, inspect_heads, inspect_pack, inspect_packs
-from compile_cache.manifest import Limits
-from compile_cache.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store import StoredObject
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.inspection import Inspected, Verdict, inspect_heads, inspect_pack, inspect_packs
 
 EVERYONE = TrustedKeys()
 LIMITS = Limits()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_cache.key import CacheKey, object_name
+from compile_cache.key.cache_key import CacheKey, object_name
 
 
 @pytest.mark.parametrize(

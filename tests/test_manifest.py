@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
-from compile_cache.key import CacheKey
-from compile_cache.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, check_paths, parse_manifest
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, check_paths, parse_manifest
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB, files=1000, manifest_bytes=4 * MIB)
@@ -237,7 +237,7 @@ def test_text_that_is_made_to_be_hard_to_read_is_refused(seed):
 PARSE_AND_MEASURE = """
 import sys
 from compile_cache.errors import PackError
-from compile_cache.manifest import Limits, parse_manifest
+from compile_cache.pack.manifest import Limits, parse_manifest
 
 def peak_bytes():
     status = open("/proc/self/status").read()
@@ -358,7 +358,7 @@ def test_paths_that_are_let_through_can_all_be_written_and_are_where_they_say(pa
 
 
 CHECK_DEEP_PATHS = """
-from compile_cache.manifest import check_paths
+from compile_cache.pack.manifest import check_paths
 def peak_bytes():
     status = open("/proc/self/status").read()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10

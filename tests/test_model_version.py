@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from compile_cache.errors import SettingsError
-from compile_cache.model_version import hub_commit, model_name, model_version, split_revision
+from compile_cache.key.model_version import hub_commit, model_name, model_version, split_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
 
 PRINT_COMMIT = """
 import os
-from compile_cache.model_version import hub_commit
+from compile_cache.key.model_version import hub_commit
 print(hub_commit("org/name", "some-branch", os.environ))
 """
 

@@ -42,8 +42,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
-from compile_cache.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile
-from compile_cache.pack import (
+from compile_cache.pack.format import (
     HEADER_BYTES,
     PACK_NAME,
     Head,
@@ -55,7 +54,8 @@ from compile_cache.pack import (
     unpack_run,
     write_pack,
 )
-from compile_cache.signing import Signer, TrustedKeys
+from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile
+from compile_cache.pack.signing import Signer, TrustedKeys
 
 LIMITS = Limits(size_bytes=64 * MIB, files=1000, manifest_bytes=4 * MIB)
 ANYBODY = TrustedKeys()
@@ -344,9 +344,9 @@ def test_a_run_that_is_only_verified_is_written_nowhere(tmp_path, monkeypatch):
 UNPACK_WITH_LITTLE_MEMORY = """
 import resource, sys
 from compile_cache.errors import PackError
-from compile_cache.manifest import Limits
-from compile_cache.pack import read_head, runs, unpack_run
-from compile_cache.signing import TrustedKeys
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.format import read_head, runs, unpack_run
+from compile_cache.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
     head = read_head(file.read(1 << 20), sys.argv[2], Limits(), TrustedKeys())
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

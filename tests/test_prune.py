@@ -10,13 +10,13 @@ from filled_stores import DAY_S, put_pack, put_record, set_age
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_cache.catalog import Catalog, Version, catalog_of, read_catalog
 from compile_cache.errors import SettingsError, StoreAccessDenied
-from compile_cache.key import CacheKey
-from compile_cache.prune import Pruned, PrunePlan, PrunePolicy, apply_prune, plan_prune
-from compile_cache.store import StoredObject
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
 from compile_cache.store.readonly import ReadOnlyStore
+from compile_cache.versions.catalog import Catalog, Version, catalog_of, read_catalog
+from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy, apply_prune, plan_prune
 
 NOW_S = 2_000_000_000.0
 

@@ -9,8 +9,8 @@ import pytest
 import zstandard
 from containers import CountingStore, open_cache
 
-from compile_cache.publisher import Publisher
-from compile_cache.report import PublishReport
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import PublishReport
 from compile_cache.store.local import LocalStore
 
 FILES = 400

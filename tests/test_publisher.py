@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from compile_cache.cache import CompileCache
-from compile_cache.directory import CacheDirectory
 from compile_cache.errors import StoreUnavailable
-from compile_cache.manifest import Limits
-from compile_cache.publisher import Publisher
-from compile_cache.report import CompileCounts, PublishReport
-from compile_cache.store import ObjectStore, Stores
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import CompileCounts, PublishReport
+from compile_cache.pack.manifest import Limits
+from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -71,7 +71,7 @@ class Started:
 @pytest.fixture
 def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Started]]:
     """Starts a publisher over the store given, with FILES in its directory; it is stopped after the test."""
-    monkeypatch.setattr("compile_cache.publisher._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
     started = []
 
     def make(
@@ -112,7 +112,7 @@ def hanging(tmp_path) -> Iterator[HangingStore]:
 def counts(monkeypatch) -> CompileCounts:
     """What the publisher is told of torch's counters; more graphs there mean that something was compiled."""
     told = CompileCounts()
-    monkeypatch.setattr("compile_cache.publisher.read_counts", lambda: CompileCounts(told.graphs))
+    monkeypatch.setattr("compile_cache.lifecycle.publish.read_counts", lambda: CompileCounts(told.graphs))
     return told
 
 
@@ -181,7 +181,7 @@ def test_withheld_files_are_counted_and_never_published(tmp_path, start):
 
 
 def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.publisher._QUIET_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", 0.01)
     store = LocalStore(tmp_path / "store")
     started = start(store)
     started.publisher.wait(PATIENCE_S)
@@ -192,7 +192,7 @@ def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, s
 
 
 def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.publisher._QUIET_S", PATIENCE_S)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", PATIENCE_S)
     store = LocalStore(tmp_path / "store")
     started = start(store)
     started.publisher.wait(PATIENCE_S)
@@ -205,7 +205,7 @@ def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_p
 
 
 def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.publisher._POLL_S", PATIENCE_S)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", PATIENCE_S)
     store = LocalStore(tmp_path / "store")
     started = start(store)
     started.publisher.wait(PATIENCE_S)
@@ -228,7 +228,7 @@ def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start)
 
 
 def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
-    monkeypatch.setattr("compile_cache.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     store = FailingStore(tmp_path / "store")
     store.failures = 3
     started = start(store)
@@ -298,14 +298,14 @@ def test_flushing_twice_publishes_once(tmp_path, start):
 PUBLISH_AND_END = """
 import sys, threading
 from pathlib import Path
-from compile_cache.cache import CompileCache
-from compile_cache.directory import CacheDirectory
-from compile_cache.environment import detect_environment
-from compile_cache.key import CacheKey
-from compile_cache.manifest import Limits
-from compile_cache.publisher import Publisher
-from compile_cache.report import PublishReport
-from compile_cache.store import Stores, open_url
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory
+from compile_cache.key.environment import detect_environment
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.manifest import Limits
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import PublishReport
+from compile_cache.store.base import Stores, open_url
 
 folder, store_url, endpoint_url, budget_s = sys.argv[1:]
 store = open_url(store_url, endpoint_url or None)
@@ -336,7 +336,7 @@ def run_to_the_end(program: str, folder: Path, store: str, endpoint_url: str = "
 
 
 def pack_files(store: ObjectStore, folder: Path, environment) -> int:
-    from compile_cache.key import CacheKey
+    from compile_cache.key.cache_key import CacheKey
 
     directory = CacheDirectory.claim(folder / "next")
     key = CacheKey("environment", "model", "version")

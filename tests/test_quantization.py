@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 _LOAD = """
 from models.settings import TextSettings
-from models.text import TextInputs, TextModel
+from models.text.model import TextInputs, TextModel
 settings = TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize="{quantization}")
 model = TextModel.load("demo/llama-adder", None, settings)
 block = model.generator.decode.model.model.layers[0].mlp
@@ -59,8 +59,8 @@ print(type(model.generator.decode.model.lm_head.weight).__name__)
 def test_quantized_weights_can_be_precompiled():
     script = """
 import torch
-from compile_cache.precompiled import Precompiled, compile_ahead
-from compile_cache.torch_settings import configure_torch
+from compile_cache.aot.adapter import Precompiled, compile_ahead
+from compile_cache.regions.torch_settings import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)
 with torch.inference_mode():

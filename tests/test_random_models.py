@@ -10,12 +10,12 @@ from cog_server import PROJECT
 from random_pipeline import check_picture, networks, save
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from models.diffusion import DiffusionModel, ImageInputs
-from models.generation import Request
-from models.sampling import Sampling
+from models.image.pipeline import DiffusionModel, ImageInputs
+from models.image.sizes import Size
 from models.settings import TextSettings
-from models.sizes import Size
-from models.text import TextInputs, TextModel
+from models.text.generation import Request
+from models.text.model import TextInputs, TextModel
+from models.text.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

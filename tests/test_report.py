@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from compile_cache.report import (
+from compile_cache.lifecycle.report import (
     BootReport,
     CompileCounts,
     PublishReport,

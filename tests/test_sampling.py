@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from models.sampling import Sampler, Sampling
+from models.text.sampling import Sampler, Sampling
 
 VOCABULARY = 40
 DRAWS = 4000

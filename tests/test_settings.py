@@ -8,8 +8,8 @@ import pytest
 from signing_keys import make_keys
 
 from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX
 
 PRIVATE, PUBLIC = make_keys("one")
 _, OTHER_PUBLIC = make_keys("other")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from signing_keys import make_keys
 
 from compile_cache.errors import PackError, SettingsError
-from compile_cache.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
+from compile_cache.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
 
 MANIFEST = b'{"format": 1, "files": []}'
 PRIVATE, PUBLIC = make_keys("one")
@@ -23,7 +23,7 @@ import sys
 sys.modules["cryptography"] = None
 from compile_cache.errors import SettingsError
 from compile_cache.settings import Settings
-from compile_cache.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
 Settings()
 assert TrustedKeys().verify(b"manifest", b"") is None
 try:

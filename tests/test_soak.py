@@ -14,10 +14,10 @@ from containers import compile_missing, graph, open_cache, packs_in, restored_ke
 from soak_fleet import Fleet, run_fleet
 from soak_publish import Round, Soak, make_turn, violations
 
-from compile_cache.cache import CompileCache
-from compile_cache.compaction import compact
-from compile_cache.store import StoredObject
+from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.compaction import compact
 
 ROOT = Path(__file__).resolve().parents[1]
 

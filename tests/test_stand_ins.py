@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import blocks
 import pytest
 
+from compile_cache.aot.describe import describe
+from compile_cache.aot.guards import Checks, StandIn, importable, resolve
 from compile_cache.errors import NotPrecompilable
-from compile_cache.fingerprint import describe
-from compile_cache.stand_ins import Checks, StandIn, importable, resolve
 
 ALIAS = "__import_blocks"
 

@@ -12,10 +12,10 @@ import torch
 from sums import answer, prompt, unseen_sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.generation import Request
-from models.sampling import Sampling
 from models.settings import TextSettings
-from models.text import TextInputs, TextModel, default_buckets
+from models.text.generation import Request
+from models.text.model import TextInputs, TextModel, default_buckets
+from models.text.sampling import Sampling
 
 PROJECT = Path(__file__).parent.parent
 DEMO = PROJECT / "demo" / "llama-adder"

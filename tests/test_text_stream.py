@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from models.text_stream import TextStream
+from models.text.stream import TextStream
 
 
 def byte_tokenizer() -> Tokenizer:

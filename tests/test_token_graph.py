@@ -16,14 +16,14 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-import models.matrix_vector
-from compile_cache.precompiled import Precompiled, compile_ahead
-from compile_cache.torch_settings import configure_torch
-from models import token_graph
-from models.generation import Generator, Request
-from models.matrix_vector import matrix_vector
-from models.token_graph import JoinOperators, join_operators
-from models.token_layers import use_token_layers
+import models.kernels.matrix_vector
+from compile_cache.aot.adapter import Precompiled, compile_ahead
+from compile_cache.regions.torch_settings import configure_torch
+from models.kernels.matrix_vector import matrix_vector
+from models.text import token_graph
+from models.text.generation import Generator, Request
+from models.text.token_graph import JoinOperators, join_operators
+from models.text.token_layers import use_token_layers
 
 JOINED = "text.matrix_vectors.default"
 PRODUCT = "text.matrix_vector.default"

@@ -15,18 +15,18 @@ import toxic_proxy
 from boots import boot_once, settings
 from toxic_proxy import Request, ToxicProxy, Toxin
 
-from compile_cache.cache import CompileCache
-from compile_cache.directory import CacheDirectory
-from compile_cache.environment import detect_environment
-from compile_cache.identity import environment_for, key_for
-from compile_cache.manifest import Limits
-from compile_cache.publisher import Publisher
-from compile_cache.report import PublishReport, RestoreReport
-from compile_cache.restore import Restore
+from compile_cache.key.environment import detect_environment
+from compile_cache.key.identity import environment_for, key_for
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import PublishReport, RestoreReport
+from compile_cache.lifecycle.restore import Restore
+from compile_cache.pack.manifest import Limits
 from compile_cache.settings import Settings
-from compile_cache.store import Stores
+from compile_cache.store.base import Stores
 from compile_cache.store.local import LocalStore
 from compile_cache.store.s3 import S3Store
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
@@ -311,7 +311,7 @@ class Published:
 @pytest.fixture
 def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[], Published]]:
     """Starts a publisher that has MADE to publish."""
-    monkeypatch.setattr("compile_cache.publisher._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
     environment = detect_environment("", "", {})
     started: list[Publisher] = []
 
@@ -367,7 +367,7 @@ def test_an_exit_takes_no_longer_than_its_budget_and_leaves_nothing_half_written
 
 @pytest.mark.parametrize("toxin", FAILING)
 def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, toxin):
-    monkeypatch.setattr("compile_cache.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     proxy.poison(FAILING[toxin], put_of_a_pack)
     published = start()
     poll(lambda: proxy.spoiled)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from web_servers import answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store import StoredObject, web
-from compile_cache.store.index import MOST_INDEX_BYTES, parse_index
+from compile_cache.store.base import StoredObject, web
 from compile_cache.store.local import LocalStore
 from compile_cache.store.web import WebStore, write_index
+from compile_cache.store.web_index import MOST_INDEX_BYTES, parse_index
 
 MIB = 1 << 20
 OBJECT = {"name": "v1/a.pack", "size_bytes": 1, "modified_s": 1.5}

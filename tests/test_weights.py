@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from models import weights
-from models.diffusion import load_pipeline
+from models.image.pipeline import load_pipeline
 from models.weights import move, need_no_cast
 
 DEMO = Path(__file__).parents[1] / "demo" / "flux-digits"

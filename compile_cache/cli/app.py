@@ -12,19 +12,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from compile_cache.catalog import read_catalog
 from compile_cache.cli import documents, outcomes
 from compile_cache.cli import options as opt
-from compile_cache.cli import output as out
-from compile_cache.copying import Copied, copy_versions
+from compile_cache.cli import printing as out
 from compile_cache.errors import CompileCacheError
-from compile_cache.explanation import explain_boot, read_report
-from compile_cache.inspection import Verdict, inspect_heads, inspect_packs
-from compile_cache.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.pack.signing import generate_keys
 from compile_cache.settings import Settings
-from compile_cache.signing import generate_keys
-from compile_cache.store import ObjectStore
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.catalog import read_catalog
+from compile_cache.versions.copy import Copied, copy_versions
+from compile_cache.versions.explanation import explain_boot, read_report
+from compile_cache.versions.inspection import Verdict, inspect_heads, inspect_packs
+from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
 
 
 class _Commands(TyperGroup):
@@ -142,7 +142,7 @@ def pull(
     environment: opt.Environment = None,
 ) -> None:
     """Copy verified packs into a folder, to be baked into an image, or served by any web server."""
-    from compile_cache.store.index import write_index
+    from compile_cache.store.web_index import write_index
 
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())

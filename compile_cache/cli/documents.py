@@ -8,10 +8,10 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from compile_cache.catalog import Catalog, Version, read_record
-from compile_cache.cli import output as out
-from compile_cache.inspection import Inspected, Verdict
-from compile_cache.store import ObjectStore
+from compile_cache.cli import printing as out
+from compile_cache.store.base import ObjectStore
+from compile_cache.versions.catalog import Catalog, Version, read_record
+from compile_cache.versions.inspection import Inspected, Verdict
 
 
 def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Version], as_json: bool) -> None:

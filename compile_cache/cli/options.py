@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from compile_cache.catalog import Version as StoredVersion
-from compile_cache.cli.output import print_note
+from compile_cache.cli.printing import print_note
 from compile_cache.errors import SettingsError, StoreError
-from compile_cache.key import CacheKey, object_name
-from compile_cache.manifest import Limits
+from compile_cache.key.cache_key import CacheKey, object_name
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
-from compile_cache.signing import TrustedKeys
-from compile_cache.store import ObjectStore, open_stores
+from compile_cache.store.base import ObjectStore, open_stores
+from compile_cache.versions.catalog import Version as StoredVersion
 
 Store = Annotated[
     str | None,

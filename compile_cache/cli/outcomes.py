@@ -6,14 +6,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from compile_cache.cli import output as out
+from compile_cache.cli import printing as out
 from compile_cache.cli.documents import version_record
-from compile_cache.copying import Copied
-from compile_cache.explanation import Explanation
-from compile_cache.prune import Pruned, PrunePlan, PrunePolicy
-from compile_cache.report import BootReport
+from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store import ObjectStore
+from compile_cache.store.base import ObjectStore
+from compile_cache.versions.copy import Copied
+from compile_cache.versions.explanation import Explanation
+from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy
 
 
 def print_copied(copied: Copied, target: ObjectStore) -> None:

@@ -14,7 +14,7 @@ from obstore.store import AzureStore, GCSStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import split_url
-from compile_cache.store import StoredObject
+from compile_cache.store.base import StoredObject
 
 if TYPE_CHECKING:
     from obstore import GetOptions

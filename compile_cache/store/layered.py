@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from compile_cache.errors import ObjectNotFound, StoreError
-from compile_cache.store import ObjectStore, StoredObject
+from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.store.readonly import ReadOnly
 
 log = logging.getLogger("compile_cache")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compile_cache.errors import StoreAccessDenied
-from compile_cache.store import ObjectStore, StoredObject
+from compile_cache.store.base import ObjectStore, StoredObject
 
 
 class ReadOnly:

@@ -12,7 +12,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoCredentialsError, PartialCredentialsError
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store import StoredObject
+from compile_cache.store.base import StoredObject
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

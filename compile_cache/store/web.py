@@ -17,10 +17,10 @@ from urllib3.exceptions import HTTPError, ProtocolError, ProxyError, SSLError, T
 from urllib3.util import Url, parse_url
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store import StoredObject
-from compile_cache.store.index import INDEX, MOST_INDEX_BYTES, parse_index
-from compile_cache.store.index import write_index as write_index
+from compile_cache.store.base import StoredObject
 from compile_cache.store.readonly import ReadOnly
+from compile_cache.store.web_index import INDEX, MOST_INDEX_BYTES, parse_index
+from compile_cache.store.web_index import write_index as write_index
 
 log = logging.getLogger("compile_cache")
 

@@ -1,0 +1,1 @@
+"""Functions compiled ahead of time: the artifacts, the adapter to torch, guards and descriptions."""

@@ -1,0 +1,1 @@
+"""What compiled code depends on, known before torch is imported: environment, model version, key."""

@@ -1,0 +1,1 @@
+"""One boot in the order it happens: restore, preload, warm-up, report, publish."""

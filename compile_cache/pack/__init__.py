@@ -1,0 +1,1 @@
+"""The stored file: its format, manifest and signature, and reading it in parallel."""

@@ -1,0 +1,131 @@
+"""Regions: the repeated blocks of a model, compiled once a class, checked against eager, and demoted where they fail.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch._dynamo
+import torch._dynamo.callback
+from torch import nn
+
+from compile_cache.aot.adapter import is_switched_off
+from compile_cache.aot.artifacts import Artifacts
+from compile_cache.regions.autotuner import unread_files
+from compile_cache.regions.check import PeakMemory
+from compile_cache.regions.region import Region
+from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.settings import Settings
+from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
+
+log = logging.getLogger("compile_cache")
+
+
+class Compiler:
+    """All regions of a boot. `compile` makes them, `watching` surrounds the warm-up, in which they climb the ladder."""
+
+    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
+        configure_torch()
+        self._settings = settings
+        self._directory = directory
+        self._seen = set(directory.scan())
+        self.regions: dict[type[nn.Module], Region] = {}
+        self.withheld: set[str] = set()
+        self._precompiled: Artifacts | None = None
+        if settings.precompile and not is_switched_off():
+            self._precompiled = Artifacts(settings, directory)
+        self._compiling = threading.Event()
+        torch._dynamo.callback.on_compile_start(lambda _: self._compiling.set())
+        torch._dynamo.callback.on_compile_end(lambda _: self._compiling.clear())
+
+    def prefetch(self) -> int:
+        """Load the precompiled regions of the cache directory; how many it has."""
+        return self._precompiled.prefetch() if self._precompiled else 0
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether some thread is in the middle of a compile, whose files may be half-written."""
+        return self._compiling.is_set()
+
+    def compile(self, root: nn.Module, whole: bool = False) -> None:
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself."""
+        configure_torch()
+        for module in find_regions(root, "whole" if whole else self._settings.scope):
+            if type(module) not in self.regions:
+                self.regions[type(module)] = Region(
+                    type(module), self._settings.mode, self._settings.dynamic, self._precompiled, self._new_artifacts
+                )
+            self.regions[type(module)].adopt(module)
+
+    def _new_artifacts(self) -> set[str]:
+        """The artifacts that have appeared since the last call."""
+        now = set(self._directory.scan())
+        new, self._seen = now - self._seen, now
+        return new
+
+    def unread_files(self) -> set[str]:
+        """The artifacts that no warm boot will read: what autotuning tried and did not choose, and precompiled regions
+        that this boot's model had no use for, which came from another version."""
+        files = self._directory.scan()
+        used = self._precompiled.used if self._precompiled else set()
+        unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
+        return unread_files(files) | unused
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
+        return PeakMemory.highest_bytes
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the context lasts, every graph that a region compiles or finds is checked against eager, and
+        precompiled functions are looked for, and made."""
+        configure_torch()
+        if self._precompiled:
+            self._precompiled.note_options()
+        for region in self.regions.values():
+            region.watched = True
+        try:
+            yield
+        finally:
+            for region in self.regions.values():
+                region.watched = False
+                region.conclude()
+                self.withheld |= region.withheld
+
+
+def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
+    """The modules to compile: all instances of the repeated block classes, none inside another; `root` itself where the
+    scope is `whole` or nothing repeats.
+
+    The classes are those that diffusers (`_repeated_blocks`) or transformers (`_no_split_modules`) name, else those
+    with several instances in one `ModuleList`.
+    """
+    if scope == "whole":
+        return [root]
+    named = set(getattr(root, "_repeated_blocks", None) or getattr(root, "_no_split_modules", None) or ())
+    classes = {type(module) for module in root.modules() if type(module).__name__ in named} or _listed_classes(root)
+    return list(_outermost(root, classes)) or [root]
+
+
+def _listed_classes(root: nn.Module) -> set[type[nn.Module]]:
+    """Classes with two instances or more in one `ModuleList`, and with children: a list of plain layers is no block."""
+    found = set()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList):
+            classes = [type(child) for child in module if any(True for _ in child.children())]
+            found |= {kind for kind in classes if classes.count(kind) > 1}
+    return found
+
+
+def _outermost(module: nn.Module, classes: set[type[nn.Module]]) -> Iterator[nn.Module]:
+    if type(module) in classes:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, classes)

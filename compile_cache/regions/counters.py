@@ -1,0 +1,58 @@
+"""torch's own counters of what was looked up, found, and made anew. They are the proof that a warm boot is warm."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compile_cache.lifecycle.report import CompileCounts
+
+# Where autotuner.py keeps what torch has added to its own counters without doing it, by the same names.
+REPLAYED = "compile_cache_replayed"
+_PRECOMPILED = "compile_cache_precompiled"
+_BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
+
+
+def read_counts() -> CompileCounts:
+    """Totals of this process. Takes microseconds and imports nothing: without torch all is zero."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters: Mapping[str, Mapping[str, Any]] = dynamo.counters if dynamo else {}
+    # A copy, in one step: another thread may be compiling.
+    inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
+    for name, count in dict(counters.get(REPLAYED, {})).items():
+        inductor[name] = inductor.get(name, 0) - count
+    return CompileCounts(
+        graphs=counters.get("stats", {}).get("unique_graphs", 0),
+        fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
+        fxgraph_misses=inductor.get("fxgraph_cache_miss", 0),
+        fxgraph_bypasses=inductor.get("fxgraph_cache_bypass", 0),
+        aotautograd_hits=aotautograd.get("autograd_cache_hit", 0),
+        aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
+        aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
+        benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
+        precompiled_loaded=counters.get(_PRECOMPILED, {}).get("loaded", 0),
+        precompiled_made=counters.get(_PRECOMPILED, {}).get("made", 0),
+    )
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave torch's counters as they were before: what is compiled ahead of time is for another boot."""
+    from torch._dynamo.utils import counters
+
+    before = {group: dict(counters[group]) for group in ("stats", "inductor", "aot_autograd", REPLAYED)}
+    try:
+        yield
+    finally:
+        for group, counts in before.items():
+            counters[group].clear()
+            counters[group].update(counts)
+
+
+def count_precompiled(what: str) -> None:
+    """Add one to the precompiled regions that were `loaded` and served, or `made`."""
+    from torch._dynamo.utils import counters
+
+    counters[_PRECOMPILED][what] += 1

@@ -1,0 +1,69 @@
+"""The listing of a folder that a web server serves, which lists nothing itself that could be relied on.
+
+<folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from compile_cache.errors import ObjectNotFound
+from compile_cache.store.base import StoredObject
+from compile_cache.store.local import LocalStore
+
+INDEX = "index.json"
+MOST_INDEX_BYTES = 64 << 20
+
+_MOST_SIZE_BYTES = 1 << 63
+_LATEST_S = 1 << 53
+
+
+def write_index(folder: Path) -> int:
+    """List a local store's objects in its `index.json`, so that a web server can serve the folder; how many they are.
+    Written whole or not at all. What is put later is served after the next time.
+
+    Raises:
+        StoreError: the folder is not there, or cannot be read or written.
+    """
+    if not folder.is_dir():
+        raise ObjectNotFound(f"cannot list {folder}: it is not there")
+    store = LocalStore(folder)
+    entries = [entry for entry in store.list("") if entry.name != INDEX]
+    store.put(INDEX, json.dumps({"objects": [asdict(entry) for entry in entries]}).encode())
+    return len(entries)
+
+
+def parse_index(content: bytes) -> list[StoredObject]:
+    """The objects of an index that anybody may have written.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if len(content) > MOST_INDEX_BYTES:
+        raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+    try:
+        objects = json.loads(content)["objects"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("it is no JSON object with `objects`") from None
+    if not isinstance(objects, list):
+        raise ValueError("its `objects` are no list")
+    found = [_parse_entry(entry) for entry in objects]
+    if len({entry.name for entry in found}) < len(found):
+        raise ValueError("it has two objects of one name")
+    return found
+
+
+def _parse_entry(entry: object) -> StoredObject:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"one of its objects is {entry!r:.100}")
+    name, size_bytes, modified_s = entry.get("name"), entry.get("size_bytes"), entry.get("modified_s")
+    if not isinstance(name, str) or not name.isprintable() or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(f"one of its objects has the name {name!r:.100}")
+    if type(size_bytes) is not int or not 0 <= size_bytes < _MOST_SIZE_BYTES:
+        raise ValueError(f"{name} in it has the size {size_bytes!r:.100}")
+    if (type(modified_s) is not float and type(modified_s) is not int) or not abs(modified_s) < _LATEST_S:
+        raise ValueError(f"{name} in it has the time {modified_s!r:.100}")
+    return StoredObject(name, size_bytes, float(modified_s))

@@ -1,0 +1,1 @@
+"""One key between store and cache directory: fetch, publish, compact, copy, prune."""

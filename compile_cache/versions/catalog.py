@@ -1,0 +1,168 @@
+"""What is in a store: environments, model names, versions, their packs and when they were last used.
+
+Everything here is read from names, sizes and times of a listing; no pack is opened, and nothing said here is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
+from compile_cache.pack.format import PACK_NAME
+from compile_cache.store.base import ObjectStore, StoredObject
+
+ROOT = f"v{FORMAT_VERSION}/"
+
+# Only what `key.object_name` makes: a name is printed and logged, and anybody who may write may choose one.
+_PART = r"(?![.-])[A-Za-z0-9._-]{1,128}"
+_NAME = re.compile(
+    rf"{ROOT}(?P<environment>{_PART})/(?:(?P<model>{_PART})/(?P<version>{_PART})/)?(?P<object>[A-Za-z0-9._-]+)"
+)
+USED_NAME = re.compile(r"used-\d{4}-\d{2}-\d{2}")
+LEASE_NAME = re.compile(r"[a-z]+\.lease")
+RECORD = "environment.json"
+MOST_RECORD_BYTES = 64 << 10
+# The newest versions of the model that are tried, in turn, where a version has nothing of its own.
+MOST_PREDECESSORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One key's objects: its packs, oldest first, and the others (uses, leases). Times are seconds since 1970."""
+
+    key: CacheKey
+    packs: tuple[StoredObject, ...] = ()
+    others: tuple[StoredObject, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """All packs together."""
+        return sum(pack.size_bytes for pack in self.packs)
+
+    @property
+    def published_s(self) -> float:
+        """When the newest pack was stored; 0 without one."""
+        return max((pack.modified_s for pack in self.packs), default=0.0)
+
+    @property
+    def used_s(self) -> float:
+        """When it was last used, to the day: the store's time of the last use recorded, or of the newest pack."""
+        uses = [entry.modified_s for entry in self.others if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]
+        return max([self.published_s, *uses])
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """A store's content. `records` are the environments' own objects by digest; `strangers` have no name of ours."""
+
+    versions: tuple[Version, ...] = ()
+    records: dict[str, StoredObject] = field(default_factory=dict)
+    strangers: tuple[StoredObject, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """All packs together."""
+        return sum(version.size_bytes for version in self.versions)
+
+
+def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
+    """List everything below `prefix`: one request per thousand objects.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    return catalog_of(store.list(prefix))
+
+
+def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
+    """Sort a listing."""
+    packs: dict[CacheKey, list[StoredObject]] = {}
+    others: dict[CacheKey, list[StoredObject]] = {}
+    records: dict[str, StoredObject] = {}
+    strangers: list[StoredObject] = []
+    for entry in entries:
+        name = _NAME.fullmatch(entry.name)
+        if name is None:
+            strangers.append(entry)
+        elif name["model"] is None:
+            if name["object"] == RECORD:
+                records[name["environment"]] = entry
+            else:
+                strangers.append(entry)
+        else:
+            key = CacheKey(name["environment"], name["model"], name["version"])
+            packs.setdefault(key, [])
+            (packs[key] if PACK_NAME.fullmatch(name["object"]) else others.setdefault(key, [])).append(entry)
+    versions = tuple(Version(key, tuple(found), tuple(others.get(key, ()))) for key, found in packs.items())
+    return Catalog(versions, records, tuple(strangers))
+
+
+def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
+    """Other versions of the same model in the same environment, the one with the newest pack first.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    found = read_catalog(store, f"{key.environment_prefix}{key.model_name}/").versions
+    others = [version for version in found if version.packs and version.key != key]
+    return [version.key for version in sorted(others, key=lambda version: -version.published_s)]
+
+
+def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:
+    """Why nothing was found, in a line: how the environment in which this model was last published differs.
+
+    Raises:
+        StoreError: the store cannot be listed or read.
+    """
+    catalog = read_catalog(store)
+    same_model = [v for v in catalog.versions if v.packs and v.key.model_name == key.model_name]
+    elsewhere = [v for v in same_model if v.key.environment != key.environment]
+    if not same_model:
+        names = sorted({version.key.model_name for version in catalog.versions if version.packs})
+        return f"no version of {key.model_name} is stored" + (f", only {', '.join(names[:5])}" if names else "")
+    if any(version.key == key for version in same_model):
+        return f"none of the packs stored for version {key.model_version} of {key.model_name} can be used"
+    if len(elsewhere) < len(same_model):
+        return f"version {key.model_version} of {key.model_name} is not stored"
+    newest = max(elsewhere, key=lambda version: (version.key.model_version == key.model_version, version.published_s))
+    record = read_record(store, catalog, newest.key.environment)
+    if record is None:
+        return f"{key.model_name} is stored for another environment, whose record cannot be read"
+    return "stored for another environment: " + ", ".join(record.differences(environment))
+
+
+def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:
+    """The record of an environment, if there is one that can be read. It informs, and is never trusted.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    entry = catalog.records.get(digest)
+    if entry is None:
+        return None
+    content = store.read(entry.name, 0, MOST_RECORD_BYTES)
+    if not names_record(digest, content):
+        return None
+    try:
+        record = environment_from_record(json.loads(content))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return record if all(_is_plain(value) for value in asdict(record).values()) else None
+
+
+def names_record(digest: str, content: bytes) -> bool:
+    """Whether `content` is the record that an environment's digest stands for."""
+    return hashlib.sha256(content).hexdigest()[:32] == digest
+
+
+def _is_plain(value: Any) -> bool:
+    """What may be printed: a number, or text without anything that a terminal would obey."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, str) and part.isprintable() for part in value)
+    return type(value) is int or (isinstance(value, str) and value.isprintable())

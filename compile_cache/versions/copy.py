@@ -1,0 +1,159 @@
+"""Copying packs between stores: into a folder that is baked into an image or served, and out of one."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compile_cache.errors import ObjectNotFound, StoreError
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.lifecycle.report import RefusedPack
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.reading import READ_BYTES, in_daemon_threads
+from compile_cache.pack.signing import TrustedKeys
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.store.local import LocalStore
+from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
+from compile_cache.versions.inspection import Progress, Verdict, inspect_pack
+
+_MOST_LISTINGS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy did. `present_packs` were there already; `refused` ones were not copied, and why."""
+
+    versions: int = 0
+    packs: int = 0
+    stored_bytes: int = 0
+    present_packs: int = 0
+    refused: tuple[RefusedPack, ...] = ()
+
+
+def copy_versions(
+    source: ObjectStore,
+    target: ObjectStore,
+    is_wanted: Callable[[CacheKey], bool],
+    limits: Limits,
+    trusted: TrustedKeys,
+    progress: Progress = lambda done_bytes, total_bytes: None,
+) -> Copied:
+    """Copy the packs of each wanted version, and their environments' records, that `target` does not have.
+
+    Each pack is read whole into a temporary folder and verified there before `target` gets it, in one put: whatever
+    interrupts a copy, what was stored is whole and sound, and the next copy goes on from there. Where packs were merged
+    meanwhile, the source is listed again. `progress` is called from several threads, one at a time.
+
+    Raises:
+        StoreError: a store cannot be listed, or `target` cannot be written.
+        OSError: the temporary folder cannot be written.
+    """
+    copy = _Copy(source, target, limits, trusted, _Counter(progress))
+    for _ in range(_MOST_LISTINGS):
+        catalog = read_catalog(source)
+        versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
+        copy.packs(versions)
+        if not copy.vanished:
+            break
+    copy.records(catalog, {version.key.environment for version in versions})
+    refused = (*copy.refused.values(), *copy.vanished.values())
+    return Copied(len(versions), len(copy.copied), sum(copy.copied.values()), len(copy.present), refused)
+
+
+class _Counter:
+    """Adds up what several threads have read, and tells."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.done_bytes = 0
+        self.total_bytes = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int) -> None:
+        """Count what was read."""
+        with self._lock:
+            self.done_bytes += size_bytes
+            self._progress(self.done_bytes, self.total_bytes)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One copy in progress."""
+
+    source: ObjectStore
+    target: ObjectStore
+    limits: Limits
+    trusted: TrustedKeys
+    counter: _Counter
+    present: set[str] = field(default_factory=set)
+    refused: dict[str, RefusedPack] = field(default_factory=dict)
+    vanished: dict[str, RefusedPack] = field(default_factory=dict)
+    copied: dict[str, int] = field(default_factory=dict)
+
+    def packs(self, versions: Sequence[Version]) -> None:
+        """Copy what is missing: oldest first, so that the target lists it in the same order."""
+        there = {(entry.name, entry.size_bytes) for entry in self.target.list(ROOT)}
+        self.vanished = {}
+        packs = [pack for version in versions for pack in version.packs if pack.name not in self.copied]
+        self.present |= {pack.name for pack in packs if (pack.name, pack.size_bytes) in there}
+        missing = [pack for pack in packs if pack.name not in self.present and pack.name not in self.refused]
+        self.counter.total_bytes = self.counter.done_bytes + sum(pack.size_bytes for pack in missing)
+        for pack in missing:
+            with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
+                self._copy_pack(pack, Path(folder))
+
+    def _copy_pack(self, pack: StoredObject, folder: Path) -> None:
+        local = folder / pack.name
+        if pack.size_bytes > READ_BYTES:  # a look at the head, before much is read in vain
+            found = inspect_pack(self.source, pack, self.limits, self.trusted, whole=False)
+            if found.verdict not in (Verdict.SOUND, Verdict.GONE):
+                self.refused[pack.name] = found.refusal
+                return
+        try:
+            self._read(pack, local)
+        except ObjectNotFound as error:
+            self.vanished[pack.name] = RefusedPack(pack.name, str(error), is_final=False)
+            return
+        except StoreError as error:
+            self.refused[pack.name] = RefusedPack(pack.name, str(error), is_final=False)
+            return
+        found = inspect_pack(LocalStore(folder), pack, self.limits, self.trusted)
+        if found.verdict is not Verdict.SOUND:
+            self.refused[pack.name] = found.refusal
+            return
+        self.target.put(pack.name, local)
+        self.copied[pack.name] = pack.size_bytes
+
+    def _read(self, pack: StoredObject, local: Path) -> None:
+        """Several requests at a time, each written to its own place in the file."""
+        local.parent.mkdir(parents=True)
+        local.touch()
+
+        def read_part(start: int) -> None:
+            part = self.source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start))
+            with local.open("r+b") as file:
+                file.seek(start)
+                file.write(part)
+            self.counter.add(len(part))
+
+        in_daemon_threads(read_part, range(0, pack.size_bytes, READ_BYTES))
+
+    def records(self, catalog: Catalog, environments: set[str]) -> None:
+        """Copy the environments' records, those whose digest is right."""
+        there = {(entry.name, entry.size_bytes) for entry in self.target.list(ROOT)}
+        for digest in sorted(environments & catalog.records.keys()):
+            entry = catalog.records[digest]
+            if (entry.name, entry.size_bytes) in there:
+                continue
+            try:
+                content = self.source.read(entry.name, 0, MOST_RECORD_BYTES)
+            except StoreError as error:
+                self.refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+                continue
+            if names_record(digest, content):
+                self.target.put(entry.name, content)
+            else:
+                self.refused[entry.name] = RefusedPack(entry.name, "it is not the record that its place is named by")

@@ -1,0 +1,190 @@
+"""Pruning: which versions a store can do without, and removing them. What is in use is never touched.
+
+A version is the smallest thing that goes: its packs add up, and one of them alone is of little use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from compile_cache.errors import SettingsError
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.catalog import LEASE_NAME, RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePolicy:
+    """What may go. Each rule that is not None removes on its own: versions not used for `unused_days`; of each model in
+    each environment all but the `keep_versions` used last; those used longest ago, until all packs fit `most_bytes`.
+
+    Whatever they say, a version of which anything was written in the last `in_use_days` stays: a pack, the mark of its
+    use, or the lease of a boot that compiles for it.
+    """
+
+    unused_days: float | None = None
+    keep_versions: int | None = None
+    most_bytes: int | None = None
+    in_use_days: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Raises:
+        SettingsError: a number is negative.
+        """
+        for value in (self.unused_days, self.keep_versions, self.most_bytes, self.in_use_days):
+            if value is not None and not value >= 0:
+                raise SettingsError(f"{value} is no limit to prune by: give a number from 0 on")
+
+    def is_in_use(self, version: Version, now_s: float) -> bool:
+        """Whether it stays, whatever the rules say."""
+        return now_s - _touched_s(version) <= self.in_use_days * _DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A version that would go, and why."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """What would go: versions with their packs, `leftovers` (marks and leases of versions that have no packs), and the
+    records of `environments` in which nothing would be left. `kept_bytes` are the packs that would stay."""
+
+    removals: tuple[Removal, ...] = ()
+    leftovers: tuple[Version, ...] = ()
+    environments: tuple[str, ...] = ()
+    kept_bytes: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """All packs that would go."""
+        return sum(removal.version.size_bytes for removal in self.removals)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.removals or self.leftovers or self.environments)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What went. `skipped` versions were used or published since the plan was made."""
+
+    versions: int = 0
+    packs: int = 0
+    freed_bytes: int = 0
+    skipped: tuple[CacheKey, ...] = ()
+
+
+def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
+    """Decide what goes, from a listing of the store that is written alone. Touches nothing."""
+    versions = [version for version in catalog.versions if version.packs]
+    kept = {version.key: version for version in versions}
+    removals: list[Removal] = []
+
+    def remove(version: Version, reason: str) -> bool:
+        if version.key not in kept or policy.is_in_use(version, now_s):
+            return False
+        del kept[version.key]
+        removals.append(Removal(version, reason))
+        return True
+
+    if policy.unused_days is not None:
+        for version in versions:
+            if now_s - version.used_s > policy.unused_days * _DAY_S:
+                remove(version, f"not used for {(now_s - version.used_s) / _DAY_S:.0f} days")
+    if policy.keep_versions is not None:
+        for rank, version in _beyond(policy.keep_versions, versions):
+            remove(version, f"{rank} other version{'s' if rank > 1 else ''} of the model used after it")
+    if policy.most_bytes is not None:
+        excess_bytes = sum(version.size_bytes for version in kept.values()) - policy.most_bytes
+        for version in reversed(_by_use(kept.values())):
+            if excess_bytes > 0 and remove(version, "used longest ago, and not all fit"):
+                excess_bytes -= version.size_bytes
+    leftovers = tuple(v for v in catalog.versions if _is_leftover(v) and not policy.is_in_use(v, now_s))
+    gone = {removal.version.key for removal in removals} | {version.key for version in leftovers}
+    return PrunePlan(
+        tuple(removals),
+        leftovers,
+        _left_empty(catalog, gone, policy, now_s),
+        sum(version.size_bytes for version in kept.values()),
+    )
+
+
+def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
+    """Do what `plan` says, but leave each version of which anything was written since the plan was made.
+
+    Packs go first, so that a version cut off in the middle is what the next plan calls a leftover.
+
+    Raises:
+        StoreError: the store cannot be listed, or refuses to delete. The next plan has the rest.
+    """
+    versions = packs = freed_bytes = 0
+    skipped: list[CacheKey] = []
+    for planned in (*(removal.version for removal in plan.removals), *plan.leftovers):
+        entries = store.list(planned.key.prefix)
+        if set(entries) - {*planned.packs, *planned.others}:
+            skipped.append(planned.key)
+            continue
+        for version in catalog_of(entries).versions:
+            for entry in (*version.packs, *_ours(version.others)):
+                store.delete(entry.name)
+            versions += bool(version.packs)
+            packs += len(version.packs)
+            freed_bytes += version.size_bytes
+    for digest in plan.environments:
+        folder = f"{ROOT}{digest}/"
+        left = catalog_of(store.list(folder))
+        if not left.versions and digest in left.records:
+            store.delete(folder + RECORD)
+    return Pruned(versions, packs, freed_bytes, tuple(skipped))
+
+
+def _by_use(versions: Iterable[Version]) -> list[Version]:
+    """The one used last first; of those used at once the one published last."""
+    return sorted(versions, key=lambda version: (version.used_s, version.published_s), reverse=True)
+
+
+def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]]:
+    """Of each model in each environment, all versions but the `count` used last, and how many were used after each."""
+    groups: dict[tuple[str, str], list[Version]] = {}
+    for version in _by_use(versions):
+        groups.setdefault((version.key.environment, version.key.model_name), []).append(version)
+    return [(rank, version) for group in groups.values() for rank, version in enumerate(group) if rank >= count]
+
+
+def _touched_s(version: Version) -> float:
+    """When anything of it was written last."""
+    return max((entry.modified_s for entry in (*version.packs, *version.others)), default=0.0)
+
+
+def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
+    """Marks of use and leases; what else lies in a version's folder is somebody's own."""
+    names = [(entry, entry.name.rpartition("/")[2]) for entry in entries]
+    return [entry for entry, name in names if USED_NAME.fullmatch(name) or LEASE_NAME.fullmatch(name)]
+
+
+def _is_leftover(version: Version) -> bool:
+    return not version.packs and bool(_ours(version.others))
+
+
+def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:
+    """The environments whose record would be all that is left, and which nobody has begun to publish to just now."""
+    inhabited = {
+        version.key.environment
+        for version in catalog.versions
+        if version.key not in gone or len(_ours(version.others)) < len(version.others)
+    }
+    return tuple(
+        sorted(
+            digest
+            for digest, record in catalog.records.items()
+            if digest not in inhabited and now_s - record.modified_s > policy.in_use_days * _DAY_S
+        )
+    )

@@ -1,0 +1,1 @@
+"""Text to image: any diffusers pipeline."""

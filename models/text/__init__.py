@@ -1,0 +1,1 @@
+"""Text generation: any transformers causal language model."""

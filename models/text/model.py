@@ -1,0 +1,287 @@
+"""Text generation: any transformers causal language model that supports a static cache, by folder or hub id."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from models.settings import TextSettings
+from models.text.generation import Generator, Request
+from models.text.quantization import quantize
+from models.text.sampling import Sampling
+from models.text.stream import TextStream
+from models.text.supported import most_positions
+from models.weights import move, need_no_cast
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_NEW_TOKENS = 512
+# Of transformers' generate, where a model's configuration says nothing.
+_DEFAULT_TOP_K = 50
+_WARM_UP_TOKENS = 4
+# What from_pretrained reads, of a repository that may have other formats as well.
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_OTHER_FILES = ("consolidated*", "original/*")
+# Of a generation_config.json, what changes the answer of `generate` and is not followed here; and its neutral values.
+_NOT_FOLLOWED = (
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "num_beams",
+    "penalty_alpha",
+    "guidance_scale",
+    "exponential_decay_length_penalty",
+)
+_NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
+
+
+def import_model(model: str, revision: str | None) -> None:
+    """Import the classes that `model` is made of, which loading it would import.
+
+    Raises:
+        OSError: there is no such folder or repository.
+    """
+    config = AutoConfig.from_pretrained(model, revision=revision)
+    for name in getattr(config, "architectures", None) or ():
+        getattr(transformers, name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class TextInputs:
+    """One text to go on from. None leaves a value to the model's own generation_config.json."""
+
+    prompt: str
+    system_prompt: str = ""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class Answer:
+    """Text in pieces of whole characters, generated while it is iterated over, once; and how many tokens it took."""
+
+    def __init__(self, prompt_tokens: int, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = 0
+        self._tokens, self._stream, self._ends = tokens, stream, ends
+
+    def __iter__(self) -> Iterator[str]:
+        for token in self._tokens:
+            self.new_tokens += 1
+            if token in self._ends:
+                break
+            if piece := self._stream.add(token):
+                yield piece
+            if self._stream.has_stopped:
+                break
+        if piece := self._stream.end():
+            yield piece
+
+
+class TextModel:
+    """A loaded model with its tokenizer."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: TextSettings) -> None:
+        """Allocate the cache.
+
+        Raises:
+            ValueError: the model or the tokenizer cannot be served, or the settings do not suit the model.
+        """
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} cannot stream text: a tokenizer.json is needed")
+        self._tokenizer = tokenizer
+        self._defaults = model.generation_config
+        _check_defaults(model.generation_config)
+        self._ends = _end_tokens(model, tokenizer)
+        cache_tokens = _cache_tokens(model, settings)
+        buckets = settings.prompt_buckets or default_buckets(cache_tokens)
+        if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
+            raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, and CACHE_TOKENS is {cache_tokens}")
+        self.generator = Generator(model, cache_tokens, buckets)
+
+    @classmethod
+    def load(cls, model: str, revision: str | None, settings: TextSettings) -> TextModel:
+        """Load a folder or hub id: bf16 straight to the GPU where there is one, else fp32 on the CPU.
+
+        Raises:
+            OSError: there is no such folder or repository.
+            ValueError: the model cannot be served.
+        """
+        # First the model: what is precompiled looks at registries that transformers fills when it makes one, and may be
+        # loaded beside this.
+        loaded = load_model(model, revision)
+        if settings.quantize:
+            quantize(loaded, settings.quantize)
+        return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
+
+    @property
+    def steps(self) -> tuple[nn.Module, ...]:
+        """What to compile, each in one piece."""
+        return self.generator.prefill, self.generator.decode
+
+    def warm_up_inputs(self) -> list[Request]:
+        """A request for each bucket: greedy and sampled ones take the same steps."""
+        cache, buckets = self.generator.cache_tokens, self.generator.buckets
+        requests = []
+        for shorter, bucket in zip((0, *buckets), buckets, strict=False):
+            length = min(bucket, max(shorter + 1, cache - _WARM_UP_TOKENS), cache - 1)
+            requests.append(Request((0,) * length, min(_WARM_UP_TOKENS, cache - length)))
+        return requests
+
+    def run(self, request: Request) -> list[int]:
+        """The tokens that follow a tokenized prompt."""
+        return list(self.generator.tokens(request))
+
+    def answer(self, inputs: TextInputs) -> Answer:
+        """The text that follows, not generated yet: iterate over it.
+
+        Raises:
+            ValueError: an input is not one that this model can take.
+        """
+        request = self.request(inputs)
+        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop, request.prompt)
+        return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
+
+    def request(self, inputs: TextInputs) -> Request:
+        """The tokenized prompt, and what the inputs leave open from the model's own defaults.
+
+        Raises:
+            ValueError: an input is not one that this model can take.
+        """
+        prompt = self._tokenize(inputs)
+        defaults = self._defaults
+        sampled = bool(getattr(defaults, "do_sample", False))
+        sampling = Sampling(
+            temperature=_given(inputs.temperature, getattr(defaults, "temperature", None) if sampled else 0.0, 1.0),
+            top_p=_given(inputs.top_p, getattr(defaults, "top_p", None), 1.0),
+            top_k=_given(inputs.top_k, getattr(defaults, "top_k", None), _DEFAULT_TOP_K),
+            repetition_penalty=_given(inputs.repetition_penalty, getattr(defaults, "repetition_penalty", None), 1.0),
+            seed=inputs.seed,
+        )
+        room = self.generator.cache_tokens - len(prompt)
+        request = Request(prompt, _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)), 1), sampling)
+        self.generator.check(request)
+        return request
+
+    def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
+        if self._tokenizer.chat_template is None:
+            if inputs.system_prompt:
+                raise ValueError("this model's tokenizer has no chat template: put the system_prompt into the prompt")
+            return tuple(self._tokenizer(inputs.prompt)["input_ids"])
+        messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
+        messages.append({"role": "user", "content": inputs.prompt})
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def load_model(model: str, revision: str | None) -> PreTrainedModel:
+    """What `AutoModelForCausalLM.from_pretrained` loads, where it is to run; several times as fast if no weight needs a
+    cast.
+
+    Raises:
+        OSError: there is no such folder or repository, or a file of it is missing or damaged.
+        ValueError: its weights are quantized already.
+    """
+    config = AutoConfig.from_pretrained(model, revision=revision)
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise ValueError(
+            f"{model} is quantized already ({method}), for kernels that cannot be compiled here: serve the model that "
+            "it was made from, with QUANTIZE=int8 or fp8"
+        )
+    if not torch.cuda.is_available():
+        return AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32).eval()
+    device = torch.device("cuda", torch.cuda.current_device())
+    folder = Path(model) if Path(model).is_dir() else _download(model, revision)
+    if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device.type)
+        return loaded.eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    move([loaded], device)
+    return loaded.eval()
+
+
+def _is_converted(config: Any) -> bool:
+    """Whether weights are made of several stored ones while a model is loaded, as those of experts are: on the CPU, in
+    memory, and slowly."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping = get_checkpoint_conversion_mapping(config.model_type) or ()
+    return any(isinstance(entry, WeightConverter) for entry in mapping)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+    return Path(snapshot_download(model, revision=revision, **patterns))
+
+
+def default_buckets(cache_tokens: int) -> tuple[int, ...]:
+    """128, 512, 2048 …, as far as they are shorter than the cache, and the cache's own length."""
+    buckets = []
+    size = 128
+    while size < cache_tokens:
+        buckets.append(size)
+        size *= 4
+    return (*buckets, cache_tokens)
+
+
+def _cache_tokens(model: PreTrainedModel, settings: TextSettings) -> int:
+    positions = most_positions(model.config)
+    if settings.cache_tokens is None:
+        return min(4096, positions or 4096)
+    if positions is not None and settings.cache_tokens > positions:
+        raise ValueError(f"CACHE_TOKENS is {settings.cache_tokens}; this model has {positions} positions")
+    return settings.cache_tokens
+
+
+def _check_defaults(defaults: Any) -> None:
+    """Say which of a model's own settings are not followed.
+
+    Raises:
+        ValueError: one that is followed has no meaning.
+    """
+    Sampling(
+        _given(getattr(defaults, "temperature", None), None, 0.0),
+        _given(getattr(defaults, "top_p", None), None, 1.0),
+        _given(getattr(defaults, "top_k", None), None, 0),
+        _given(getattr(defaults, "repetition_penalty", None), None, 1.0),
+    )
+    if ignored := [name for name in _NOT_FOLLOWED if getattr(defaults, name, None) not in _NEUTRAL]:
+        log.warning("generation_config.json sets %s, which is not followed", ", ".join(ignored))
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    ends: int | Sequence[int] | None = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _given(value: Any, default: Any, otherwise: Any) -> Any:
+    return value if value is not None else default if default is not None else otherwise

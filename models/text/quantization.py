@@ -1,0 +1,75 @@
+"""Weights of 8 bits, by torchao: half the bytes of bf16, and other numbers than the model was published with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from torch import nn
+
+from models.kernels.matrix_vector import matrix_vector
+
+# The first generation with float8 matrix products (Ada Lovelace).
+_LEAST_FP8_CAPABILITY = (8, 9)
+
+
+def quantize(model: nn.Module, quantization: str) -> None:
+    """Quantize the weights of all linear layers in place to int8 or fp8, one scale a row; activations stay as they are.
+
+    The layer that gives the logits is left out: it weighs little, and a wrong logit is a wrong token.
+
+    Raises:
+        ValueError: torchao is not installed, or the GPU has no such numbers.
+    """
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError(f"QUANTIZE={quantization} needs torchao: pip install 'cog-compile-cache[quantize]'") from error
+    if quantization == "fp8" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < _LEAST_FP8_CAPABILITY:
+            name = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
+            raise ValueError(f"QUANTIZE=fp8 needs compute capability 8.9; this is {name}. Use int8.")
+    # torchao would change Inductor's settings for the whole process, after they have gone into the key.
+    config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and child is not output:
+                setattr(parent, name, QuantizedLinear(child))
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose weight, of a class of torchao's, is kept as the plain tensors that it consists of.
+
+    Guards on those torch can store, so that what uses them can be precompiled; on the class it cannot.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight: Any = linear.weight
+        names, self._rest = weight.__tensor_flatten__()
+        self._names = tuple(names)
+        self._kind = type(weight)
+        for name in names:
+            self.register_buffer(name, getattr(weight, name).detach())
+        self.bias = linear.bias
+        self._columns = linear.in_features
+        zero_point = getattr(weight, "zero_point", None)
+        has_row_scales = weight.scale.shape == (linear.out_features, 1) and weight.qdata.is_contiguous()
+        self._is_scaled_matrix = has_row_scales and (zero_point is None or not zero_point.any())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """torchao's tensor, put together."""
+        parts = {name: getattr(self, name) for name in self._names}
+        weight: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
+        return weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Inputs of any shape but for the last dimension."""
+        if self._is_scaled_matrix and inputs.numel() == self._columns and inputs.dim() == 3:
+            return matrix_vector(inputs, self.qdata, self.scale, self.bias)
+        return F.linear(inputs, self.weight, self.bias)

@@ -1,0 +1,84 @@
+"""Rotary embeddings from a table: cosines and sines of all positions, computed once.
+
+torch.compile would compute them again wherever they are used, in every layer and for every head: cheap operations are
+copied to their users, and it takes a cosine for one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from models.text.token_layers import is_as_its_class
+
+# What an embedding is asked for: one that gives the same type for both does not round to its input's.
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Table(NamedTuple):
+    """cos and sin: [tokens, size], float32, before the embedding rounds them, if it does: `follows_input`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    follows_input: bool
+
+
+def use_rotary_tables(model: nn.Module, tokens: int) -> None:
+    """Let the rotary embeddings of `model` that depend on nothing but the position be looked up, for positions 0 to
+    `tokens` - 1. Call it when the model is where it will run; again, for other positions."""
+    for parent in list(model.modules()):
+        if isinstance(parent, RotaryTable):
+            continue
+        for name, child in parent.named_children():
+            rotary = child.rotary if isinstance(child, RotaryTable) else child
+            if _is_rotary(rotary) and (table := _table(rotary, tokens)):
+                setattr(parent, name, RotaryTable(rotary, table))
+
+
+class RotaryTable(nn.Module):
+    """What a rotary embedding of transformers gives for its positions; models also read its settings."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, rotary: nn.Module, table: _Table) -> None:
+        super().__init__()
+        for name in vars(rotary).keys() - vars(self).keys():
+            setattr(self, name, getattr(rotary, name))
+        self.rotary = rotary
+        self.register_buffer("cos", table.cos, persistent=False)
+        self.register_buffer("sin", table.sin, persistent=False)
+        self._follows_input = table.follows_input
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """position_ids: [1, tokens]; two results: [1, tokens, size], of the type that the embedding gives."""
+        if position_ids.dim() != 2:  # some models give each token several
+            return self.rotary(x, position_ids)
+        cos, sin = self.cos[position_ids], self.sin[position_ids]
+        return (cos.to(x.dtype), sin.to(x.dtype)) if self._follows_input else (cos, sin)
+
+
+def _is_rotary(module: Any) -> bool:
+    """Whether it is called as those of transformers are, with frequencies that stay (`suitability.settle_rope`), and
+    nobody has hooked it."""
+    return (
+        isinstance(getattr(module, "rope_type", None), str)
+        and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+        and list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
+        and is_as_its_class(module)
+    )
+
+
+@torch.no_grad()
+def _table(rotary: Any, tokens: int) -> _Table | None:
+    """Cosines and sines, if that is what the embedding gives."""
+    device = rotary.inv_freq.device
+    positions = torch.arange(tokens, device=device)[None]
+    exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)
+    if not isinstance(exact, tuple) or [(one.shape[:2], one.dtype) for one in exact] != [((1, tokens), _DTYPES[0])] * 2:
+        return None
+    cos, sin = (one[0].clone() for one in exact)
+    return _Table(cos, sin, follows_input=rounded[0].dtype == _DTYPES[1])

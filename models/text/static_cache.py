@@ -1,0 +1,152 @@
+"""A static key-value cache: allocated once for one sequence, written in place, reused by every request.
+
+Attention over it is registered with transformers under `ATTENTION`, builds no mask, and reads only what is filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
+
+from models.kernels.decode_attention import decode_attention
+from models.text.supported import check_model, layer_types
+
+ATTENTION = "static_cache"
+_LARGEST_FLASH_SIZE = 256
+
+
+class StaticCache(Cache):  # type: ignore[misc]
+    """Keys and values of one sequence of up to `tokens` tokens, for every layer of a model.
+
+    Layers with a sliding window have room for all tokens as well, and attend to those in the window.
+    """
+
+    def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
+        self.tokens = tokens
+        # Of the token that is decoded next; the one tensor that tells where it is, for all layers.
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])
+
+
+class _Layer(StaticLayer):  # type: ignore[misc]
+    """One layer's keys and values: [1, key-value heads, tokens, head size]."""
+
+    def __init__(self, tokens: int, position: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self._position = position
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a prompt from the beginning on, or one token at the position; the keys and values to attend to, of a
+        prompt those of the prompt itself."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        if tokens == 1:
+            self.keys.index_copy_(2, self._position, key_states)
+            self.values.index_copy_(2, self._position, value_states)
+            return self.keys, self.values
+        self.keys[:, :, :tokens] = key_states
+        self.values[:, :, :tokens] = value_states
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Not asked for: positions are given."""
+        raise NotImplementedError("it asks the cache how long it is, although it is given the positions")
+
+
+def use_static_cache(model: PreTrainedModel) -> None:
+    """Let `model` attend over a StaticCache, as long as it is called with `position=`, the cache's own.
+
+    Raises:
+        ValueError: it would not compute the same.
+    """
+    check_model(model)
+    AttentionInterface.register(ATTENTION, attend)
+    model.set_attn_implementation(ATTENTION)
+
+
+@contextlib.contextmanager
+def watch_windows() -> Iterator[list[int | None]]:
+    """The sliding window that each layer gives to its attention, in their order, of one call in the context."""
+    windows: list[int | None] = []
+
+    def watch(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        windows.append(sliding_window)
+        return attend(*args, sliding_window=sliding_window, **kwargs)
+
+    AttentionInterface.register(ATTENTION, watch)
+    try:
+        yield windows
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of a whole prompt, or of the one token at `position`, for transformers' AttentionInterface.
+
+    query: [1, heads, queries, size], key and value: [1, key-value heads, tokens, size]; result: [1, queries, heads,
+    size]. A prompt may be padded on its right: what follows a token does not reach it.
+
+    Raises:
+        ValueError: the model asks for what is not supported here, or does not pass `position` on.
+    """
+    if position is None:
+        raise ValueError(f"{type(module).__name__} does not pass its arguments on to the attention function")
+    if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
+        raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.shape[2] == 1:
+        attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
+    else:
+        attended = _attend_prompt(query, key, value, scale, sliding_window, softcap)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    tokens = query.shape[2]
+    is_windowed = window is not None and window < tokens
+    is_plain = not softcap and not is_windowed
+    # CUDA's fast kernels take groups of heads only where there is no mask, and sizes are these.
+    takes_groups = is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE
+    if not takes_groups:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if is_plain:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=takes_groups)
+    place = torch.arange(tokens, device=query.device)
+    mask = place[:, None] >= place
+    if window is not None and is_windowed:
+        mask &= place[:, None] < place + window
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value

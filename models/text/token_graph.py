@@ -1,0 +1,124 @@
+"""What of a token's graph is joined before it becomes kernels: sums after products, and products of the same vector.
+
+A pass over torch.compile's graph sees them in every model, however its layers are written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+import torch._inductor.config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from models.kernels import matrix_vector
+from models.kernels.matrix_vector import MOST_MATRICES
+
+
+def join_operators() -> None:
+    """Let torch.compile apply the pass to all that it compiles, which changes nothing but our own operators: in the
+    calling thread, because on torch 2.13 settings belong to one. A pass that somebody else has set stays, and is the
+    only one."""
+    if torch._inductor.config.post_grad_custom_pre_pass is None:
+        torch._inductor.config.post_grad_custom_pre_pass = JoinOperators()
+
+
+class JoinOperators(CustomGraphPass):
+    """`residual + matrix_vector(…)` as one operator, then products of plain matrices with the same vector as one."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Change `graph`, as it is after differentiation, in place."""
+        for node in _products(graph):
+            _join_sum(node)
+        together: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
+        for node in _products(graph):
+            product = _Product.of(node)
+            # A parameter is there before any of them is computed.
+            are_there = all(one is None or one.op == "placeholder" for one in (product.matrix, product.bias))
+            if are_there and product.scale is None and product.residual is None:
+                together[product.vector, product.matrix.meta["val"].dtype].append(node)
+        for nodes in together.values():
+            for first in range(0, len(nodes), MOST_MATRICES):
+                _join_products(nodes[first : first + MOST_MATRICES])
+
+    def uuid(self) -> Any:
+        """What torch's cache, and that of precompiled regions, distinguish graphs by."""
+        return get_hash_for_files((__file__, matrix_vector.__file__))
+
+
+class _Product(NamedTuple):
+    """The arguments of `matrix_vector`."""
+
+    vector: Node
+    matrix: Node
+    scale: Node | None
+    bias: Node | None
+    residual: Node | None = None
+
+    @classmethod
+    def of(cls, node: Node) -> _Product:
+        """Those of a call, which has no others by name: torch's graphs are normalized."""
+        return cls(*node.args)  # type: ignore[arg-type]
+
+
+def _products(graph: Graph) -> Iterable[Node]:
+    return graph.find_nodes(op="call_function", target=torch.ops.text.matrix_vector.default)
+
+
+def _join_sum(node: Node) -> None:
+    """Let a product add what its only user adds to it."""
+    product, users = _Product.of(node), list(node.users)
+    if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
+        return
+    total = users[0]
+    others = [term for term in total.args if term is not node]
+    if product.residual is not None or len(others) != 1 or not _are_alike(node, total, others[0]):
+        return
+    with total.graph.inserting_before(total):
+        arguments = (*product._replace(residual=others[0]),)  # type: ignore[arg-type]
+        joined = total.graph.call_function(torch.ops.text.matrix_vector.default, arguments)
+    joined.meta = _described(total, total.meta["val"])
+    total.replace_all_uses_with(joined)
+    total.graph.erase_node(total)
+    node.graph.erase_node(node)
+
+
+def _are_alike(*terms: Any) -> bool:
+    """Whether all are tensors of the same shape, type and device; no shape that only a call tells."""
+    values = [term.meta.get("val") if isinstance(term, Node) else None for term in terms]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    kinds = [(tuple(value.shape), value.dtype, value.device) for value in values if value is not None]
+    return all(isinstance(size, int) for shape, _, _ in kinds for size in shape) and len(set(kinds)) == 1
+
+
+def _described(origin: Node, value: Any) -> dict[str, Any]:
+    """What torch.compile wants to know of a new node. The rest of `origin`'s is about its own arguments."""
+    trace = origin.meta.get("stack_trace")
+    return {"val": value} if trace is None else {"val": value, "stack_trace": trace}
+
+
+def _join_products(nodes: list[Node]) -> None:
+    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, to products
+    that are rounded by then, by whatever kernel uses them."""
+    if len(nodes) < 2:
+        return
+    products = list(map(_Product.of, nodes))
+    graph = nodes[0].graph
+    with graph.inserting_before(nodes[0]):
+        arguments = (products[0].vector, [product.matrix for product in products])
+        joined = graph.call_function(torch.ops.text.matrix_vectors.default, arguments)
+        joined.meta = _described(nodes[0], [node.meta["val"] for node in nodes])
+        for number, (node, product) in enumerate(zip(nodes, products, strict=True)):
+            one = graph.call_function(getitem, (joined, number))
+            one.meta = _described(node, node.meta["val"])
+            if product.bias is not None:
+                one = graph.call_function(torch.ops.aten.add.Tensor, (one, product.bias))
+                one.meta = _described(node, node.meta["val"])
+            node.replace_all_uses_with(one)
+    for node in nodes:
+        graph.erase_node(node)
