@@ -4,6 +4,9 @@ CompileCacheError
 ├── SettingsError            a setting has a value it cannot have
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
+│   └── PackForbidden        a pack may be intact, but these settings, or its place, forbid its use
+│       ├── ManifestTooLarge it names more than the limits allow
+│       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or not so that it is surely right elsewhere
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 └── StoreError               the object store did not do what was asked
@@ -30,6 +33,18 @@ class CacheDirectoryError(CompileCacheError):
 
 class PackError(CompileCacheError):
     """A pack is damaged, foreign or hostile. Nothing of it has been used."""
+
+
+class PackForbidden(PackError):
+    """A pack may be intact, but these settings, or its place in the store, forbid its use."""
+
+
+class ManifestTooLarge(PackForbidden):
+    """A pack's manifest is longer, or names more files, than the limits allow."""
+
+
+class TooManyPacks(PackForbidden):
+    """The other packs of its key leave no room for it within the limits."""
 
 
 class NotPrecompilable(CompileCacheError):

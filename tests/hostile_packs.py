@@ -24,7 +24,8 @@ import zstandard
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.format import HEADER_BYTES, Head, Source, head_bytes, read_head, runs, unpack_run, write_pack
+from compile_cache.pack.format import Source, runs, unpack_run, write_pack
+from compile_cache.pack.head import HEADER_BYTES, Head, ReadAt, head_bytes, read_head
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.reading import ObjectReader
 from compile_cache.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
@@ -161,6 +162,11 @@ class OneObject:
         return self.content[start:end]
 
 
+def reading(content: bytes) -> ReadAt:
+    """Reads a pack that is in memory."""
+    return lambda start, size_bytes: content[start : start + size_bytes]
+
+
 def restore(
     name: str, content: bytes, folder: Path | None, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
 ) -> Head:
@@ -172,7 +178,7 @@ def restore(
     missing_bytes = head_bytes(beginning, limits) - len(beginning)
     if missing_bytes > 0:
         beginning += store.read(name, len(beginning), missing_bytes)
-    head = read_head(beginning, name, limits, trusted or TrustedKeys())
+    head = read_head(reading(beginning), name, limits, trusted or TrustedKeys())
     if head.stored_bytes != len(content):
         raise PackError(f"it has {len(content)} bytes, and its manifest describes {head.stored_bytes}")
     if head.manifest.key != KEY:

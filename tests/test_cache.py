@@ -22,9 +22,11 @@ from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.store.base import ObjectStore, StoredObject, Stores
 from compile_cache.store.local import LocalStore
-from compile_cache.versions.cache import CompileCache, Fetched
+from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact
 from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.fetch import Fetched
+from compile_cache.versions.rules import Rules
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -89,7 +91,7 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
     def make(store: ObjectStore, limits: Limits = LIMITS, key: CacheKey = key, **keys: object) -> Machine:
         directory = CacheDirectory.claim(tmp_path / f"machine-{next(numbers)}")
         stores = Stores(store, store)
-        return Machine(CompileCache(stores, key, environment, directory, limits, **keys), directory)
+        return Machine(CompileCache(stores, key, environment, directory, Rules(limits, **keys)), directory)
 
     return make
 
@@ -303,7 +305,7 @@ def test_the_most_valuable_files_come_first(local, machine):
 
 
 def test_much_is_published_as_several_packs_the_most_valuable_first(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.cache._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.versions.ledger._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"{number}.json": b"rest" * 1000 for number in range(4)})
     first.write({"b.so": b"kernel" * 1000, "fxgraph/ab/fabc/one": b"graph" * 1000})
@@ -545,7 +547,7 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.cache._FIRST_READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.versions.fetch.WHOLE_PACK_BYTES", 100)
     monkeypatch.setattr("compile_cache.pack.reading.READ_BYTES", 100)
     first = machine(local)
     first.write({"kernel.so": os.urandom(1000)})
@@ -572,7 +574,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 
 
 def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.cache._FIRST_READ_BYTES", 4096)
+    monkeypatch.setattr("compile_cache.versions.fetch.WHOLE_PACK_BYTES", 4096)
     one, other, booted = machine(local), machine(local), machine(local)
     large = {f"{number}.so": os.urandom(MIB) for number in range(3)}
     one.write(large)
@@ -637,7 +639,6 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
 
     lists: list[str] = []
     booted = machine(Compacted(Path(local.location)))
-    booted.cache._packs.clear()
     booted.restore()
     assert len(local.list("v1/")) == 2  # the merged pack and the environment's record
     booted.restore()
@@ -660,7 +661,7 @@ def test_a_refused_pack_is_not_fetched_again_by_a_later_boot_of_the_host(local, 
     assert reads.count(bad) > 0
     reads.clear()
     booted.directory.empty_inbox()
-    later = CompileCache(Stores(watched, watched), key, environment, booted.directory, LIMITS)
+    later = CompileCache(Stores(watched, watched), key, environment, booted.directory, Rules(LIMITS))
     (again,) = later.fetch().refused
     assert bad not in reads
     assert refused.reason in again.reason
@@ -842,7 +843,7 @@ def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, m
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.cache._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.versions.ledger._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
     first.write({f"{number}.so": os.urandom(2000) for number in range(5)})

@@ -83,7 +83,7 @@ def test_a_file_may_lack_what_it_replaces():
 
 
 def test_more_files_than_allowed_are_refused():
-    refused(two_files(), "names 2 files, and 1 are allowed", replace(LIMITS, files=1))
+    refused(two_files(), "names more than the 1 files allowed", replace(LIMITS, files=1))
 
 
 def test_more_bytes_than_allowed_are_refused():
@@ -170,14 +170,14 @@ def test_a_logical_key_is_a_line_of_text_that_is_not_too_long(key):
     "creator", [1, None, [], {}, "a\nb", "\x1b[2J", "\ud800", "c" * 201], ids=lambda c: ascii(c)[:12]
 )
 def test_a_creator_is_a_line_of_text_that_is_not_too_long(creator):
-    refused({**two_files(), "creator": creator}, "its creator or time is not one")
+    refused({**two_files(), "creator": creator}, "its creator is not a line of text, or its time")
 
 
 @pytest.mark.parametrize(
     "created_s", [float("nan"), float("inf"), -float("inf"), -1, 1e300, 253402300800, "nan", "1e999"]
 )
 def test_a_time_is_one_that_a_calendar_has(created_s):
-    refused({**two_files(), "created_s": created_s}, "its creator or time is not one")
+    refused({**two_files(), "created_s": created_s}, "its creator is not a line of text, or its time")
 
 
 @pytest.mark.parametrize("created_s", [10**400, None, [], {}, "yesterday"], ids=lambda value: ascii(value)[:12])
@@ -192,14 +192,14 @@ def test_a_time_that_is_no_number_is_refused(created_s):
 def test_a_key_is_of_short_lines_of_text(part, value):
     record = two_files()
     record["key"][part] = value
-    refused(record, "its key is not one")
+    refused(record, "its key is not of short lines")
 
 
 def test_a_key_that_is_nested_deeper_than_python_recurses_is_refused():
     text = json.dumps(two_files()).encode()
     deep = text.replace(b'"environment": "environment"', b'"environment": ' + b"[" * 900 + b"]" * 900)
     assert deep != text
-    refused(deep, "its key is not one|manifest cannot be read")
+    refused(deep, "its key is not of short lines|manifest cannot be read")
 
 
 @pytest.mark.parametrize("name", ["key", "files", "frames", "creator", "created_s"])
@@ -253,15 +253,14 @@ except PackError:
 """
 
 
-@pytest.mark.parametrize("count", [830_000, 8_000_000])
 @pytest.mark.parametrize("one", ["[]", "{}", '{"":0}', '"𐀀"'])
-def test_a_manifest_of_millions_of_values_costs_a_bounded_amount_of_memory(one, count):
-    """8 million are more than any pack needs, and are not read at all; 830,000 are the most that are."""
-    command = [sys.executable, "-c", PARSE_AND_MEASURE, one, ",", str(min(count, 32 * MIB // (len(one.encode()) + 1)))]
+def test_a_manifest_of_millions_of_values_costs_no_more_memory_than_its_text(one):
+    count = 32 * MIB // (len(one.encode()) + 1)
+    command = [sys.executable, "-c", PARSE_AND_MEASURE, one, ",", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     text_bytes, more_bytes = map(int, done.stdout.split())
     assert text_bytes <= 33 * MIB
-    assert more_bytes < 256 * MIB
+    assert more_bytes < 8 * MIB
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, va
 def test_a_path_that_is_not_plain_is_refused_by_name(path):
     record = two_files()
     record["files"][1]["path"] = path
-    refused(record, "is not a plain path inside the cache directory")
+    refused(record, "is not a plain path inside the cache directory|manifest cannot be read: 'Unterminated string")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from hostile_packs import (
     forge_frame,
     name_of,
     read_tree,
+    reading,
     record_of,
     restore,
     write_tree,
@@ -42,18 +43,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
-from compile_cache.pack.format import (
-    HEADER_BYTES,
-    PACK_NAME,
-    Head,
-    Pack,
-    Run,
-    head_bytes,
-    read_head,
-    runs,
-    unpack_run,
-    write_pack,
-)
+from compile_cache.pack.format import PACK_NAME, Pack, Run, runs, unpack_run, write_pack
+from compile_cache.pack.head import HEADER_BYTES, Head, head_bytes, read_head
 from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile
 from compile_cache.pack.signing import Signer, TrustedKeys
 
@@ -89,7 +80,7 @@ def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: TrustedKey
     """The head of an honest pack, under its right name."""
     _, _, _, _, stored_bytes, manifest_bytes, _ = struct.unpack_from("<II8sIIII", content)
     text = zstandard.decompress(content[HEADER_BYTES : HEADER_BYTES + stored_bytes], manifest_bytes)
-    return read_head(content, name_of(text), limits, trusted)
+    return read_head(reading(content), name_of(text), limits, trusted)
 
 
 def refused(name: str, content: bytes, reason: str, limits: Limits = LIMITS) -> None:
@@ -258,12 +249,12 @@ def test_the_head_is_readable_from_the_first_bytes_alone(tmp_path):
     pack = pack_up(tmp_path, SMALL, OURS)
     content = pack.local.read_bytes()
     needed = head_bytes(content[:HEADER_BYTES], LIMITS)
-    head = read_head(content[:needed], pack.name, LIMITS, ANYBODY)
-    assert head == read_head(content, pack.name, LIMITS, ANYBODY)
+    head = read_head(reading(content[:needed]), pack.name, LIMITS, ANYBODY)
+    assert head == read_head(reading(content), pack.name, LIMITS, ANYBODY)
     assert head.manifest == pack.manifest
     assert head.start == needed < head.stored_bytes == len(content)
-    with pytest.raises(PackError, match=f"ends after {needed - 1} bytes, inside its manifest"):
-        read_head(content[: needed - 1], pack.name, LIMITS, ANYBODY)
+    with pytest.raises(PackError, match=f"ends before the end of its signature"):
+        read_head(reading(content[: needed - 1]), pack.name, LIMITS, ANYBODY)
 
 
 def test_a_pack_of_another_writer_is_read(tmp_path):
@@ -345,10 +336,12 @@ UNPACK_WITH_LITTLE_MEMORY = """
 import resource, sys
 from compile_cache.errors import PackError
 from compile_cache.pack.manifest import Limits
-from compile_cache.pack.format import read_head, runs, unpack_run
+from compile_cache.pack.format import runs, unpack_run
+from compile_cache.pack.head import read_head
 from compile_cache.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
-    head = read_head(file.read(1 << 20), sys.argv[2], Limits(), TrustedKeys())
+    beginning = file.read(1 << 20)
+    head = read_head(lambda start, size: beginning[start : start + size], sys.argv[2], Limits(), TrustedKeys())
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
     file.seek(head.start)
@@ -468,7 +461,7 @@ def test_an_empty_file_has_the_digest_of_nothing():
 @pytest.mark.parametrize("part", ["environment", "model_name", "model_version"])
 def test_a_pack_for_another_key_says_so(part):
     name, content = forge(lambda record: record["key"].update({part: "another"}))
-    assert "another" in read_head(content, name, LIMITS, ANYBODY).manifest.key.prefix
+    assert "another" in read_head(reading(content), name, LIMITS, ANYBODY).manifest.key.prefix
     refused(name, content, "it is for v1/.*another")
 
 
@@ -497,13 +490,13 @@ def test_what_ends_inside_the_header_is_refused(length):
 @pytest.mark.parametrize("size_bytes", [4 * MIB + 1, 0xFFFFFFFF])
 def test_a_header_that_claims_too_much_is_refused_before_more_is_read(claim, size_bytes):
     content = assemble(b"{}", **{claim: size_bytes})
-    with pytest.raises(PackError, match="claims more than the 4194304 bytes allowed"):
+    with pytest.raises(PackError, match="claims more than the (4194304|4096) bytes allowed"):
         head_bytes(content[:HEADER_BYTES], LIMITS)
 
 
 def test_a_signature_has_at_most_4096_bytes():
     head_bytes(assemble(b"{}", signature_bytes=4096), LIMITS)
-    with pytest.raises(PackError, match="or its signature"):
+    with pytest.raises(PackError, match="its signature claims more"):
         head_bytes(assemble(b"{}", signature_bytes=4097), LIMITS)
 
 

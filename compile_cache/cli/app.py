@@ -1,4 +1,4 @@
-"""The commands: each reads its options, has the library do the work, and prints what came of it."""
+"""The commands: each reads its options, calls the library, and prints the answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from compile_cache.cli import documents, outcomes
+from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
-from compile_cache.cli import printing as out
+from compile_cache.cli import printing
+from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError
 from compile_cache.pack.signing import generate_keys
 from compile_cache.settings import Settings
@@ -22,9 +23,10 @@ from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.copy import Copied, copy_versions
-from compile_cache.versions.explanation import explain_boot, read_report
-from compile_cache.versions.inspection import Verdict, inspect_heads, inspect_packs
+from compile_cache.versions.explain import explain_boot
 from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import PackState, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):
@@ -34,7 +36,7 @@ class _Commands(TyperGroup):
         """Run a command."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read the output has seen enough: Typer ends quietly
+        except BrokenPipeError:  # the reader of the output has seen enough: Typer ends quietly
             raise
         except (CompileCacheError, OSError) as error:
             out.print_note(f"error: {error}")
@@ -45,7 +47,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="Look into a store of compiled artifacts, verify it, copy it, tidy it, and explain what a boot finds there.",
+    help="List, verify, copy and prune stores of compiled artifacts, and explain what a boot finds there.",
 )
 _silent = logging.NullHandler()
 
@@ -64,7 +66,7 @@ def _start(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    # What the library logs is in the errors that it raises, and would be on stderr twice.
+    # The library logs what its errors say: stderr would have it twice.
     logging.getLogger("compile_cache").addHandler(_silent)
 
 
@@ -76,7 +78,7 @@ def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False)
     opt.warn_of_problems(reading)
     versions = [version for version in catalog.versions if version.packs and opt.Selection(model).takes(version.key)]
     versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
-    documents.print_versions(reading, catalog, versions, json)
+    printing.print_versions(reading, catalog, versions, json)
 
 
 @app.command()
@@ -95,21 +97,19 @@ def show(
     if not found:
         raise CompileCacheError(f"nothing stored begins with {key}: `compile-cache ls` lists what there is")
     if len(found) > 1:
-        out.print_note(f"error: {key} may be any of these; say more of it:")
+        out.print_note(f"error: {key} is ambiguous; use more characters:")
         for version in found:
             out.print_note(f"  {version.key.environment}/{version.key.model_name}/{version.key.model_version}")
         raise typer.Exit(2)
-    packs = inspect_heads(reading, found[0].packs, *opt.rules(settings))
-    documents.print_version(reading, catalog, found[0], packs, files, json)
+    packs = verify_heads(reading, found[0].packs, Rules.of(settings))
+    printing.print_version(reading, catalog, found[0], packs, files, json)
 
 
 @app.command()
 def verify(
     store: opt.Store = None,
     model: opt.Model = None,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete what is damaged in the store that is written.")
-    ] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete damaged packs in the written store.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
@@ -120,16 +120,16 @@ def verify(
     opt.warn_of_problems(looked_at)
     packs = [pack for version in versions if opt.Selection(model).takes(version.key) for pack in version.packs]
     with out.progress_bar("verifying") as progress:
-        inspected = inspect_packs(looked_at, packs, *opt.rules(settings), progress)
-    documents.print_inspected(looked_at, inspected, json)
-    damaged = [pack.entry for pack in inspected if pack.verdict is Verdict.DAMAGED]
-    if delete and damaged and (yes or typer.confirm(f"Delete what is damaged ({len(damaged)})?", err=True)):
-        # Once more: what was only damaged on its way here is sound in the store.
-        for pack in inspect_packs(looked_at, damaged, *opt.rules(settings)):
-            if pack.verdict is Verdict.DAMAGED:
+        verified = verify_all(looked_at, packs, Rules.of(settings), progress)
+    printing.print_verified(looked_at, verified, json)
+    damaged = [pack.entry for pack in verified if pack.state is PackState.DAMAGED]
+    if delete and damaged and (yes or typer.confirm(f"Delete the damaged packs ({len(damaged)})?", err=True)):
+        # Read again: a pack that was only damaged on its way here is sound in the store.
+        for pack in verify_all(looked_at, damaged, Rules.of(settings)):
+            if pack.state is PackState.DAMAGED:
                 looked_at.delete(pack.entry.name)
                 out.print_note(f"deleted {pack.entry.name}")
-    if not inspected or any(pack.verdict is not Verdict.SOUND for pack in inspected):
+    if not verified or any(pack.state is not PackState.SOUND for pack in verified):
         raise typer.Exit(1)
 
 
@@ -141,7 +141,7 @@ def pull(
     version: opt.Version = None,
     environment: opt.Environment = None,
 ) -> None:
-    """Copy verified packs into a folder, to be baked into an image, or served by any web server."""
+    """Copy verified packs into a folder, to bake it into an image or to serve it with any web server."""
     from compile_cache.store.web_index import write_index
 
     settings = opt.read_settings(source)
@@ -168,9 +168,8 @@ def push(
 
 
 def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection) -> Copied:
-    limits, trusted = opt.rules(settings)
     with out.progress_bar("copying") as progress:
-        copied = copy_versions(source, target, selection.takes, limits, trusted, progress)
+        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress)
     opt.warn_of_problems(source)
     if not copied.versions:
         raise CompileCacheError(f"there is nothing to copy in {source.location}{selection.text}")
@@ -178,7 +177,7 @@ def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selectio
 
 
 def _end(copied: Copied, target: ObjectStore) -> None:
-    outcomes.print_copied(copied, target)
+    printing.print_copied(copied, target)
     if copied.refused:
         raise typer.Exit(1)
 
@@ -186,49 +185,55 @@ def _end(copied: Copied, target: ObjectStore) -> None:
 @app.command()
 def prune(
     store: opt.Store = None,
-    unused_days: Annotated[float | None, typer.Option(min=0, help="Remove what was not used for longer.")] = None,
+    unused_days: Annotated[float | None, typer.Option(min=0, help="Remove versions not used for so many days.")] = None,
     keep_versions: Annotated[
-        int | None, typer.Option(min=1, help="Keep so many of each model and environment: those used last.")
+        int | None, typer.Option(min=1, help="Of each model and environment, keep the N versions used last.")
     ] = None,
     max_bytes: Annotated[
-        int | None, typer.Option(parser=out.parse_size, metavar="SIZE", help="Remove what was used longest ago: 10GB.")
+        int | None,
+        typer.Option(
+            parser=out.parse_size,
+            metavar="SIZE",
+            help="Remove versions used longest ago until all fit: 10GB.",
+        ),
     ] = None,
-    in_use_days: Annotated[float, typer.Option(min=0, help="Always keep what was used or published since.")] = 2.0,
-    apply: Annotated[bool, typer.Option("--apply", help="Do it. Without this, only say what would go.")] = False,
+    in_use_days: Annotated[float, typer.Option(min=0, help="Keep versions used in the last days.")] = 2.0,
+    apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without this option, only list them.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Remove versions that are no longer used. Without --apply, only say what would go."""
+    """Remove unused versions. Without --apply, only list what would be removed."""
     if (unused_days, keep_versions, max_bytes) == (None, None, None):
-        out.print_note("error: say what may go: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
+        out.print_note("error: give a rule: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
         raise typer.Exit(2)
     writing = opt.open_writing(opt.read_settings(store))
     policy = PrunePolicy(unused_days, keep_versions, max_bytes, in_use_days)
     plan = plan_prune(read_catalog(writing), policy, time.time())
-    outcomes.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
+    printing.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
 
 
 @app.command()
 def explain(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, or org/name@revision.")] = None,
     source: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="The sources that the predictor names; may be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A source that the predictor names; may be repeated."),
     ] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Explain this boot report instead.")] = None,
     store: opt.Store = None,
     json: opt.Json = False,
 ) -> None:
-    """Say what a boot on this machine would find, and if nothing, why; or what a boot has reported."""
+    """Say what a boot on this machine would find, or why it would find nothing; or print a boot's report."""
     if (model is None) == (report is None):
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
         raise typer.Exit(2)
     if report is not None:
-        outcomes.print_report(read_report(report), json)
+        explaining.print_report(report, json)
     elif model is not None:
         settings = opt.read_settings(store)
         reading = opt.open_reading(settings)
         explanation = explain_boot(settings, reading, model, source or (), os.environ)
         opt.warn_of_problems(reading)
-        outcomes.print_explanation(settings, reading, explanation, json)
+        explaining.print_explanation(settings, reading, explanation, json)
 
 
 @app.command()
@@ -240,7 +245,7 @@ def keygen(
     """Make a pair of keys: one to sign packs with, one to trust."""
     private, public = generate_keys()
     if folder is None:
-        outcomes.print_keys(private, public)
+        printing.print_keys(private, public)
         return
     files = {folder / "signing.key": (private, 0o600), folder / "signing.pub": (public, 0o644)}
     if there := [str(path) for path in files if path.exists()]:
@@ -249,4 +254,4 @@ def keygen(
     for path, (content, mode) in files.items():
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
             file.write(content + "\n")
-    outcomes.print_keys(*(f'"$(cat {shlex.quote(str(path))})"' for path in files))
+    printing.print_keys(*(f'"$(cat {shlex.quote(str(path))})"' for path in files))

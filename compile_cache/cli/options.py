@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they select: stores, rules, versions."""
+"""Options that several commands have, and the stores and versions that they select."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Annotated
 
 import typer
 
-from compile_cache.cli.printing import print_note
+from compile_cache.cli.terminal import print_note
 from compile_cache.errors import SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
 from compile_cache.store.base import ObjectStore, open_stores
 from compile_cache.versions.catalog import Version as StoredVersion
@@ -26,22 +24,22 @@ Store = Annotated[
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only this model: org/name, or a folder's name.")]
 Version = Annotated[str | None, typer.Option("--version", metavar="VERSION", help="Only this version.")]
 Environment = Annotated[
-    str | None, typer.Option(metavar="DIGEST", help="Only environments whose digest begins like this.")
+    str | None, typer.Option(metavar="DIGEST", help="Only environments whose digest begins with this.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Out of this store alone.")]
+From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Copy from this store alone.")]
 FromFolder = Annotated[
-    Path, typer.Option("--from", metavar="FOLDER", exists=True, file_okay=False, help="Out of this local store.")
+    Path, typer.Option("--from", metavar="FOLDER", exists=True, file_okay=False, help="Copy from this local store.")
 ]
-To = Annotated[str | None, typer.Option(metavar="URL", help="Into this store, not COMPILE_CACHE_STORE.")]
-ToFolder = Annotated[Path, typer.Option(metavar="FOLDER", file_okay=False, help="Made if it is not there.")]
+To = Annotated[str | None, typer.Option(metavar="URL", help="Copy into this store instead of COMPILE_CACHE_STORE.")]
+ToFolder = Annotated[Path, typer.Option(metavar="FOLDER", file_okay=False, help="Copy into this folder.")]
 
 
 def read_settings(store: str | None) -> Settings:
-    """The settings that a boot would have, with `store` instead of its stores if it is given.
+    """The settings of a boot. If `store` is given, it replaces the boot's store and layers.
 
     Raises:
-        SettingsError: one is wrong, or there is no store.
+        SettingsError: a setting is wrong, or there is no store.
     """
     settings = Settings.from_env(os.environ)
     if store is not None and split_url(store)[0] in STORE_SCHEMES:
@@ -54,25 +52,20 @@ def read_settings(store: str | None) -> Settings:
 
 
 def open_reading(settings: Settings) -> ObjectStore:
-    """What a boot reads: all layers."""
+    """The stores that a boot reads: all layers."""
     return open_stores(settings).reading
 
 
 def open_writing(settings: Settings) -> ObjectStore:
-    """What a boot writes.
+    """The store that a boot writes.
 
     Raises:
-        StoreError: it writes nowhere.
+        StoreError: there is none.
     """
     writing = open_stores(settings).writing
     if writing is None:
-        raise StoreError("this store is only read: set COMPILE_CACHE_STORE, or name one here that can be written")
+        raise StoreError("this store can only be read: set COMPILE_CACHE_STORE, or name one here that can be written")
     return writing
-
-
-def rules(settings: Settings) -> tuple[Limits, TrustedKeys]:
-    """What packs are judged by, as a boot would."""
-    return Limits(size_bytes=settings.max_restore_bytes), TrustedKeys(settings.trusted_keys)
 
 
 def warn_of_problems(store: ObjectStore) -> None:
@@ -83,14 +76,14 @@ def warn_of_problems(store: ObjectStore) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The versions that the options select: all, unless they say more."""
+    """The versions that the options select: by default, all."""
 
     model: str | None = None
     version: str | None = None
     environment: str | None = None
 
     def takes(self, key: CacheKey) -> bool:
-        """Whether a version is one of them."""
+        """Whether the options select this version."""
         return (
             (self.model is None or key.model_name == object_name(self.model))
             and (self.version is None or key.model_version == object_name(self.version))
@@ -99,15 +92,16 @@ class Selection:
 
     @property
     def text(self) -> str:
-        """For people: what was asked for, if not all."""
+        """The selection for people; empty if it is everything."""
         asked = {"model": self.model, "version": self.version, "environment": self.environment}
         named = [f"{name} {value}" for name, value in asked.items() if value]
         return f" of {', '.join(named)}" if named else ""
 
 
 def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVersion]:
-    """Those that `text` may mean: the beginning of `[environment/]model/version`, with an environment's digest cut
-    anywhere, or of a pack's name. A version named in full is meant, though the names of others begin with its."""
+    """The versions that `text` may name: by the beginning of `[environment/]model/version`, where the environment's
+    digest may be cut as well, or by the beginning of a pack's name. A version named in full is found alone, even if
+    other names begin with its name."""
     parts = text.removeprefix("v1/").rstrip("/").split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:

@@ -1,137 +1,244 @@
-"""What the command prints: sizes, ages, tables, progress. Results go to stdout, all else to stderr.
-
-Names, creators and records come from a store that others may write: nothing of theirs is printed that a terminal would
-obey, and none of it is read as rich's markup.
-"""
+"""The answers of the commands about stores, for people and as JSON (`explain` has its own module)."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from compile_cache.key.environment import Environment
-
-_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kKMGT]?)(?P<binary>i?)B?")
-_AGES = (("year", 365 * 86_400), ("month", 30 * 86_400), ("day", 86_400), ("hour", 3_600), ("minute", 60))
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_DIGEST_DIGITS = 12
-_LONGEST_VALUE = 60
-# A pipe has no width: a table is then as wide as its content.
-_PIPE_WIDTH = 10_000
+from compile_cache.cli import terminal as out
+from compile_cache.store.base import ObjectStore
+from compile_cache.versions.catalog import Catalog, Version, read_record
+from compile_cache.versions.copy import Copied
+from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy
+from compile_cache.versions.verify import PackState, VerifiedPack
 
 
-def printable(text: str) -> str:
-    """`text` with everything that a terminal would obey, a line's end included, written out as Python writes it."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def size_text(size_bytes: int) -> str:
-    """28300000 → `28.3 MB`."""
-    for unit, unit_bytes in _SIZES:
-        if size_bytes >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.1f} {unit}"
-    return f"{size_bytes} B"
-
-
-def parse_size(text: str) -> int:
-    """`10GB`, `1.5 TB`, `512MiB` or a number of bytes.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is no size, such as 10GB")
-    exponent = " KMGT".index(found["unit"].upper() or " ")
-    return int(float(found["number"]) * (1024 if found["binary"] else 1000) ** exponent)
-
-
-def age_text(then_s: float, now_s: float | None = None) -> str:
-    """`3 hours ago`; `never` for 0."""
-    if not then_s:
-        return "never"
-    age_s = (time.time() if now_s is None else now_s) - then_s
-    for unit, unit_s in _AGES:
-        if age_s >= unit_s:
-            count = int(age_s // unit_s)
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"
-
-
-def count_text(count: int, noun: str) -> str:
-    """`1 pack`, `2 packs`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def short(digest: str) -> str:
-    """An environment's or a pack's name, as far as people need it."""
-    return digest[:_DIGEST_DIGITS]
-
-
-def short_version(version: str) -> str:
-    """A version as far as people need it: a digest is cut, a name that somebody chose is not."""
-    return short(version) if _DIGEST.fullmatch(version) else version
-
-
-def environment_text(record: Environment | None) -> str:
-    """The main points of an environment's record, which only informs."""
-    if record is None:
-        return "no record that can be read"
-    device = record.gpu or f"CPU {record.machine}, {count_text(record.threads, 'thread')}"
-    parts = (f"torch {record.torch}", device, record.python, record.options)
-    return ", ".join(printable(str(part))[:_LONGEST_VALUE] for part in parts if part)
-
-
-def print_line(text: str = "") -> None:
-    """One line on stdout."""
-    sys.stdout.write(printable(text) + "\n")
-
-
-def print_note(text: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(printable(text) + "\n")
-
-
-def print_json(document: Any) -> None:
-    """The one document that `--json` prints; in ASCII, so with nothing that a terminal would obey."""
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table without lines; columns whose name ends with `>` are aligned to the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    if sys.stdout.isatty():
-        Console(highlight=False).print(table)
+def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Version], as_json: bool) -> None:
+    """Print the answer of `ls`."""
+    environments = {version.key.environment: None for version in versions}  # ordered
+    records = {digest: read_record(store, catalog, digest) for digest in environments}
+    size_bytes = sum(version.size_bytes for version in versions)
+    if as_json:
+        known = {digest: asdict(record) if record else None for digest, record in records.items()}
+        document = {"store": store.location, "versions": [version_record(v) for v in versions], "environments": known}
+        out.print_json({**document, "size_bytes": size_bytes})
         return
-    console = Console(width=_PIPE_WIDTH, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
+    rows = [
+        (
+            version.key.model_name,
+            out.short_version(version.key.model_version),
+            out.short(version.key.environment),
+            str(len(version.packs)),
+            out.size_text(version.size_bytes),
+            out.age_text(version.published_s),
+            out.age_text(version.used_s),
+        )
+        for version in versions
+    ]
+    if rows:
+        out.print_table(("model", "version", "environment", "packs>", "size>", "published", "last used"), rows)
+        out.print_line()
+        out.print_table(
+            ("environment", ""), [(out.short(digest), out.environment_text(records[digest])) for digest in environments]
+        )
+        out.print_line()
+    packs = out.count_text(sum(len(version.packs) for version in versions), "pack")
+    total = f"{out.count_text(len(versions), 'version')}, {packs}, {out.size_text(size_bytes)}"
+    out.print_line(f"{total} in {store.location}")
+    if catalog.strangers:
+        out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
 
 
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with bytes and rate, to be told the bytes done and all bytes; none where that is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done_bytes, total_bytes: None
+def version_record(version: Version) -> dict[str, Any]:
+    """A version's line, as JSON."""
+    return {
+        "model": version.key.model_name,
+        "version": version.key.model_version,
+        "environment": version.key.environment,
+        "packs": len(version.packs),
+        "size_bytes": version.size_bytes,
+        "published_s": version.published_s,
+        "used_s": version.used_s,
+    }
+
+
+def print_version(
+    store: ObjectStore,
+    catalog: Catalog,
+    version: Version,
+    packs: Sequence[VerifiedPack],
+    with_files: bool,
+    as_json: bool,
+) -> None:
+    """Print the answer of `show`."""
+    record = read_record(store, catalog, version.key.environment)
+    kinds = Counter(
+        _kind(key) for key in {file.key for pack in packs if pack.head for file in pack.head.manifest.files}
+    )
+    if as_json:
+        environment = asdict(record) if record else None
+        shown = [_pack_record(pack, with_files) for pack in packs]
+        keys = dict(sorted(kinds.items()))
+        out.print_json({**version_record(version), "record": environment, "packs": shown, "logical_keys": keys})
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    out.print_line(f"{version.key.model_name}/{version.key.model_version}")
+    out.print_line(f"  environment   {version.key.environment}: {out.environment_text(record)}")
+    out.print_line(f"  published     {out.age_text(version.published_s)}, last used {out.age_text(version.used_s)}")
+    out.print_line(f"  logical keys  {', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds)) or 'none'}")
+    for pack in packs:
+        out.print_line()
+        out.print_line(f"pack {pack.entry.name.rpartition('/')[2].removesuffix('.pack')}")
+        out.print_line(
+            f"  {_signature(pack) if pack.state is PackState.SOUND else f'{pack.state.value}: {pack.reason}'}"
+        )
+        if pack.head:
+            manifest = pack.head.manifest
+            sizes = f"{out.size_text(pack.entry.size_bytes)} stored, {out.size_text(manifest.size_bytes)} unpacked"
+            created = f"{_time(manifest.created_s)}, {out.age_text(manifest.created_s)}"
+            out.print_line(f"  {out.count_text(len(manifest.files), 'file')}, {sizes}")
+            out.print_line(f"  created {created}, by {manifest.creator or 'nobody named'}")
+            if with_files:
+                out.print_table(("    size>", "file"), [(out.size_text(f.size_bytes), f.path) for f in manifest.files])
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
+
+def _pack_record(pack: VerifiedPack, with_files: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "name": pack.entry.name,
+        "verdict": pack.state.value,
+        "reason": pack.reason,
+        "size_bytes": pack.entry.size_bytes,
+        "stored_s": pack.entry.modified_s,
+        "signed_by": pack.signed_by,
+    }
+    if pack.head:
+        manifest = pack.head.manifest
+        record |= {"unpacked_bytes": manifest.size_bytes, "files": len(manifest.files)}
+        record |= {"creator": manifest.creator, "created_s": manifest.created_s}
+        if with_files:
+            record["files"] = [asdict(file) for file in manifest.files]
+    return record
+
+
+def _kind(key: str) -> str:
+    """A logical key's kind: its folder, or the suffix of a file in a folder of two letters, which is code."""
+    folder, _, name = key.partition("/")
+    if len(folder) > 2 and name:
+        return folder
+    return name.rpartition(".")[2] if "." in name else "other"
+
+
+def _version_text(name: str) -> str:
+    model, version = name.split("/")[2:4]
+    return f"{model}/{out.short_version(version)}"
+
+
+def _signature(pack: VerifiedPack) -> str:
+    if pack.signed_by:
+        return f"signed by {pack.signed_by}"
+    if pack.head and pack.head.signed_by:
+        return f"says it is signed by {pack.head.signed_by}, which was not checked: cryptography is not installed"
+    return "not signed"
+
+
+def _time(time_s: float) -> str:
+    """A manifest may claim any time."""
+    try:
+        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{time_s:g} s after 1970"
+
+
+def print_verified(store: ObjectStore, packs: Sequence[VerifiedPack], as_json: bool) -> None:
+    """Print the answer of `verify`."""
+    if as_json:
+        out.print_json({"store": store.location, "packs": [_pack_record(pack, False) for pack in packs]})
+        return
+    rows = [
+        (
+            pack.state.value,
+            _version_text(pack.entry.name),
+            out.short(pack.entry.name.rpartition("/")[2]),
+            out.size_text(pack.entry.size_bytes),
+            _signature(pack) if pack.state is PackState.SOUND else f"{pack.reason} ({pack.entry.name})",
+        )
+        for pack in packs
+    ]
+    if rows:
+        out.print_table(("verdict", "version", "pack", "size>", ""), rows)
+        out.print_line()
+    counts = Counter(pack.state.value for pack in packs)
+    size_text = out.size_text(sum(pack.entry.size_bytes for pack in packs))
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "nothing to verify"
+    out.print_line(f"{out.count_text(len(packs), 'pack')}, {size_text}, in {store.location}: {verdicts}")
+
+
+def print_copied(copied: Copied, target: ObjectStore) -> None:
+    """Print the answer of `pull` and `push`."""
+    for refused in copied.refused:
+        out.print_note(f"not copied: {refused.name}: {refused.reason}")
+    what = f"{out.count_text(copied.packs, 'pack')}, {out.size_text(copied.stored_bytes)}"
+    there = f"; {out.count_text(copied.present_packs, 'pack')} there already" if copied.present_packs else ""
+    out.print_line(f"copied {what}, to {target.location}{there}")
+
+
+def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned: Pruned | None, as_json: bool) -> None:
+    """Print the answer of `prune`; `pruned` is None in a dry run."""
+    if as_json:
+        removals = [{**version_record(r.version), "reason": r.reason} for r in plan.removals]
+        leftovers = [version.key.prefix for version in plan.leftovers]
+        document = {"store": store.location, "removals": removals, "leftovers": leftovers}
+        sizes = {"freed_bytes": plan.freed_bytes, "kept_bytes": plan.kept_bytes}
+        out.print_json({**document, **sizes, "environments": plan.environments, "applied": _pruned_record(pruned)})
+        return
+    rows = [
+        (
+            removal.version.key.model_name,
+            out.short_version(removal.version.key.model_version),
+            out.short(removal.version.key.environment),
+            str(len(removal.version.packs)),
+            out.size_text(removal.version.size_bytes),
+            out.age_text(removal.version.used_s),
+            removal.reason,
+        )
+        for removal in plan.removals
+    ]
+    if rows:
+        out.print_table(("model", "version", "environment", "packs>", "size>", "last used", "why"), rows)
+        out.print_line()
+    for version in plan.leftovers:
+        out.print_line(f"left over, without packs: {version.key.prefix}")
+    for digest in plan.environments:
+        out.print_line(f"an environment without versions: {digest}")
+    if pruned is None:
+        _print_dry_run(store, plan)
+    else:
+        for key in pruned.skipped:
+            out.print_note(f"kept, because it was used or published meanwhile: {key.prefix}")
+        what = f"{out.count_text(pruned.versions, 'version')}, {out.count_text(pruned.packs, 'pack')}"
+        out.print_line(f"removed {what}, {out.size_text(pruned.freed_bytes)}, from {store.location}")
+    if policy.most_bytes is not None and plan.kept_bytes > policy.most_bytes:
+        out.print_note(f"warning: what is in use has {out.size_text(plan.kept_bytes)}, more than --max-bytes")
+
+
+def _print_dry_run(store: ObjectStore, plan: PrunePlan) -> None:
+    if plan.is_empty:
+        out.print_line(f"nothing to remove from {store.location}: {out.size_text(plan.kept_bytes)} stay")
+        return
+    what = f"{out.count_text(len(plan.removals), 'version')}, {out.size_text(plan.freed_bytes)}"
+    out.print_line(f"would remove {what}, from {store.location}, and keep {out.size_text(plan.kept_bytes)}")
+    out.print_line("This was a dry run: nothing was removed. Add --apply to do it.")
+
+
+def _pruned_record(pruned: Pruned | None) -> dict[str, Any] | None:
+    return None if pruned is None else {**asdict(pruned), "skipped": [key.prefix for key in pruned.skipped]}
+
+
+def print_keys(private: str, public: str) -> None:
+    """Print the answer of `keygen`: lines of a file of variables."""
+    out.print_line("# Signs what this boot publishes. A secret: for nobody who should not publish.")
+    out.print_line(f"COMPILE_CACHE_SIGNING_KEY={private}")
+    out.print_line("# Only packs signed with one of these, separated by commas, are used.")
+    out.print_line(f"COMPILE_CACHE_TRUSTED_KEYS={public}")

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from compile_cache.versions.refused import RefusedPack
+
 
 @dataclass(slots=True)
 class RegionReport:
@@ -70,15 +72,6 @@ class CompileCounts:
     def misses(self) -> int:
         """Lookups that were not, bypasses included: something was compiled for each."""
         return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedPack:
-    """A pack that counts as absent, and why. `is_final` is False where it only could not be read."""
-
-    name: str
-    reason: str
-    is_final: bool = True
 
 
 @dataclass(slots=True)

@@ -14,14 +14,14 @@ from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.lifecycle.report import RestoreReport
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import Signer, TrustedKeys
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores, open_stores
-from compile_cache.versions.cache import CompileCache, Fetched
-from compile_cache.versions.catalog import MOST_PREDECESSORS, explain_miss, predecessors
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.catalog import explain_miss, predecessors
 from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.fetch import Fetched
 from compile_cache.versions.lease import Lease
+from compile_cache.versions.rules import Rules
 
 log = logging.getLogger("compile_cache")
 
@@ -87,10 +87,7 @@ class Restore:
 
     def _cache(self, stores: Stores, environment: Environment) -> CompileCache:
         key = key_for(self._settings, environment, self._model, self._version)
-        limits = Limits(size_bytes=self._settings.max_restore_bytes)
-        signer = Signer(self._settings.signing_key) if self._settings.signing_key else None
-        trusted = TrustedKeys(self._settings.trusted_keys)
-        return CompileCache(stores, key, environment, self._directory, limits, trusted, signer)
+        return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
         """What this key has; else what another boot is compiling for it; else another version's; else say why not."""
@@ -132,7 +129,7 @@ class Restore:
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
         """What the newest other version of the model has for this environment."""
         refused, seconds = own.refused, own.seconds
-        for key in predecessors(cache.stores.reading, cache.key)[:MOST_PREDECESSORS]:
+        for key in predecessors(cache.stores.reading, cache.key):
             fetched = cache.for_version(key).fetch(self._abandoned)
             refused, seconds = refused + fetched.refused, seconds + fetched.seconds
             if fetched.files:

@@ -7,9 +7,9 @@ Layout (all of it is one valid zstd stream; the first and third part are frames 
     signature   a skippable frame, empty in an unsigned pack
     frames      independent zstd frames of at most 1 MiB, unpacked, in the manifest's order
 
-One range read gets the head (header, manifest, signature), and with it all that can be decided about a pack; any file
-can then be read, and verified, without the others. The name covers the manifest, the manifest each file's digest. See
-RFC 8878, sections 3.1.1 and 3.1.2, for both kinds of frame.
+One range read gets the head: header, manifest and signature. The head alone decides whether a pack may be used. Any
+file can then be read and verified without the others, because the manifest has its digest. RFC 8878, sections 3.1.1 and
+3.1.2, describes both kinds of frame.
 """
 
 from __future__ import annotations
@@ -18,39 +18,28 @@ import contextlib
 import hashlib
 import os
 import re
-import struct
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import zstandard
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, digest_of, parse_manifest
-from compile_cache.pack.signing import Signer, TrustedKeys
+from compile_cache.pack.head import LEVEL, SUFFIX, Head, make_head
+from compile_cache.pack.manifest import FRAME_BYTES, Frame, Manifest, PackFile, digest_of
+from compile_cache.pack.signing import Signer
 
-PACK_VERSION = 1
-SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 
-_SKIPPABLE = struct.Struct("<II")  # magic number, length
-_HEADER_MAGIC = 0x184D2A50
-_SIGNATURE_MAGIC = 0x184D2A51
-_HEADER = struct.Struct("<8sIIII")  # identity, pack version, manifest frame bytes, manifest bytes, signature bytes
-_IDENTITY = b"compcach"
-HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
-
-_LEVEL = 3
 _CHUNK_BYTES = 1 << 20
-_SIGNATURE_BYTES = 4096
 
 
 class Readable(Protocol):
-    """Something that gives bytes one after the other."""
+    """A stream of bytes."""
 
     def read(self, size_bytes: int, /) -> bytes:
         """The next `size_bytes`; fewer at the end."""
@@ -58,7 +47,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file to be packed: where it is, and its path and logical key inside the cache directory."""
+    """A file to be packed: the local file, and its path and logical key inside the cache directory."""
 
     local: Path
     path: str
@@ -81,22 +70,9 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """A pack's manifest, verified, the offset of its first frame, and the public key that signed it, if one did."""
-
-    manifest: Manifest
-    start: int
-    signed_by: str | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        """The length of the whole pack."""
-        return self.start + self.manifest.frames_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """Frames that hold whole files: what can be read and verified by itself. `start` is its offset in the pack."""
+    """Frames that hold whole files, and can be read and verified without the others. `start` is the first one's offset
+    in the pack."""
 
     start: int
     frames: tuple[Frame, ...]
@@ -111,9 +87,9 @@ class Run:
 def write_pack(
     folder: Path, key: CacheKey, sources: Sequence[Source], creator: str, signer: Signer | None = None
 ) -> Pack:
-    """Pack `sources` into a new file in `folder`, under its name. Peak memory is a few frames.
+    """Pack `sources` into a new file in `folder`, under the pack's name. Peak memory is a few frames.
 
-    A file that has vanished meanwhile is left out.
+    A source that no longer exists is left out.
 
     Raises:
         OSError: a source cannot be read, or `folder` cannot be written.
@@ -126,7 +102,7 @@ def write_pack(
         descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_head(text, signer.sign(text) if signer else b""))
+                file.write(make_head(text, signer.sign(text) if signer else b""))
                 body.seek(0)
                 while chunk := body.read(_CHUNK_BYTES):
                     file.write(chunk)
@@ -137,16 +113,9 @@ def write_pack(
     return Pack(local, local.stat().st_size, manifest)
 
 
-def _head(manifest: bytes, signature: bytes) -> bytes:
-    stored = zstandard.ZstdCompressor(level=_LEVEL).compress(manifest)
-    header = _HEADER.pack(_IDENTITY, PACK_VERSION, len(stored), len(manifest), len(signature))
-    skipped = _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
-    return _SKIPPABLE.pack(_HEADER_MAGIC, len(header)) + header + stored + skipped
-
-
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
     """Small files share a frame and do not cross its end; a file larger than a frame has several of its own."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
     files: list[PackFile] = []
     frames: list[Frame] = []
     content = bytearray()
@@ -174,51 +143,6 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
     return files, frames
 
 
-def head_bytes(beginning: bytes, limits: Limits) -> int:
-    """How many bytes of a pack its head takes, from its first `HEADER_BYTES`.
-
-    Raises:
-        PackError: it is not a pack of this format, or it claims more than `limits` allow.
-    """
-    header = _parse_header(beginning)
-    magic, length, identity, version, stored_bytes, manifest_bytes, signature_bytes = header
-    if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
-        raise PackError("it does not begin as a pack does")
-    if version != PACK_VERSION:
-        raise PackError(f"it has pack format {version}, and this version of compile_cache reads {PACK_VERSION}")
-    if max(stored_bytes, manifest_bytes) > limits.manifest_bytes or signature_bytes > _SIGNATURE_BYTES:
-        raise PackError(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed, or its signature")
-    return HEADER_BYTES + int(stored_bytes) + _SKIPPABLE.size + int(signature_bytes)
-
-
-def _parse_header(beginning: bytes) -> tuple[Any, ...]:
-    if len(beginning) < HEADER_BYTES:
-        raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
-    return _SKIPPABLE.unpack_from(beginning) + _HEADER.unpack_from(beginning, _SKIPPABLE.size)
-
-
-def read_head(beginning: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Read and verify the head of the pack that is stored as `name`, from its first `head_bytes` or more.
-
-    Checked are: format, limits, name, signature, and all that the manifest says, every path included.
-
-    Raises:
-        PackError: says what is wrong. Nothing of the pack may be used.
-    """
-    start = head_bytes(beginning, limits)
-    if len(beginning) < start:
-        raise PackError(f"it ends after {len(beginning)} bytes, inside its manifest")
-    *_, stored_bytes, manifest_bytes, signature_bytes = _parse_header(beginning)
-    text = _decompress(beginning[HEADER_BYTES : HEADER_BYTES + stored_bytes], manifest_bytes, "manifest")
-    if digest_of(text) + SUFFIX != name:
-        raise PackError("its manifest is not the one that its name stands for")
-    signature_start = start - signature_bytes
-    if _SKIPPABLE.unpack_from(beginning, signature_start - _SKIPPABLE.size) != (_SIGNATURE_MAGIC, signature_bytes):
-        raise PackError("its signature is not where it should be")
-    signed_by = trusted.verify(text, beginning[signature_start:start])
-    return Head(parse_manifest(text, limits), start, signed_by)
-
-
 def runs(head: Head) -> Iterator[Run]:
     """The pack cut where a frame and a file end together, which is after every frame but those of large files."""
     files = iter(head.manifest.files)
@@ -244,13 +168,13 @@ def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
     """Decompress and verify a run from `stored`, which stands at its start, and write its files below `folder`; without
     a folder, only verify. Peak memory is a few frames, whatever the pack claims.
 
-    On failure what was written stays in `folder`, which is not the cache directory, and which the caller throws away.
+    After a failure, `folder` holds files that the caller throws away: it is not the cache directory.
 
     Raises:
-        PackError: a frame or a file is not what the manifest says.
+        PackError: a frame or a file differs from the manifest.
         OSError: the disk.
     """
-    contents = (_decompress(stored.read(f.stored_bytes), f.size_bytes, "frame") for f in run.frames)
+    contents = (_decompress(stored.read(f.stored_bytes), f.size_bytes) for f in run.frames)
     rest = memoryview(b"")
     for file in run.files:
         digest, left_bytes = hashlib.sha256(), file.size_bytes
@@ -272,23 +196,23 @@ def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager
     local = f"{folder}/{path}"
     try:
         return open(local, "wb")
-    except FileNotFoundError:  # asked for once a folder: asking for each of many small files doubles what they cost
+    except FileNotFoundError:  # made once a folder: a look at it for each of many small files doubles their cost
         os.makedirs(os.path.dirname(local), exist_ok=True)
         return open(local, "wb")
 
 
-def _decompress(stored: bytes, size_bytes: int, what: str) -> bytes:
-    """Exactly `size_bytes` out of one zstd frame; a frame that claims another size is not unpacked at all."""
+def _decompress(stored: bytes, size_bytes: int) -> bytes:
+    """The `size_bytes` of one zstd frame. A frame that claims another size is not unpacked at all."""
     try:
         if zstandard.frame_content_size(stored) != size_bytes:
-            raise PackError(f"its {what} is not {size_bytes} bytes long, as stated")
+            raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
         data = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise PackError(f"its {what} is damaged: {error}") from error
+        raise PackError(f"its frame is damaged: {error}") from error
     except MemoryError as error:
-        raise PackError(f"its {what} of {size_bytes} bytes does not fit into memory") from error
+        raise PackError(f"its frame of {size_bytes} bytes does not fit into memory") from error
     if len(data) != size_bytes:
-        raise PackError(f"its {what} is not {size_bytes} bytes long, as stated")
+        raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
     return data
 
 

@@ -1,20 +1,22 @@
-"""The manifest: what a pack holds, for whom, made by whom and when. Read first, and checked."""
+"""The manifest of a pack: its files, its key, its creator and its time. It is read first, and checked."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from compile_cache.errors import PackError
+from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
 from compile_cache.key.cache_key import CacheKey
+
+_T = TypeVar("_T")
 
 FRAME_BYTES = 1 << 20
 
-# A frame that says more is padded. zstd.h: ZSTD_COMPRESSBOUND of 1 MiB.
+# A frame that claims more is padded. zstd.h: ZSTD_COMPRESSBOUND of 1 MiB.
 _STORED_FRAME_BYTES = FRAME_BYTES + FRAME_BYTES // 256
 
 _PATH_BYTES = 1024
@@ -25,15 +27,16 @@ _CREATOR_BYTES = 200
 _REASON_CHARACTERS = 200
 _LATEST_S = 253_402_300_800  # the year 10000: datetime knows no later time
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# JSON values that a file or a frame may take in a manifest that says no more than it should: six and three, with room
-# for commas in paths.
-_VALUES_EACH = 16
+_SPACE = re.compile(r"[ \t\n\r]*")
+# No honest file's line is longer: JSON writes a byte of a path or key in at most three characters.
+_LINE_CHARACTERS = 16 << 10
+_WINDOW_BYTES = 4 * _LINE_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """One artifact: its path in the cache directory and its logical key. `replaces` is the SHA-256 of the content that
-    this one supersedes, for a file that was changed in place."""
+    """One artifact: its path in the cache directory and its logical key. For a file that was changed in place,
+    `replaces` is the SHA-256 of its previous content."""
 
     path: str
     key: str
@@ -52,7 +55,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pack may claim before any of it is unpacked; what all packs of a key may hold together."""
+    """The most that one pack may claim, and the most that all packs of a key may hold together."""
 
     size_bytes: int = 4 << 30
     files: int = 100_000
@@ -61,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files lie one after the other in the frames' contents, in this order."""
+    """The content of a pack. The frames hold the files one after the other, in this order."""
 
     key: CacheKey
     files: tuple[PackFile, ...]
@@ -80,68 +83,153 @@ class Manifest:
         return sum(frame.stored_bytes for frame in self.frames)
 
     def to_json(self) -> bytes:
-        """The exact bytes that are stored, that name the pack, and that a signature is over."""
+        """The exact bytes that are stored and signed; their digest names the pack. They are ASCII."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
-def digest_of(manifest: bytes) -> str:
-    """What a pack is named by. The manifest names the digest of every file, so this covers all of the content."""
+def digest_of(manifest: bytes | bytearray) -> str:
+    """The name of a pack. The manifest has every file's digest, so this one covers the whole content."""
     return hashlib.sha256(manifest).hexdigest()
 
 
-def parse_manifest(text: bytes, limits: Limits) -> Manifest:
-    """Read and check all that a manifest says.
+def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
+    """Read and check everything that a manifest says. Each file is checked as it is read, so memory holds the text, the
+    checked files and one line more, whatever the text says.
 
     Raises:
+        ManifestTooLarge: it names more files or frames than `limits` allow.
+        PackForbidden: its files have more bytes than `limits` allow.
         PackError: names the first thing that is wrong, in a short line without control characters.
     """
-    values = text.count(b",") + text.count(b"[") + text.count(b"{")
-    if values > _VALUES_EACH * (limits.files + limits.size_bytes // FRAME_BYTES + 2):
-        raise PackError(f"its manifest holds more than {limits.files} files need")
     try:
-        record = json.loads(text)
-        manifest = Manifest(
-            key=CacheKey(**record["key"]),
-            files=tuple(PackFile(**file) for file in record["files"]),
-            frames=tuple(Frame(**frame) for frame in record["frames"]),
-            creator=record["creator"],
-            created_s=float(record["created_s"]),
-        )
+        manifest = _read_manifest(_Text(text), limits)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PackError(f"its manifest cannot be read: {_shown(str(error))}") from error
     _check(manifest, limits)
     return manifest
 
 
-def _check(manifest: Manifest, limits: Limits) -> None:
-    if len(manifest.files) > limits.files:
-        raise PackError(f"it names {len(manifest.files)} files, and {limits.files} are allowed")
-    for file in manifest.files:
-        _check_file(file)
-    for frame in manifest.frames:
-        if not (_is_size(frame.size_bytes) and 0 < frame.size_bytes <= FRAME_BYTES):
-            raise PackError(f"one of its frames does not hold between 1 and {FRAME_BYTES} bytes")
-        if not (_is_size(frame.stored_bytes) and 0 < frame.stored_bytes <= _STORED_FRAME_BYTES):
-            raise PackError(f"one of its frames is not stored in between 1 and {_STORED_FRAME_BYTES} bytes")
-    if manifest.size_bytes > limits.size_bytes:
-        raise PackError(f"it unpacks to {manifest.size_bytes} bytes, and {limits.size_bytes} are allowed")
-    if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
-        raise PackError("its files do not fill its frames")
-    if not (_is_text(manifest.creator, _CREATOR_BYTES) and 0 <= manifest.created_s < _LATEST_S):
-        raise PackError("its creator or time is not one")
-    key = manifest.key
-    if not all(_is_text(part, _NAME_BYTES) for part in (key.environment, key.model_name, key.model_version)):
-        raise PackError("its key is not one")
-    check_paths([file.path for file in manifest.files])
+def _read_manifest(text: _Text, limits: Limits) -> Manifest:
+    most_frames = limits.files + limits.size_bytes // FRAME_BYTES
+    values: dict[str, Any] = {}
+    text.expect("{")
+    while True:
+        name = text.value()
+        text.expect(":")
+        if name in values:
+            raise ValueError(f"{name} is there twice")
+        if name == "files":
+            values[name] = tuple(text.records(_read_file, "files", limits.files))
+        elif name == "frames":
+            values[name] = tuple(text.records(_read_frame, "frames", most_frames))
+        else:
+            value = text.value()
+            if name in ("key", "creator", "created_s"):
+                values[name] = value
+        if not text.take(","):
+            break
+    text.expect("}")
+    text.expect_end()
+    return Manifest(
+        key=CacheKey(**values["key"]),
+        files=values["files"],
+        frames=values["frames"],
+        creator=values["creator"],
+        created_s=float(values["created_s"]),
+    )
 
 
-def _check_file(file: PackFile) -> None:
+class _Text:
+    """JSON, read value by value through a window of it. A value longer than the window is an error."""
+
+    def __init__(self, text: bytes | bytearray) -> None:
+        if not text.isascii():
+            raise ValueError("it is not ASCII")
+        self._text = text
+        self._read = json.JSONDecoder().raw_decode
+        self._window = ""
+        self._at = 0  # in the window
+        self._window_start = 0  # in the text
+
+    def take(self, literal: str) -> bool:
+        """Whether `literal` comes next; if so, go past it."""
+        self._move()
+        if not self._window.startswith(literal, self._at):
+            return False
+        self._at += len(literal)
+        return True
+
+    def expect(self, literal: str) -> None:
+        """Go past `literal`. Raises ValueError if something else comes next."""
+        if not self.take(literal):
+            raise ValueError(f"no {literal} at byte {self._window_start + self._at}")
+
+    def expect_end(self) -> None:
+        """Raises ValueError if anything but white space follows."""
+        self._move()
+        if self._at < len(self._window):
+            raise ValueError(f"more than one record, from byte {self._window_start + self._at} on")
+
+    def value(self) -> Any:
+        """The next value. Raises ValueError if it is no JSON, or too long."""
+        self._move()
+        value, self._at = self._read(self._window, self._at)
+        return value
+
+    def records(self, make: Callable[[dict[str, Any]], _T], what: str, most: int) -> Iterator[_T]:
+        """The elements of the list that comes next, each made into something by `make`, and at most `most`."""
+        self.expect("[")
+        if self.take("]"):
+            return
+        for _ in range(most):
+            yield make(self.value())
+            if not self.take(","):
+                self.expect("]")
+                return
+        raise ManifestTooLarge(f"it names more than the {most} {what} allowed")
+
+    def _move(self) -> None:
+        """Go past white space, with at least a whole line left in the window, if the text has it."""
+        if len(self._window) - self._at < _LINE_CHARACTERS:
+            self._window_start += self._at
+            self._at = 0
+            self._window = self._text[self._window_start : self._window_start + _WINDOW_BYTES].decode()
+        self._at = _SPACE.match(self._window, self._at).end()  # type: ignore[union-attr]  # it matches nothing too
+
+
+def _read_file(record: dict[str, Any]) -> PackFile:
+    file = PackFile(**record)
     if not (_is_text(file.key, _KEY_BYTES) and isinstance(file.path, str) and _is_digest(file.sha256)):
         raise PackError("its manifest names a file by something that is no path, key or digest")
     if not _is_size(file.size_bytes):
         raise PackError(f"its file {_shown(file.path)} has a size that is not a count of bytes")
     if file.replaces is not None and not _is_digest(file.replaces):
         raise PackError(f"its file {_shown(file.path)} replaces something that is no digest")
+    if file.key == file.path:  # as for most files: the text is kept once
+        return PackFile(file.path, file.path, file.size_bytes, file.sha256, file.replaces)
+    return file
+
+
+def _read_frame(record: dict[str, Any]) -> Frame:
+    frame = Frame(**record)
+    if not (_is_size(frame.size_bytes) and 0 < frame.size_bytes <= FRAME_BYTES):
+        raise PackError(f"one of its frames does not hold between 1 and {FRAME_BYTES} bytes")
+    if not (_is_size(frame.stored_bytes) and 0 < frame.stored_bytes <= _STORED_FRAME_BYTES):
+        raise PackError(f"one of its frames is not stored in between 1 and {_STORED_FRAME_BYTES} bytes")
+    return frame
+
+
+def _check(manifest: Manifest, limits: Limits) -> None:
+    if manifest.size_bytes > limits.size_bytes:
+        raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes, and {limits.size_bytes} are allowed")
+    if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
+        raise PackError("its files do not fill its frames")
+    if not (_is_text(manifest.creator, _CREATOR_BYTES) and 0 <= manifest.created_s < _LATEST_S):
+        raise PackError("its creator is not a line of text, or its time is not one")
+    key = manifest.key
+    if not all(_is_text(part, _NAME_BYTES) for part in (key.environment, key.model_name, key.model_version)):
+        raise PackError("its key is not of short lines of text")
+    check_paths([file.path for file in manifest.files])
 
 
 def _is_size(value: Any) -> bool:
@@ -158,7 +246,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def _shown(text: str) -> str:
-    """What somebody else wrote, as a part of a message: a reason ends in logs and reports."""
+    """Somebody else's text as a part of a message: a reason ends in logs and reports."""
     return f"{text[:_REASON_CHARACTERS]!r:.{_REASON_CHARACTERS}}"
 
 
@@ -184,7 +272,7 @@ def _is_plain(path: str) -> bool:
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
         return False
-    # Only now: what is not printable may have no bytes.
+    # Only now: text that is not printable may have no bytes.
     lengths = [len(part.encode()) for part in parts]
     return len(parts) <= _PATH_PARTS and max(lengths) <= _NAME_BYTES and sum(lengths) + len(parts) - 1 <= _PATH_BYTES
 

@@ -12,7 +12,7 @@ import binascii
 from collections.abc import Iterable
 from types import ModuleType
 
-from compile_cache.errors import PackError, SettingsError
+from compile_cache.errors import PackForbidden, SettingsError
 
 PRIVATE_PREFIX = "private-ed25519:"
 PUBLIC_PREFIX = "public-ed25519:"
@@ -63,35 +63,44 @@ class TrustedKeys:
         """The keys as text, sorted."""
         return tuple(sorted(_text(PUBLIC_PREFIX, key) for key in self._keys))
 
-    def verify(self, manifest: bytes, signature: bytes) -> str | None:
-        """The public key that signed `manifest`; None if nobody did, and nobody needs to.
-
-        Where no keys are trusted, the key is the one that the signature names, which was not verified: everything is
-        used then, and `cryptography` may not be installed.
+    def check_signer(self, signature: bytes) -> str | None:
+        """The public key that `signature` names; None for an unsigned pack that may be used. Nothing is verified yet.
 
         Raises:
-            PackError: it is not signed by a trusted key, or the signature does not fit.
+            PackForbidden: it names no trusted key, or is no signature.
+        """
+        if not signature:
+            if self._keys:
+                raise PackForbidden("it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set")
+            return None
+        if len(signature) != _KEY_BYTES + _SIGNATURE_BYTES:
+            raise PackForbidden(f"its signature has {len(signature)} bytes, not {_KEY_BYTES + _SIGNATURE_BYTES}")
+        public = signature[:_KEY_BYTES]
+        if self._keys and public not in self._keys:
+            raise PackForbidden(f"it is signed by {_text(PUBLIC_PREFIX, public)}, which is not trusted")
+        return _text(PUBLIC_PREFIX, public)
+
+    def verify(self, manifest: bytes | bytearray, signature: bytes) -> str | None:
+        """The public key that signed `manifest`; None for an unsigned pack that may be used.
+
+        Where no keys are trusted, the key is the one that the signature names, and is not verified: every pack is used
+        then, and `cryptography` may not be installed.
+
+        Raises:
+            PackForbidden: it is not signed by a trusted key, or the signature does not fit.
             SettingsError: `cryptography` is not installed.
         """
-        if not signature and not self._keys:
-            return None
-        if not signature:
-            raise PackError("it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set")
-        if len(signature) != _KEY_BYTES + _SIGNATURE_BYTES:
-            raise PackError(f"its signature has {len(signature)} bytes, not {_KEY_BYTES + _SIGNATURE_BYTES}")
-        public, signed = signature[:_KEY_BYTES], signature[_KEY_BYTES:]
-        if self._keys and public not in self._keys:
-            raise PackError(f"it is signed by {_text(PUBLIC_PREFIX, public)}, which is not trusted")
-        if not self._keys:
-            return _text(PUBLIC_PREFIX, public)
+        named = self.check_signer(signature)
+        if named is None or not self._keys:
+            return named
         ed25519 = _ed25519()
         from cryptography.exceptions import InvalidSignature
 
         try:
-            ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signed, manifest)
+            ed25519.Ed25519PublicKey.from_public_bytes(signature[:_KEY_BYTES]).verify(signature[_KEY_BYTES:], manifest)
         except InvalidSignature as error:
-            raise PackError(f"its signature by {_text(PUBLIC_PREFIX, public)} does not fit its manifest") from error
-        return _text(PUBLIC_PREFIX, public)
+            raise PackForbidden(f"its signature by {named} does not fit its manifest") from error
+        return named
 
 
 def generate_keys() -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""What is in a store: environments, model names, versions, their packs and when they were last used.
+"""The catalog of a store: environments, model names, versions, their packs and when they were last used.
 
-Everything here is read from names, sizes and times of a listing; no pack is opened, and nothing said here is trusted.
+It is read from the names, sizes and times of a listing. No pack is opened, and nothing in the catalog is trusted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compile_cache.store.base import ObjectStore, StoredObject
 
 ROOT = f"v{FORMAT_VERSION}/"
 
-# Only what `key.object_name` makes: a name is printed and logged, and anybody who may write may choose one.
+# Only names that `object_name` makes: names are printed and logged, and anybody who may write to a store chooses some.
 _PART = r"(?![.-])[A-Za-z0-9._-]{1,128}"
 _NAME = re.compile(
     rf"{ROOT}(?P<environment>{_PART})/(?:(?P<model>{_PART})/(?P<version>{_PART})/)?(?P<object>[A-Za-z0-9._-]+)"
@@ -28,8 +28,7 @@ USED_NAME = re.compile(r"used-\d{4}-\d{2}-\d{2}")
 LEASE_NAME = re.compile(r"[a-z]+\.lease")
 RECORD = "environment.json"
 MOST_RECORD_BYTES = 64 << 10
-# The newest versions of the model that are tried, in turn, where a version has nothing of its own.
-MOST_PREDECESSORS = 3
+_MOST_PREDECESSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """A store's content. `records` are the environments' own objects by digest; `strangers` have no name of ours."""
+    """A store's content. `records` are the environments' own objects by digest; `strangers` have other names than this
+    library gives."""
 
     versions: tuple[Version, ...] = ()
     records: dict[str, StoredObject] = field(default_factory=dict)
@@ -103,19 +103,29 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
     return Catalog(versions, records, tuple(strangers))
 
 
-def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
-    """Other versions of the same model in the same environment, the one with the newest pack first.
+def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
+    """The versions of the key's model that have packs for its environment, the one with the newest pack first.
 
     Raises:
         StoreError: the store cannot be listed.
     """
     found = read_catalog(store, f"{key.environment_prefix}{key.model_name}/").versions
-    others = [version for version in found if version.packs and version.key != key]
-    return [version.key for version in sorted(others, key=lambda version: -version.published_s)]
+    return sorted((version for version in found if version.packs), key=lambda version: -version.published_s)
+
+
+def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
+    """The other versions that a boot tries, in turn, if its own has nothing: the newest ones.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    return [version.key for version in stored_versions(store, key) if version.key != key][:_MOST_PREDECESSORS]
 
 
 def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:
-    """Why nothing was found, in a line: how the environment in which this model was last published differs.
+    """Why nothing was found, in a line: mostly how the environment of the newest stored version differs from this one.
+
+    Lists the whole store: one request per 1,000 objects.
 
     Raises:
         StoreError: the store cannot be listed or read.
@@ -138,7 +148,7 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
 
 
 def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:
-    """The record of an environment, if there is one that can be read. It informs, and is never trusted.
+    """The record of an environment; None if there is none that can be read. It informs, and is never trusted.
 
     Raises:
         StoreError: the store does not answer.
@@ -157,12 +167,12 @@ def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environmen
 
 
 def names_record(digest: str, content: bytes) -> bool:
-    """Whether `content` is the record that an environment's digest stands for."""
+    """Whether `digest` is the one of this record of an environment."""
     return hashlib.sha256(content).hexdigest()[:32] == digest
 
 
 def _is_plain(value: Any) -> bool:
-    """What may be printed: a number, or text without anything that a terminal would obey."""
+    """Whether it may be printed: a number, or text without escape codes or line ends."""
     if isinstance(value, tuple | list):
         return all(isinstance(part, str) and part.isprintable() for part in value)
     return type(value) is int or (isinstance(value, str) and value.isprintable())

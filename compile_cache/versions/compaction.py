@@ -1,4 +1,4 @@
-"""Compaction: many packs of a key become one. Nothing is deleted before what replaces it was read back and verified."""
+"""Compaction: many packs of a key become one. Packs are deleted only after the merged one was read back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.errors import PackError
-from compile_cache.pack.format import Head, Source, runs, unpack_run, write_pack
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.reading import ObjectReader, in_daemon_threads
-from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.base import ObjectStore
-from compile_cache.versions.cache import HEAD_READ_BYTES, CompileCache, fetch_head
+from compile_cache.errors import PackError, StoreUnavailable
+from compile_cache.pack.format import Source, write_pack
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.fetch import Fetched
+from compile_cache.versions.verify import verify_pack
 
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What one compaction did: how many packs it deleted, and the length of the one that it stored, if it had to."""
+    """How many packs one compaction deleted, and the length of the one that it stored, if it had to."""
 
     packs: int = 0
     stored_bytes: int = 0
@@ -33,30 +31,29 @@ def compact(
 ) -> Compacted:
     """Merge all packs of `cache`, which reads and writes one store and no other, into one, which is made in `folder`.
 
-    Any number of compactions at once are safe, and so is one that is killed at any moment: each deletes only packs that
-    it read before it put one with all of their verified contents. So of whatever was published, the copy put last is
-    there, because whoever deletes a copy has put a later one. Stops, without deleting, when `stopped` is set or not
-    `is_wanted`.
+    Several compactions may run at once, and each may be killed at any moment. A compaction deletes only packs that it
+    read before it put one with all of their verified contents. So the copy of a file that was put last is always there:
+    whoever deletes a copy has put a later one. Stops, without deleting, when `stopped` is set or not `is_wanted`.
 
     Raises:
-        StoreError: the store did not do what was asked. Nothing is lost.
-        PackError: what was written does not verify, and nothing was deleted.
+        StoreError: the store failed. Nothing is lost.
+        PackError: the merged pack does not verify; nothing was deleted.
         OSError: `folder` cannot be written.
     """
     store = cache.writing
-    fetched = cache.fetch_mergeable(stopped)
-    # Packs that have nothing of their own too: another compaction may be deleting those that have the same.
+    fetched = _fetch_mergeable(cache, stopped)
+    # Superfluous packs too: another compaction may be deleting the packs that have the same.
     merged = (*fetched.superfluous, *fetched.packs)
     if len(merged) < 2 or not is_wanted():
         return Compacted()
-    sources = [Source(staged, path, file.key) for path, (staged, file) in fetched.files.items()]
-    pack = write_pack(folder, cache.key, sources, creator, cache.signer)
+    sources = [Source(Path(staged.local), path, staged.file.key) for path, staged in fetched.files.items()]
+    pack = write_pack(folder, cache.key, sources, creator, cache.rules.signer)
     if len(pack.manifest.files) < len(sources):
         raise PackError(f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} meanwhile")
     name = cache.key.prefix + pack.name
     store.put(name, pack.local)
     try:
-        verify_pack(store, name, pack.stored_bytes, cache.limits, cache.trusted)
+        verify_pack(store, name, pack.stored_bytes, cache.rules)
     except PackError:
         store.delete(name)
         raise
@@ -69,16 +66,21 @@ def compact(
     return Compacted(deleted, pack.stored_bytes)
 
 
-def verify_pack(store: ObjectStore, name: str, size_bytes: int, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Read a whole pack from `store` and verify everything in it; nothing is kept.
+def _fetch_mergeable(cache: CompileCache, stopped: threading.Event | None) -> Fetched:
+    """Fetch the packs that may be merged: those signed by the cache's own signer, or, without a signer, the unsigned
+    ones. A pack with files that replace another pack's is left alone: without that pack, the files mean nothing.
 
     Raises:
-        PackError: says what is wrong.
-        StoreError: it cannot be read.
+        StoreError, OSError: as `CompileCache.fetch`; or some pack cannot be read just now.
     """
-    head, _ = fetch_head(store, name, size_bytes, HEAD_READ_BYTES, limits, trusted)
-    in_daemon_threads(
-        lambda run: unpack_run(ObjectReader(store, name, run.start, run.start + run.stored_bytes), run, None),
-        runs(head),
-    )
-    return head
+    cache.refresh(stopped)
+    own = cache.rules.signer.public_key if cache.rules.signer else None
+    left_alone = {
+        name
+        for name, pack in cache.packs.known.items()
+        if pack.head.signed_by != own or any(file.replaces for file in pack.head.manifest.files)
+    }
+    fetched = cache.fetch(stopped, left_alone)
+    if not cache.is_fully_known:
+        raise StoreUnavailable(f"some packs of {cache.key.prefix} cannot be read: they are merged another time")
+    return fetched

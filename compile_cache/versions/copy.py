@@ -1,4 +1,4 @@
-"""Copying packs between stores: into a folder that is baked into an image or served, and out of one."""
+"""Copying packs between stores: into a folder that is baked into an image or served by a web server, and back."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, StoreError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.lifecycle.report import RefusedPack
-from compile_cache.pack.manifest import Limits
 from compile_cache.pack.reading import READ_BYTES, in_daemon_threads
-from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
-from compile_cache.versions.inspection import Progress, Verdict, inspect_pack
+from compile_cache.versions.refused import RefusedPack
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import PackState, Progress, verify_heads, verify_whole
 
 _MOST_LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy did. `present_packs` were there already; `refused` ones were not copied, and why."""
+    """What a copy did. `present_packs` were in the target already; `refused` packs were not copied."""
 
     versions: int = 0
     packs: int = 0
@@ -37,21 +36,20 @@ def copy_versions(
     source: ObjectStore,
     target: ObjectStore,
     is_wanted: Callable[[CacheKey], bool],
-    limits: Limits,
-    trusted: TrustedKeys,
+    rules: Rules,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> Copied:
-    """Copy the packs of each wanted version, and their environments' records, that `target` does not have.
+    """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
-    Each pack is read whole into a temporary folder and verified there before `target` gets it, in one put: whatever
-    interrupts a copy, what was stored is whole and sound, and the next copy goes on from there. Where packs were merged
+    Each pack is read whole into a temporary folder and verified there; then `target` gets it in one put. So an
+    interrupted copy leaves only whole and sound packs, and the next copy goes on from there. Where packs were merged
     meanwhile, the source is listed again. `progress` is called from several threads, one at a time.
 
     Raises:
         StoreError: a store cannot be listed, or `target` cannot be written.
         OSError: the temporary folder cannot be written.
     """
-    copy = _Copy(source, target, limits, trusted, _Counter(progress))
+    copy = _Copy(source, target, rules, _Counter(progress))
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
@@ -64,7 +62,7 @@ def copy_versions(
 
 
 class _Counter:
-    """Adds up what several threads have read, and tells."""
+    """Adds up the bytes that several threads have read, and calls `progress`."""
 
     def __init__(self, progress: Progress) -> None:
         self.done_bytes = 0
@@ -73,7 +71,7 @@ class _Counter:
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> None:
-        """Count what was read."""
+        """Count bytes read."""
         with self._lock:
             self.done_bytes += size_bytes
             self._progress(self.done_bytes, self.total_bytes)
@@ -85,8 +83,7 @@ class _Copy:
 
     source: ObjectStore
     target: ObjectStore
-    limits: Limits
-    trusted: TrustedKeys
+    rules: Rules
     counter: _Counter
     present: set[str] = field(default_factory=set)
     refused: dict[str, RefusedPack] = field(default_factory=dict)
@@ -94,7 +91,7 @@ class _Copy:
     copied: dict[str, int] = field(default_factory=dict)
 
     def packs(self, versions: Sequence[Version]) -> None:
-        """Copy what is missing: oldest first, so that the target lists it in the same order."""
+        """Copy missing packs, oldest first, so that the target lists them in the same order."""
         there = {(entry.name, entry.size_bytes) for entry in self.target.list(ROOT)}
         self.vanished = {}
         packs = [pack for version in versions for pack in version.packs if pack.name not in self.copied]
@@ -107,11 +104,11 @@ class _Copy:
 
     def _copy_pack(self, pack: StoredObject, folder: Path) -> None:
         local = folder / pack.name
-        if pack.size_bytes > READ_BYTES:  # a look at the head, before much is read in vain
-            found = inspect_pack(self.source, pack, self.limits, self.trusted, whole=False)
-            if found.verdict not in (Verdict.SOUND, Verdict.GONE):
-                self.refused[pack.name] = found.refusal
-                return
+        if pack.size_bytes > READ_BYTES:  # look at the head first: the rest may not be worth reading
+            for found in verify_heads(self.source, [pack], self.rules):
+                if found.state is not PackState.SOUND:
+                    self.refused[pack.name] = found.refusal
+                    return
         try:
             self._read(pack, local)
         except ObjectNotFound as error:
@@ -120,15 +117,16 @@ class _Copy:
         except StoreError as error:
             self.refused[pack.name] = RefusedPack(pack.name, str(error), is_final=False)
             return
-        found = inspect_pack(LocalStore(folder), pack, self.limits, self.trusted)
-        if found.verdict is not Verdict.SOUND:
-            self.refused[pack.name] = found.refusal
+        verified = verify_whole(LocalStore(folder), pack, self.rules)
+        assert verified is not None  # it was written just now
+        if verified.state is not PackState.SOUND:
+            self.refused[pack.name] = verified.refusal
             return
         self.target.put(pack.name, local)
         self.copied[pack.name] = pack.size_bytes
 
     def _read(self, pack: StoredObject, local: Path) -> None:
-        """Several requests at a time, each written to its own place in the file."""
+        """Read in several requests at a time; each answer is written to its own place in the file."""
         local.parent.mkdir(parents=True)
         local.touch()
 
@@ -142,7 +140,7 @@ class _Copy:
         in_daemon_threads(read_part, range(0, pack.size_bytes, READ_BYTES))
 
     def records(self, catalog: Catalog, environments: set[str]) -> None:
-        """Copy the environments' records, those whose digest is right."""
+        """Copy the environments' records whose digest is right."""
         there = {(entry.name, entry.size_bytes) for entry in self.target.list(ROOT)}
         for digest in sorted(environments & catalog.records.keys()):
             entry = catalog.records[digest]
@@ -156,4 +154,4 @@ class _Copy:
             if names_record(digest, content):
                 self.target.put(entry.name, content)
             else:
-                self.refused[entry.name] = RefusedPack(entry.name, "it is not the record that its place is named by")
+                self.refused[entry.name] = RefusedPack(entry.name, "its content does not fit its folder's name")

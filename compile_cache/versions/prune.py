@@ -1,6 +1,6 @@
-"""Pruning: which versions a store can do without, and removing them. What is in use is never touched.
+"""Pruning: which versions a store can do without, and removing them. Versions in use are never touched.
 
-A version is the smallest thing that goes: its packs add up, and one of them alone is of little use.
+Versions are removed whole: their packs add up, and one pack alone is of little use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PrunePolicy:
-    """What may go. Each rule that is not None removes on its own: versions not used for `unused_days`; of each model in
-    each environment all but the `keep_versions` used last; those used longest ago, until all packs fit `most_bytes`.
+    """Which versions may go. Each rule that is not None removes on its own: versions not used for `unused_days`; of
+    each model in each environment all but the `keep_versions` used last; the versions used longest ago, until all packs
+    fit `most_bytes`.
 
-    Whatever they say, a version of which anything was written in the last `in_use_days` stays: a pack, the mark of its
-    use, or the lease of a boot that compiles for it.
+    A version of which anything was written in the last `in_use_days` stays in any case: a pack, the mark of its use, or
+    the lease of a boot that compiles for it.
     """
 
     unused_days: float | None = None
@@ -36,16 +37,16 @@ class PrunePolicy:
         """
         for value in (self.unused_days, self.keep_versions, self.most_bytes, self.in_use_days):
             if value is not None and not value >= 0:
-                raise SettingsError(f"{value} is no limit to prune by: give a number from 0 on")
+                raise SettingsError(f"{value} is no limit to prune by: give a number that is not negative")
 
     def is_in_use(self, version: Version, now_s: float) -> bool:
-        """Whether it stays, whatever the rules say."""
+        """Whether `version` stays, whatever the rules say."""
         return now_s - _touched_s(version) <= self.in_use_days * _DAY_S
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A version that would go, and why."""
+    """A version to be removed, and why."""
 
     version: Version
     reason: str
@@ -53,8 +54,8 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What would go: versions with their packs, `leftovers` (marks and leases of versions that have no packs), and the
-    records of `environments` in which nothing would be left. `kept_bytes` are the packs that would stay."""
+    """What would be removed: versions with their packs, `leftovers` (marks and leases of versions that have no packs),
+    and the records of `environments` in which nothing would be left. `kept_bytes` are the packs that would stay."""
 
     removals: tuple[Removal, ...] = ()
     leftovers: tuple[Version, ...] = ()
@@ -63,7 +64,7 @@ class PrunePlan:
 
     @property
     def freed_bytes(self) -> int:
-        """All packs that would go."""
+        """The length of all packs to be removed."""
         return sum(removal.version.size_bytes for removal in self.removals)
 
     @property
@@ -74,7 +75,7 @@ class PrunePlan:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What went. `skipped` versions were used or published since the plan was made."""
+    """What was removed. `skipped` versions were used or published after the plan was made."""
 
     versions: int = 0
     packs: int = 0
@@ -83,7 +84,7 @@ class Pruned:
 
 
 def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
-    """Decide what goes, from a listing of the store that is written alone. Touches nothing."""
+    """Decide what to remove, from the catalog of the written store alone. Changes nothing."""
     versions = [version for version in catalog.versions if version.packs]
     kept = {version.key: version for version in versions}
     removals: list[Removal] = []
@@ -118,9 +119,9 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan
 
 
 def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
-    """Do what `plan` says, but leave each version of which anything was written since the plan was made.
+    """Carry out `plan`, but leave each version of which anything was written after the plan was made.
 
-    Packs go first, so that a version cut off in the middle is what the next plan calls a leftover.
+    Packs are deleted first. If the process ends in between, the rest of a version is a leftover of the next plan.
 
     Raises:
         StoreError: the store cannot be listed, or refuses to delete. The next plan has the rest.
@@ -147,7 +148,7 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
 
 
 def _by_use(versions: Iterable[Version]) -> list[Version]:
-    """The one used last first; of those used at once the one published last."""
+    """The version used last comes first; at equal times, the one published last."""
     return sorted(versions, key=lambda version: (version.used_s, version.published_s), reverse=True)
 
 
@@ -160,12 +161,12 @@ def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]
 
 
 def _touched_s(version: Version) -> float:
-    """When anything of it was written last."""
+    """When any object of it was last written."""
     return max((entry.modified_s for entry in (*version.packs, *version.others)), default=0.0)
 
 
 def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
-    """Marks of use and leases; what else lies in a version's folder is somebody's own."""
+    """Marks of use and leases; any other object in a version's folder is somebody else's."""
     names = [(entry, entry.name.rpartition("/")[2]) for entry in entries]
     return [entry for entry, name in names if USED_NAME.fullmatch(name) or LEASE_NAME.fullmatch(name)]
 
@@ -175,7 +176,7 @@ def _is_leftover(version: Version) -> bool:
 
 
 def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:
-    """The environments whose record would be all that is left, and which nobody has begun to publish to just now."""
+    """The environments of which only the record would be left, unless somebody has just begun to publish there."""
     inhabited = {
         version.key.environment
         for version in catalog.versions

@@ -12,7 +12,8 @@ from hostile_packs import OURS, THEIRS
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import StoredObject
-from compile_cache.versions.refusals import Refusals
+from compile_cache.versions.refused_earlier import RefusedEarlier
+from compile_cache.versions.rules import Rules
 
 ENTRY = StoredObject("v1/environment/model/version/name.pack", 1000, 1_700_000_000.25)
 LIMITS = Limits()
@@ -22,9 +23,9 @@ REASON = "its frame is damaged"
 
 def refusals(
     folder: Path, location: str = "s3://bucket", limits: Limits = LIMITS, trusted: TrustedKeys = NOBODY
-) -> Refusals:
+) -> RefusedEarlier:
     """As a later boot makes it."""
-    return Refusals(folder / "refused", location, limits, trusted)
+    return RefusedEarlier(folder / "refused", location, Rules(limits, trusted))
 
 
 def record_in(folder: Path) -> Path:
@@ -87,7 +88,7 @@ def test_the_same_trusted_keys_in_another_order_are_the_same_rules(tmp_path):
 def test_another_pack_format_judges_anew(tmp_path, monkeypatch):
     """A pack that is too new for this version is not too new for the next one."""
     refusals(tmp_path).remember(ENTRY, REASON)
-    monkeypatch.setattr("compile_cache.versions.refusals.PACK_VERSION", 2)
+    monkeypatch.setattr("compile_cache.versions.refused_earlier.PACK_VERSION", 2)
     assert refusals(tmp_path).reason(ENTRY) is None
 
 

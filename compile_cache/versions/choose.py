@@ -1,4 +1,4 @@
-"""The state of a key is the union of its packs: which pack each file is taken from."""
+"""The packs of a key add up. `choose` decides from which pack each file is taken."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class Choice:
 
 
 def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
-    """Of each path the file that wins, from packs in the order of their listing.
+    """The file that wins for each path. The packs are in the order of their listing.
 
-    For each logical key the first pack wins that has a path for it, then, step by step, the first that replaces what
-    has won: a store's clock is too coarse to list every successor after what it replaces. A path that the paths chosen
-    before it exclude, or that differs from one of them in case alone, is left out.
+    For each logical key, the first pack that has a path for it wins. Then the first file that replaces the winner wins,
+    and so on: a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a
+    chosen one (file against folder, case) are skipped.
     """
     chosen: dict[str, Choice] = {}
     owners: dict[str, int] = {}
     folded: set[str] = set()
     folders: set[str] = set()
-    paths = {file.path.casefold() for manifest in manifests for file in manifest.files}
+    # Each folded path once in memory: paths may be long, and many.
+    paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
     successors: dict[tuple[str, str | None], list[Choice]] = {}
     for number, manifest in enumerate(manifests):
         for file in manifest.files:
-            path = file.path.casefold()
-            parents = {folder for folder in folders_of(path) if folder in paths}
+            path = paths[file.path.casefold()]
+            parents = {paths[folder] for folder in folders_of(path) if folder in paths}
             is_free = path not in folded and path not in folders and not parents & folded
             if is_free and owners.setdefault(file.key, number) == number:
                 chosen[file.path] = Choice(number, file)

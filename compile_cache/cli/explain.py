@@ -1,0 +1,88 @@
+"""`explain`: what a boot on this machine would find, or what a boot has reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from compile_cache.cli import terminal as out
+from compile_cache.errors import CompileCacheError
+from compile_cache.lifecycle.report import BootReport, CompileCounts, PublishReport, RegionReport, RestoreReport
+from compile_cache.settings import Settings
+from compile_cache.store.base import ObjectStore
+from compile_cache.versions.explain import Explanation
+from compile_cache.versions.refused import RefusedPack
+
+_MOST_VERSIONS = 5
+# The figures that a report derives from its others.
+_DERIVED = ("compile_s", "fully_cached", "fully_precompiled")
+
+
+def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:
+    """Print the answer of `explain MODEL`."""
+    if as_json:
+        out.print_json({"store": store.location, **asdict(found)})
+        return
+    out.print_line(f"model        {found.key.model_name}")
+    out.print_line(f"version      {found.key.model_version}")
+    if found.assumes_no_sources:
+        out.print_line("sources      none given: if the predictor names sources, its version is another one (--source)")
+    out.print_line(f"environment  {found.key.environment}: {out.environment_text(found.environment)}")
+    out.print_line(f"store        {store.location}")
+    if versions := [out.short_version(version) for version in found.stored_versions]:
+        more = f" and {len(versions) - _MOST_VERSIONS} more" if len(versions) > _MOST_VERSIONS else ""
+        out.print_line(f"stored       for this environment: {', '.join(versions[:_MOST_VERSIONS])}{more}")
+    for refused in found.refused:
+        out.print_line(f"refused      {refused.name}: {refused.reason}")
+    usable = f"{out.count_text(found.packs, 'pack')}, {out.size_text(found.stored_bytes)}"
+    said = {"hit": usable, "seeded": f"from version {found.seeded_from}, {usable}; {found.reason}"}
+    out.print_line(f"{found.outcome}: {said.get(found.outcome, found.reason)}")
+    if not settings.enabled:
+        out.print_note("warning: COMPILE_CACHE_SCOPE=off, so a boot restores nothing")
+
+
+def print_report(path: Path, as_json: bool) -> None:
+    """Print the answer of `explain --report`.
+
+    Raises:
+        CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+        lines = _report_lines(record)
+    except OSError as error:
+        raise CompileCacheError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CompileCacheError(
+            f"{path} is no boot report, as this version writes one to COMPILE_CACHE_REPORT: {error!r}"
+        ) from error
+    if as_json:
+        out.print_json(record)
+        return
+    for line in lines:
+        out.print_line(line)
+
+
+def _report_lines(record: dict[str, Any]) -> list[str]:
+    values = {name: value for name, value in record.items() if name not in _DERIVED}
+    restore, regions = record["restore"], record["regions"]
+    values["restore"] = RestoreReport(**{**restore, "refused": [RefusedPack(**pack) for pack in restore["refused"]]})
+    values["publish"] = PublishReport(**record["publish"])
+    values["counts"] = CompileCounts(**record["counts"])
+    values["regions"] = [
+        RegionReport(**{**region, "relative_error": _number(region["relative_error"])}) for region in regions
+    ]
+    report = BootReport(**values)
+    return [
+        f"model {report.model_name}, version {report.model_version}, environment {report.environment}",
+        *report.lines(),
+        *(f"not published: {failure}" for failure in report.publish.failures),
+        "nothing was compiled anew" if report.fully_cached else "not all of it came from the cache",
+    ]
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no infinity: a report writes it as text."""
+    return None if value is None else float(value)

@@ -1,0 +1,80 @@
+"""What a boot on this machine would find, and why not more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
+from compile_cache.key.identity import environment_for, key_for, version_for
+from compile_cache.settings import Settings
+from compile_cache.store.base import ObjectStore
+from compile_cache.versions.catalog import explain_miss, predecessors, stored_versions
+from compile_cache.versions.packs import PacksOfKey, Selection
+from compile_cache.versions.refused import RefusedPack
+from compile_cache.versions.refused_earlier import RefusedEarlier
+from compile_cache.versions.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a boot on this machine would find: `outcome` is `hit`, `seeded` (from the version `seeded_from`) or `miss`,
+    for the `reason`. `packs` are those that files would be taken from, as far as their heads tell.
+
+    `stored_versions` of the model have packs for this environment. `assumes_no_sources` is True where the version would
+    be another one if the predictor names sources.
+    """
+
+    key: CacheKey
+    environment: Environment
+    outcome: str
+    reason: str = ""
+    packs: int = 0
+    stored_bytes: int = 0
+    seeded_from: str = ""
+    refused: tuple[RefusedPack, ...] = ()
+    stored_versions: tuple[str, ...] = ()
+    assumes_no_sources: bool = False
+
+
+def explain_boot(
+    settings: Settings, store: ObjectStore, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]
+) -> Explanation:
+    """Look for what a boot would restore, by the boot's own rules, without torch and without claiming the cache
+    directory: its number is taken to be 0, as in a container. Only the packs' heads are read.
+
+    Raises:
+        StoreError: the store cannot be listed.
+        SettingsError: one of `sources` is not there.
+    """
+    environment = environment_for(settings, Path(settings.dir) / "0", environ)
+    key = key_for(settings, environment, model, version_for(settings, model, sources, environ))
+    rules = Rules.of(settings)
+    earlier = RefusedEarlier(Path(settings.dir) / "refused", store.location, rules, is_read_only=True)
+    found = Explanation(
+        key,
+        environment,
+        "miss",
+        stored_versions=tuple(version.key.model_version for version in stored_versions(store, key)),
+        assumes_no_sources=not sources and not settings.model_version,
+    )
+    refused: list[RefusedPack] = []
+    for candidate in (key, *predecessors(store, key)):
+        packs = PacksOfKey(store, candidate, rules, earlier)
+        packs.refresh()
+        selection = packs.select()
+        refused += selection.refused
+        if selection.files:
+            return _with_packs(replace(found, refused=tuple(refused)), candidate, selection)
+    return replace(found, reason=explain_miss(store, key, environment), refused=tuple(refused))
+
+
+def _with_packs(found: Explanation, candidate: CacheKey, selection: Selection) -> Explanation:
+    used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+    found = replace(found, packs=len(used), stored_bytes=sum(entry.size_bytes for entry in used))
+    if candidate == found.key:
+        return replace(found, outcome="hit")
+    reason = f"nothing in {found.key.prefix}"
+    return replace(found, outcome="seeded", reason=reason, seeded_from=candidate.model_version)

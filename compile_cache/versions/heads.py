@@ -1,0 +1,94 @@
+"""Reading the heads of one key's packs in bounded memory, whatever a store holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden, TooManyPacks
+from compile_cache.pack.head import Head, head_bytes, read_head
+from compile_cache.pack.reading import read_exactly
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.rules import Rules
+
+# A first read of 1 MiB gets a pack of usual size whole; one of 64 KiB gets the head of most packs.
+WHOLE_PACK_BYTES = 1 << 20
+HEAD_READ_BYTES = 64 << 10
+# A longer head is not read before its turn, when no other is being unpacked.
+_USUAL_HEAD_BYTES = 1 << 20
+_MOST_KEPT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPack:
+    """A pack in the store: its verified head, and those of its first bytes that are in memory already."""
+
+    entry: StoredObject
+    head: Head
+    beginning: bytes = b""
+
+
+class HeadReader:
+    """Reads heads, of which all together may hold no more files and no longer manifests than the limits allow one.
+
+    Several threads may read. They fetch usual heads side by side, and unpack and check one at a time: so memory holds
+    one unpacked manifest beside the files of the packs that may be used.
+    """
+
+    def __init__(self, store: ObjectStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
+        """`known` packs count against the limits."""
+        self._store = store
+        self._rules = rules
+        self._room = rules.limits
+        self._kept_bytes = 0
+        self._turn = threading.Lock()
+        for pack in known:
+            self._take_room(pack.head)
+
+    def read(
+        self, entry: StoredObject, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None
+    ) -> StoredPack:
+        """The pack with its verified head; the first read asks for `first_bytes`.
+
+        Raises:
+            TooManyPacks: the heads read before leave no room for this one.
+            PackForbidden: the rules forbid its use, or it is in the place of another key.
+            PackError: says what is wrong.
+            StoreError: it cannot be read.
+        """
+        limits = self._rules.limits
+        if entry.size_bytes > limits.size_bytes:
+            raise PackForbidden(f"it has {entry.size_bytes} bytes, and {limits.size_bytes} are allowed")
+        beginning = read_exactly(self._store, entry.name, 0, min(first_bytes, entry.size_bytes), abandoned)
+        end = min(head_bytes(beginning, limits), entry.size_bytes)
+        if len(beginning) < end <= _USUAL_HEAD_BYTES:
+            beginning += read_exactly(self._store, entry.name, len(beginning), end - len(beginning), abandoned)
+
+        def read_at(start: int, size_bytes: int) -> bytes:
+            end = min(start + size_bytes, entry.size_bytes)
+            if end <= len(beginning) or end <= start:
+                return beginning[start:end]
+            return read_exactly(self._store, entry.name, start, end - start, abandoned)
+
+        folder, _, name = entry.name.rpartition("/")
+        with self._turn:
+            try:
+                room = replace(limits, files=self._room.files, manifest_bytes=self._room.manifest_bytes)
+                head = read_head(read_at, name, room, self._rules.trusted)
+            except ManifestTooLarge as error:
+                if self._room == limits:
+                    raise
+                raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
+            if head.stored_bytes != entry.size_bytes:
+                raise PackError(f"it has {entry.size_bytes} bytes, and its manifest describes {head.stored_bytes}")
+            if head.manifest.key.prefix != f"{folder}/":
+                raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
+            self._take_room(head)
+            self._kept_bytes += len(beginning)
+            return StoredPack(entry, head, beginning if self._kept_bytes <= _MOST_KEPT_BYTES else b"")
+
+    def _take_room(self, head: Head) -> None:
+        files = self._room.files - len(head.manifest.files)
+        manifest_bytes = self._room.manifest_bytes - head.weight_bytes
+        self._room = replace(self._room, files=max(0, files), manifest_bytes=max(0, manifest_bytes))

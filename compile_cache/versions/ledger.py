@@ -1,0 +1,169 @@
+"""The ledger of a cache directory: which of its files the store has, and which are new and are to be published."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from compile_cache.pack.format import Pack, Source, sha256_of
+from compile_cache.versions.directory import CacheDirectory, FileStamp, logical_key
+from compile_cache.versions.fetch import Fetched
+from compile_cache.versions.packs import PacksOfKey
+
+# The first packs are small, so that the most valuable files are stored first, even when there is hardly any time.
+_SMALLEST_PART_BYTES = 4 << 20
+_LARGEST_PART_BYTES = 64 << 20
+# torch writes these again in place: the best configuration that tuning has found for a kernel.
+_TUNED = ".best_config"
+
+
+class Ledger:
+    """Compares `directory` with the packs that are known now: what was pruned meanwhile is new again."""
+
+    def __init__(self, directory: CacheDirectory, packs: PacksOfKey) -> None:
+        self._directory = directory
+        self._packs = packs
+        self._stored: dict[str, tuple[str, FileStamp]] = {}  # by path: the content that the store has, and its stamp
+        self._seeded: dict[str, tuple[FileStamp, str]] = {}  # by path: of another version, with the logical key
+        self._staged: dict[str, FileStamp] = {}  # before it was read into a pack
+
+    def install(self, fetched: Fetched) -> int:
+        """Move verified files into the cache directory, each at once and whole; returns how many.
+
+        Raises:
+            OSError: the cache directory cannot be written.
+        """
+        for path, staged in fetched.files.items():
+            target = f"{self._directory.path}/{path}"
+            if fetched.seeded_from:
+                _mark_unread(staged.local)
+            try:
+                os.replace(staged.local, target)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.replace(staged.local, target)
+            if fetched.seeded_from:
+                self._seeded[path] = (_stamp(target), staged.file.key)
+            else:
+                self._stored[path] = (staged.file.sha256, _stamp(target))
+        return len(fetched.files)
+
+    def is_superseded(self, pack: Pack) -> bool:
+        """Whether the store has meanwhile got something that this staged pack would publish again."""
+        keys = self._stored_keys()
+        return any(file.key in keys for file in pack.manifest.files if file.replaces is None)
+
+    def published(self, pack: Pack) -> None:
+        """Note that a staged pack was stored."""
+        for file in pack.manifest.files:
+            self._stored[file.path] = (file.sha256, self._staged[file.path])
+            self._seeded.pop(file.path, None)
+
+    def unpublished(self, withheld: Collection[str]) -> list[list[Source]]:
+        """The files that the store does not have, in parts that are worth a pack each, the most valuable first."""
+        return [part for part in _parts(sorted(self._new(withheld), key=_by_value)) if part]
+
+    def _stored_keys(self) -> set[str]:
+        return {file.key for pack in self._packs.known.values() for file in pack.head.manifest.files}
+
+    def _new(self, withheld: Collection[str]) -> Iterator[Source]:
+        """New logical keys; files whose content differs from the one stored under their path; and, of another version's
+        files, those that this boot has read."""
+        self._forget_pruned()
+        keys = self._stored_keys()
+        counts_all_read = bool(self._seeded) and not _records_reads(self._directory.inbox)
+        siblings: dict[str, list[str]] = {}
+        for path in self._stored:
+            siblings.setdefault(logical_key(path), []).append(path)
+        for path, stamp in self._directory.scan().items():
+            local, key = self._directory.path / path, logical_key(path)
+            if path in withheld:
+                continue
+            self._staged[path] = stamp
+            if path in self._stored:
+                yield from self._changed(local, path, key, stamp)
+            elif (seed := self._seeded.get(path)) and seed[0] == stamp:
+                if seed[1] not in keys and (counts_all_read or _is_read(local)):
+                    yield Source(local, path, seed[1])
+            elif key not in keys:
+                yield Source(local, path, key)
+            elif (more := siblings.get(key)) and (variant := _variant(key, more)) not in keys:
+                yield Source(local, path, variant)
+
+    def _forget_pruned(self) -> None:
+        paths = {file.path for pack in self._packs.known.values() for file in pack.head.manifest.files}
+        self._stored = {path: stored for path, stored in self._stored.items() if path in paths}
+
+    def _changed(self, local: Path, path: str, key: str, stamp: FileStamp) -> Iterator[Source]:
+        stored_sha256, stored_stamp = self._stored[path]
+        if stored_stamp == stamp:
+            return
+        sha256 = sha256_of(local)
+        if sha256 == stored_sha256:
+            self._stored[path] = (sha256, stamp)
+        # Any other file that changes is damaged. Of several successors the first one is used.
+        elif path.endswith(_TUNED) and not self._has_successor(path, stored_sha256):
+            yield Source(local, path, key, replaces=stored_sha256)
+
+    def _has_successor(self, path: str, sha256: str) -> bool:
+        files = (file for pack in self._packs.known.values() for file in pack.head.manifest.files)
+        return any(file.path == path and file.replaces == sha256 for file in files)
+
+
+def _variant(key: str, siblings: Iterable[str]) -> str:
+    """The logical key of an entry that was compiled although these entries had been found under `key`: Inductor keeps
+    several graphs under one key, with guards on sizes, and none of these applied."""
+    names = "\n".join(sorted(os.path.basename(path) for path in siblings))
+    return f"{key}/after/{hashlib.sha256(names.encode()).hexdigest()[:32]}"
+
+
+def _stamp(path: str) -> FileStamp:
+    stat = os.stat(path)
+    return FileStamp(stat.st_size, stat.st_mtime_ns)
+
+
+def _mark_unread(path: str) -> None:
+    """Give a file an access time before its modification time: the first read then sets it, under relatime too."""
+    os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
+
+
+def _is_read(path: str | Path) -> bool:
+    try:
+        return os.stat(path).st_atime_ns != 0
+    except FileNotFoundError:
+        return False
+
+
+def _records_reads(folder: Path) -> bool:
+    """Whether the file system sets access times: not if it is mounted with `noatime`."""
+    with tempfile.NamedTemporaryFile(dir=folder) as probe:
+        probe.write(b"read")
+        probe.flush()
+        _mark_unread(probe.name)
+        Path(probe.name).read_bytes()
+        return _is_read(probe.name)
+
+
+def _by_value(source: Source) -> tuple[int, str]:
+    """Graph entries first: they save lowering and code generation, by far the most. Then compiled code, then the
+    rest."""
+    if source.key != source.path:
+        return 0, source.path
+    return (1 if source.path.endswith((".so", ".cubin", ".hsaco", ".py")) else 2), source.path
+
+
+def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """`sources` in their order, cut where a pack would grow past its size. Each size is twice the one before."""
+    part: list[Source] = []
+    size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
+    for source in sources:
+        # All files of a logical key are in one pack: they are taken from the first pack that has the key.
+        if part and size_bytes > most_bytes and source.key != part[-1].key:
+            yield part
+            part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
+        part.append(source)
+        size_bytes += source.local.stat().st_size if source.local.exists() else 0
+    yield part

@@ -1,0 +1,186 @@
+"""The packs of one key that would be restored, as far as their heads tell: the one decision for boots and `explain`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable, TooManyPacks
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.format import PACK_NAME
+from compile_cache.pack.reading import Abandoned, in_daemon_threads
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.choose import Choice, choose
+from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
+from compile_cache.versions.refused import RefusedPack
+from compile_cache.versions.refused_earlier import RefusedEarlier
+from compile_cache.versions.rules import Rules
+
+log = logging.getLogger("compile_cache")
+
+# A key with more packs has mostly small ones: of these, the first read takes only the head.
+_MANY_PACKS = 16
+_MOST_LISTINGS = 5
+USED = "used-"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the packs of a key add up to: for each path the chosen file, by the number of its pack in `packs`. `refused`
+    packs are left out."""
+
+    packs: Sequence[StoredPack]
+    files: Mapping[str, Choice]
+    refused: tuple[RefusedPack, ...]
+
+    @property
+    def needed(self) -> dict[str, set[str]]:
+        """The packs that files are taken from, by name, with the paths."""
+        needed: dict[str, set[str]] = {}
+        for choice in self.files.values():
+            needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
+        return needed
+
+
+class PacksOfKey:
+    """The packs of `key` in `store` whose heads verify under `rules`. Used by one thread at a time.
+
+    `known` are those packs by name, oldest first. `uses` are the marks of the days when the key was used.
+    """
+
+    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules, earlier: RefusedEarlier) -> None:
+        self.store = store
+        self.key = key
+        self.rules = rules
+        self.known: dict[str, StoredPack] = {}
+        self.uses: set[str] = set()
+        self.is_listed = False
+        self._earlier = earlier
+        self._refused: dict[str, RefusedPack] = {}
+        self._unavailable: set[str] = set()
+        self._without_room: set[str] = set()
+
+    @property
+    def is_fully_known(self) -> bool:
+        """Whether the store has answered for every pack listed: with its head, or that it cannot be had."""
+        return not self._unavailable
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a pack was left out because all packs together reach the limits."""
+        return bool(self._without_room)
+
+    def list(self) -> Sequence[StoredObject]:
+        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
+
+        Raises:
+            StoreError: the store cannot be listed.
+        """
+        found = self.store.list(self.key.prefix)
+        names = [entry.name.removeprefix(self.key.prefix) for entry in found]
+        self.uses = {name for name in names if name.startswith(USED)}
+        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+
+    def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
+        """List the store, and read the heads of packs not seen before, in parallel. A pack that vanishes before it is
+        read was merged into another one: then list again.
+
+        Raises:
+            StoreError: the store cannot be listed, or `abandoned` was set.
+        """
+        vanished: Sequence[str] = ()
+        for _ in range(_MOST_LISTINGS):
+            before, vanished = vanished, self._look(first_bytes, abandoned)
+            if not set(vanished) - set(before):
+                break  # the store lists this pack and does not have it: it was not merged
+        for name in vanished:
+            self._refused[name] = RefusedPack(name, "it is listed, and not there", is_final=False)
+        self.is_listed = True
+
+    def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
+        """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
+        entries = self.list()
+        first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
+        found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
+        vanished: list[str] = []
+        self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
+        self._unavailable, self._without_room = set(), set()
+        reader = HeadReader(self.store, self.rules, found.values())
+
+        def look(entry: StoredObject) -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise Abandoned(f"{entry.name} was not read: the time was up")
+            try:
+                if reason := self._earlier.reason(entry):
+                    raise PackError(reason)
+                found[entry.name] = reader.read(entry, first_bytes, abandoned)
+            except ObjectNotFound:
+                vanished.append(entry.name)
+            except Abandoned:
+                raise
+            except (PackError, StoreError) as error:
+                self._refuse(entry, error)
+
+        unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
+        in_daemon_threads(look, unseen)
+        self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        return vanished
+
+    def add(self, pack: StoredPack) -> None:
+        """Count a pack that was just stored."""
+        self.known[pack.entry.name] = pack
+
+    def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        """Count a pack as absent: reading more of it has failed."""
+        self.known.pop(entry.name, None)
+        self._refuse(entry, error)
+
+    def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        is_final = isinstance(error, PackError) and not isinstance(error, TooManyPacks)
+        self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final)
+        if isinstance(error, StoreUnavailable):
+            self._unavailable.add(entry.name)
+        elif isinstance(error, TooManyPacks):
+            self._without_room.add(entry.name)
+        elif is_final:
+            try:
+                self._earlier.remember(entry, str(error))
+            except OSError as problem:  # a full disk: then the next boot judges the pack again
+                log.info("refusal.not_remembered pack=%s error=%s", entry.name, problem)
+
+    def forget_beginnings(self) -> None:
+        """Free the first bytes of packs, once they are unpacked: the packs stay known as long as the process lives."""
+        self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
+
+    def select(self, left_alone: Collection[str] = ()) -> Selection:
+        """What would be restored: the files of all packs but `left_alone` that together unpack to no more than the
+        limits allow."""
+        limits, packs, too_large = self.rules.limits, [], []
+        keys: set[str] = set()
+        size_bytes = 0
+        for name, pack in self.known.items():
+            if name in left_alone:
+                continue
+            new = [file for file in pack.head.manifest.files if file.key not in keys or file.replaces is not None]
+            more_bytes = sum(file.size_bytes for file in new)
+            if size_bytes + more_bytes > limits.size_bytes:
+                too_large.append(RefusedPack(name, f"all packs unpack to more than {limits.size_bytes} bytes"))
+                continue
+            packs.append(pack)
+            keys.update(file.key for file in new)
+            size_bytes += more_bytes
+        files = choose([pack.head.manifest for pack in packs])
+        whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
+        return Selection(packs, whole, (*self._refused.values(), *too_large))
+
+
+def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
+    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton believes the record, and
+    fails; without the record it compiles the kernel."""
+    folder, _, name = path.rpartition("/")
+    if not (path.startswith("triton/") and name.startswith("__grp__")):
+        return False
+    kernel = name.removeprefix("__grp__").rpartition(".")[0]
+    return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))

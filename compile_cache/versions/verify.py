@@ -1,0 +1,121 @@
+"""Verifying stored packs one by one, for `compile-cache` and for compaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
+from compile_cache.pack.format import runs, unpack_run
+from compile_cache.pack.head import Head
+from compile_cache.pack.reading import ObjectReader, in_daemon_threads
+from compile_cache.pack.signing import TrustedKeys
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.heads import HeadReader
+from compile_cache.versions.refused import RefusedPack
+from compile_cache.versions.rules import Rules
+
+# Called with the bytes read so far and all that are to be read.
+Progress = Callable[[int, int], None]
+
+
+class PackState(str, Enum):
+    """`REFUSED` packs may be intact, and are not used here: the trusted keys, the limits, the pack format or their
+    place forbid it. Only their heads were read."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"
+    REFUSED = "refused"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPack:
+    """A pack, its state, and the reason, if it is not sound. `signed_by` is the public key whose signature was
+    verified."""
+
+    entry: StoredObject
+    state: PackState
+    reason: str = ""
+    head: Head | None = None
+    signed_by: str | None = None
+
+    @property
+    def refusal(self) -> RefusedPack:
+        """The pack in a report."""
+        return RefusedPack(self.entry.name, self.reason, self.state is not PackState.UNREADABLE)
+
+
+def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) -> Head:
+    """Read a whole pack from `store` and verify everything in it; nothing is kept.
+
+    Raises:
+        PackError: says what is wrong.
+        StoreError: it cannot be read.
+    """
+    head = HeadReader(store, rules).read(StoredObject(name, size_bytes, 0.0)).head
+    in_daemon_threads(
+        lambda run: unpack_run(ObjectReader(store, name, run.start, run.start + run.stored_bytes), run, None),
+        runs(head),
+    )
+    return head
+
+
+def verify_whole(store: ObjectStore, entry: StoredObject, rules: Rules) -> VerifiedPack | None:
+    """Verify everything in one pack; None if it is gone by now."""
+    return _verify(store, entry, rules, lambda: verify_pack(store, entry.name, entry.size_bytes, rules))
+
+
+def verify_all(
+    store: ObjectStore,
+    entries: Sequence[StoredObject],
+    rules: Rules,
+    progress: Progress = lambda done_bytes, total_bytes: None,
+) -> list[VerifiedPack]:
+    """Verify everything in these packs, one pack after the other. Packs that are gone by now are left out."""
+    verified, done_bytes, total_bytes = [], 0, sum(entry.size_bytes for entry in entries)
+    for entry in entries:
+        if pack := verify_whole(store, entry, rules):
+            verified.append(replace(pack, head=None))  # of many packs, the heads would fill the memory
+        done_bytes += entry.size_bytes
+        progress(done_bytes, total_bytes)
+    return verified
+
+
+def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
+    """Verify the heads of one key's packs, several at a time, in their order. Packs that are gone by now are left
+    out."""
+    found: dict[str, VerifiedPack | None] = {}
+    reader = HeadReader(store, rules)
+
+    def look(entry: StoredObject) -> None:
+        found[entry.name] = _verify(store, entry, rules, lambda: reader.read(entry).head)
+
+    in_daemon_threads(look, entries)
+    return [pack for entry in entries if (pack := found[entry.name])]
+
+
+def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
+    try:
+        head = read()
+        sound = VerifiedPack(entry, PackState.SOUND, "", head, head.signed_by)
+        return sound if rules.trusted or head.signed_by is None else _verify_own_signature(store, sound, rules)
+    except ObjectNotFound:
+        return None
+    except PackForbidden as error:
+        return VerifiedPack(entry, PackState.REFUSED, str(error))
+    except PackError as error:
+        return VerifiedPack(entry, PackState.DAMAGED, str(error))
+    except StoreError as error:
+        return VerifiedPack(entry, PackState.UNREADABLE, str(error))
+
+
+def _verify_own_signature(store: ObjectStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:
+    """Where no keys are trusted, signatures are not verified. Verify this one with the key that it names itself."""
+    try:
+        named = Rules(rules.limits, TrustedKeys([str(sound.signed_by)]))
+        HeadReader(store, named).read(sound.entry)
+    except SettingsError:  # cryptography is not installed
+        return replace(sound, signed_by=None)
+    return sound
