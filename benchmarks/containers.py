@@ -17,10 +17,10 @@ from pathlib import Path
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import detect_environment
 from compile_cache.pack.format import PACK_NAME
-from compile_cache.pack.manifest import Limits
 from compile_cache.store.base import ObjectStore, StoredObject, Stores
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory, logical_key
+from compile_cache.versions.rules import Rules
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})
@@ -92,7 +92,7 @@ def files_in(folder: Path) -> Iterator[str]:
 def open_cache(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[CompileCache, CacheDirectory]:
     """A container's cache, and its own directory below `root`."""
     directory = CacheDirectory.claim(root)
-    return CompileCache(Stores(store, store), key, ENVIRONMENT, directory, Limits()), directory
+    return CompileCache(Stores(store, store), key, ENVIRONMENT, directory, Rules()), directory
 
 
 def restored_keys(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[set[str], list[str]]:

@@ -30,10 +30,9 @@ from exit import BAR_S, CREDENTIALS, NAMESPACE, s3_server
 from link import limited_link
 from table import markdown, spread
 
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import open_url
-from compile_cache.versions.compaction import verify_pack
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import verify_pack
 
 EXIT_BUDGET_S = 7.0
 _MB = 1_000_000
@@ -122,7 +121,7 @@ def look(store_url: str, endpoint_url: str, folder: Path, seconds: float, was_ki
     problems = []
     for entry in packs_in(store):
         try:
-            verify_pack(store, entry.name, entry.size_bytes, Limits(), TrustedKeys())
+            verify_pack(store, entry.name, entry.size_bytes, Rules())
         except Exception as error:
             problems.append(f"{entry.name}: {error}")
     cache, _ = open_cache(store, folder)

@@ -44,12 +44,12 @@ from compile_cache.errors import PackError, StoreError
 from compile_cache.lifecycle import publish as publisher
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import ObjectStore, StoredObject, open_url
 from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.compaction import compact, verify_pack
+from compile_cache.versions.compaction import compact
 from compile_cache.versions.directory import CacheDirectory, logical_key
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import verify_pack
 
 LEAST_FINISHED = 0.5
 # A publisher's pace, so that a round takes a second, and a lease so short that its holder sometimes loses it alive.
@@ -456,7 +456,7 @@ class Soak:
         done.packs = len(packs)
         for entry in packs:
             try:
-                verify_pack(store, entry.name, entry.size_bytes, Limits(), TrustedKeys())
+                verify_pack(store, entry.name, entry.size_bytes, Rules())
             except (PackError, StoreError) as error:
                 done.violations.append(f"{entry.name} does not verify: {error}")
 

@@ -15,10 +15,9 @@ import pytest
 from boots import stored
 from cog_server import CogServer
 
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.local import LocalStore
-from compile_cache.versions.compaction import verify_pack
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import verify_pack
 
 PREDICTOR = "tests/toy_predictor.py:Predictor"
 # Cog kills its worker 10 s after it has told it to stop.
@@ -153,7 +152,7 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
     left = LocalStore(tmp_path / "store")
     for entry in left.list("v1/"):
         if entry.name.endswith(".pack"):
-            verify_pack(left, entry.name, entry.size_bytes, Limits(), TrustedKeys())
+            verify_pack(left, entry.name, entry.size_bytes, Rules())
     with server(tmp_path, environ) as running:
         running.wait_ready()
         assert running.predict()["metrics"]["compiled_now"] == 0

@@ -22,6 +22,7 @@ from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.copy import Copied, copy_versions
+from compile_cache.versions.rules import Rules
 
 TESTS = Path(__file__).parent
 MIB = 1 << 20
@@ -55,7 +56,7 @@ def noise(size_bytes: int) -> bytes:
 def copy(
     source: ObjectStore, target: ObjectStore, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
 ) -> Copied:
-    return copy_versions(source, target, lambda key: True, limits, trusted or TrustedKeys())
+    return copy_versions(source, target, lambda key: True, Rules(limits, trusted or TrustedKeys()))
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -97,7 +98,7 @@ def test_only_what_is_wanted_is_copied(source, target, key, environment):
     wanted = put_pack(source, key)
     put_pack(source, replace(key, model_version="other"))
     put_pack(source, replace(key, environment="0" * 32))
-    copied = copy_versions(source, target, lambda k: k == key, LIMITS, TrustedKeys())
+    copied = copy_versions(source, target, lambda k: k == key, Rules())
     assert copied.versions == 1
     assert [entry.name for entry in target.list("")] == [wanted]
 
@@ -128,7 +129,7 @@ def test_progress_ends_at_all_bytes(source, target, key):
         put_pack(source, key, {"large": noise(5 * MIB + number)})
     told: list[tuple[int, int]] = []
     progress: Callable[[int, int], None] = lambda done, total: told.append((done, total))  # noqa: E731
-    copied = copy_versions(source, target, lambda key: True, LIMITS, TrustedKeys(), progress)
+    copied = copy_versions(source, target, lambda key: True, Rules(), progress)
     assert told[-1] == (copied.stored_bytes, copied.stored_bytes)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
@@ -246,6 +247,7 @@ from compile_cache.versions.copy import copy_versions
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.local import LocalStore
+from compile_cache.versions.rules import Rules
 
 class Killing(LocalStore):
     puts = 0
@@ -255,7 +257,7 @@ class Killing(LocalStore):
             os.kill(os.getpid(), signal.SIGKILL)
         super().put(name, content)
 
-copy_versions(LocalStore(Path(sys.argv[1])), Killing(Path(sys.argv[2])), lambda key: True, Limits(), TrustedKeys())
+copy_versions(LocalStore(Path(sys.argv[1])), Killing(Path(sys.argv[2])), lambda key: True, Rules())
 """
 
 

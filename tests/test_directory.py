@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,6 +151,51 @@ def test_a_claim_that_failed_owns_nothing(tmp_path):
     assert CacheDirectory.claim(tmp_path).path.name == "0"
 
 
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("before", [None, 0o700, 0o755, 0o777])
+def test_nobody_but_the_owner_may_enter_the_cache_directory(tmp_path, before):
+    root = tmp_path / "root"
+    if before is not None:
+        root.mkdir()
+        root.chmod(before)
+    directory = CacheDirectory.claim(root)
+    assert {mode(path) for path in (root, directory.path, directory.inbox)} == {0o700}
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to somebody else")
+
+
+@as_root
+def test_a_folder_of_another_user_is_refused_by_name_with_a_remedy(tmp_path):
+    """Its owner could change code that was verified."""
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    os.chown(root, 12345, -1)
+    with pytest.raises(CacheDirectoryError, match=r"root belongs to user 12345.*COMPILE_CACHE_DIR"):
+        CacheDirectory.claim(root)
+    assert list(root.iterdir()) == []
+
+
+@as_root
+@pytest.mark.parametrize("theirs", ["link", "target"])
+def test_a_link_is_followed_only_where_link_and_target_are_ours(tmp_path, theirs):
+    paths = {"link": tmp_path / "root", "target": tmp_path / "target"}
+    paths["target"].mkdir()
+    paths["link"].symlink_to(paths["target"])
+    assert CacheDirectory.claim(paths["link"]).path.is_dir()
+    os.chown(paths[theirs], 12345, -1, follow_symlinks=False)
+    with pytest.raises(CacheDirectoryError, match="belongs to user 12345"):
+        CacheDirectory.claim(paths["link"])
+
+
+def test_a_folder_in_a_folder_where_everybody_may_write_is_ours(tmp_path):
+    tmp_path.chmod(0o1777)
+    assert mode(CacheDirectory.claim(tmp_path / "root").path.parent) == 0o700
+
+
 def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monkeypatch):
     monkeypatch.setattr("compile_cache.versions.directory._MOST_DIRECTORIES", 2)
     owners = [CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)]
@@ -162,6 +209,58 @@ def test_temporary_directories_are_each_ones_own(tmp_path, monkeypatch):
     one, other = CacheDirectory.temporary(), CacheDirectory.temporary()
     assert one.path.parent != other.path.parent
     assert one.path.parent.parent == other.path.parent.parent == tmp_path
+
+
+MAKE_TEMPORARY = """
+import os, sys
+from compile_cache.versions.directory import CacheDirectory
+print(CacheDirectory.temporary().path.parent, flush=True)
+if sys.argv[1] == "with a child":
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    print(os.path.exists(CacheDirectory.temporary().path), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def temporary_owner(tmp_path: Path, how: str = "alone") -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process with a temporary directory in `tmp_path`, and the directory."""
+    command, environ = [sys.executable, "-c", MAKE_TEMPORARY, how], {**os.environ, "TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ, **pipes) as process:
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_a_temporary_directory_is_removed_when_its_process_ends(tmp_path):
+    with temporary_owner(tmp_path) as (process, root):
+        assert root.is_dir()
+        process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_that_ends_does_not_remove_the_directory(tmp_path):
+    with temporary_owner(tmp_path, "with a child") as (process, root):
+        assert process.stdout.readline() == "True\n"
+        assert root.is_dir()
+        process.communicate()
+
+
+def test_temporary_directories_of_killed_processes_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "compile-cache-temporary-being-made").mkdir()
+    (tmp_path / "compile-cache-mine").mkdir()
+    with temporary_owner(tmp_path) as (process, killed), temporary_owner(tmp_path) as (_, alive):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        own = CacheDirectory.temporary().path.parent
+        left = {"compile-cache-temporary-being-made", "compile-cache-mine", alive.name, own.name}
+        assert {path.name for path in tmp_path.iterdir()} == left
+        assert killed.name not in left
 
 
 def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):

@@ -253,7 +253,7 @@ def test_the_head_is_readable_from_the_first_bytes_alone(tmp_path):
     assert head == read_head(reading(content), pack.name, LIMITS, ANYBODY)
     assert head.manifest == pack.manifest
     assert head.start == needed < head.stored_bytes == len(content)
-    with pytest.raises(PackError, match=f"ends before the end of its signature"):
+    with pytest.raises(PackError, match="ends before the end of its signature"):
         read_head(reading(content[: needed - 1]), pack.name, LIMITS, ANYBODY)
 
 
@@ -490,7 +490,7 @@ def test_what_ends_inside_the_header_is_refused(length):
 @pytest.mark.parametrize("size_bytes", [4 * MIB + 1, 0xFFFFFFFF])
 def test_a_header_that_claims_too_much_is_refused_before_more_is_read(claim, size_bytes):
     content = assemble(b"{}", **{claim: size_bytes})
-    with pytest.raises(PackError, match="claims more than the (4194304|4096) bytes allowed"):
+    with pytest.raises(PackError, match=r"claims more than the (4194304|4096) bytes allowed"):
         head_bytes(content[:HEADER_BYTES], LIMITS)
 
 

@@ -16,11 +16,11 @@ import pytest
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import CompileCounts, PublishReport
-from compile_cache.pack.manifest import Limits
 from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.rules import Rules
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -78,7 +78,7 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
         store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True, **options
     ) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
-        cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+        cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
         report, reported = PublishReport(), []
         publisher = Publisher(
             cache,
@@ -119,7 +119,7 @@ def counts(monkeypatch) -> CompileCounts:
 def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
     """What the next boot finds in the store."""
     directory = CacheDirectory.claim(folder / "next")
-    cache = CompileCache(Stores(store, store), of.cache.key, of.cache.environment, directory, Limits())
+    cache = CompileCache(Stores(store, store), of.cache.key, of.cache.environment, directory, Rules())
     cache.install(cache.fetch())
     return {path: (directory.path / path).read_bytes() for path in directory.scan()}
 
@@ -302,10 +302,10 @@ from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import Limits
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport
 from compile_cache.store.base import Stores, open_url
+from compile_cache.versions.rules import Rules
 
 folder, store_url, endpoint_url, budget_s = sys.argv[1:]
 store = open_url(store_url, endpoint_url or None)
@@ -313,7 +313,7 @@ directory = CacheDirectory.claim(Path(folder))
 for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
 key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
-cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
 publisher = Publisher(cache, PublishReport(), "", float(budget_s), lambda: None)
 """
 START = "publisher.start()\n"
@@ -340,7 +340,7 @@ def pack_files(store: ObjectStore, folder: Path, environment) -> int:
 
     directory = CacheDirectory.claim(folder / "next")
     key = CacheKey("environment", "model", "version")
-    cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+    cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
     return cache.install(cache.fetch())
 
 

@@ -20,13 +20,13 @@ from compile_cache.key.identity import environment_for, key_for
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport, RestoreReport
 from compile_cache.lifecycle.restore import Restore
-from compile_cache.pack.manifest import Limits
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores
 from compile_cache.store.local import LocalStore
 from compile_cache.store.s3 import S3Store
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.rules import Rules
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
@@ -127,7 +127,7 @@ def packs(tmp_path_factory) -> Packs:
     environment = environment_for(boot_settings(root), directory.path, environ())
     store = LocalStore(tmp_path_factory.mktemp("store"))
     key = key_for(boot_settings(root), environment, MODEL, "1")
-    cache = CompileCache(Stores(store, store), key, environment, directory, Limits())
+    cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
     names = []
     for files in (SMALL, LARGE):
         write(files, directory.path)
@@ -318,7 +318,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     def cache(endpoint_url: str, name: str) -> CompileCache:
         store = S3Store(s3_bucket.name, "models", endpoint_url)
         directory = CacheDirectory.claim(tmp_path / name)
-        return CompileCache(Stores(store, store), key, environment, directory, Limits())
+        return CompileCache(Stores(store, store), key, environment, directory, Rules())
 
     def make() -> Published:
         spoiled = cache(proxy.url, "spoiled")
