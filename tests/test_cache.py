@@ -693,6 +693,26 @@ def test_all_packs_together_may_unpack_to_no_more_than_is_allowed(local, machine
     assert booted.files() == COLD
 
 
+def test_packs_that_reach_the_limits_together_leave_the_rest_out_and_get_no_more(local, machine):
+    """No boot could read another one: each would publish the same again."""
+    for name in ("a", "b", "c"):
+        writer = machine(local)
+        writer.write({f"{name}{number}.so": b"kernel" for number in range(4)})
+        writer.publish()
+        tick(local)
+    booted = machine(local, limits=Limits(files=8))
+    (refused,) = booted.restore().refused
+    assert len(booted.files()) == 8
+    assert "leave no room for it" in refused.reason
+    assert not refused.is_final
+    booted.write({"new.so": b"new"})
+    assert booted.publish() == ()
+    local.delete(booted.cache.pack_names[0])
+    booted.cache.refresh()
+    assert refused.name in booted.cache.pack_names
+    assert packed_paths(booted.publish()) != []
+
+
 # Signed packs.
 
 

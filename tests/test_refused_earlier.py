@@ -21,7 +21,7 @@ NOBODY = TrustedKeys()
 REASON = "its frame is damaged"
 
 
-def refusals(
+def refused_earlier(
     folder: Path, location: str = "s3://bucket", limits: Limits = LIMITS, trusted: TrustedKeys = NOBODY
 ) -> RefusedEarlier:
     """As a later boot makes it."""
@@ -34,20 +34,20 @@ def record_in(folder: Path) -> Path:
 
 
 def test_nothing_is_refused_before_it_was_judged(tmp_path):
-    assert refusals(tmp_path).reason(ENTRY) is None
+    assert refused_earlier(tmp_path).reason(ENTRY) is None
 
 
 def test_a_later_boot_knows_the_reason_and_that_it_is_an_earlier_boots(tmp_path):
-    refusals(tmp_path).remember(ENTRY, REASON)
-    assert refusals(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
+    assert refused_earlier(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
 
 
 def test_what_a_boot_was_told_and_remembers_again_does_not_grow(tmp_path):
-    refusals(tmp_path).remember(ENTRY, REASON)
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
     for _ in range(3):
-        told = refusals(tmp_path).reason(ENTRY)
-        refusals(tmp_path).remember(ENTRY, told)
-    assert refusals(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
+        told = refused_earlier(tmp_path).reason(ENTRY)
+        refused_earlier(tmp_path).remember(ENTRY, told)
+    assert refused_earlier(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_what_a_boot_was_told_and_remembers_again_does_not_grow(tmp_path):
     ids=["name", "size", "time"],
 )
 def test_another_object_or_a_replaced_one_is_judged_anew(tmp_path, other):
-    refusals(tmp_path).remember(ENTRY, REASON)
-    assert refusals(tmp_path).reason(other) is None
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
+    assert refused_earlier(tmp_path).reason(other) is None
 
 
 @pytest.mark.parametrize(
@@ -75,32 +75,32 @@ def test_another_object_or_a_replaced_one_is_judged_anew(tmp_path, other):
     ids=lambda rules: next(iter(rules)),
 )
 def test_another_store_or_other_rules_judge_anew(tmp_path, rules):
-    refusals(tmp_path).remember(ENTRY, REASON)
-    assert refusals(tmp_path, **rules).reason(ENTRY) is None
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
+    assert refused_earlier(tmp_path, **rules).reason(ENTRY) is None
 
 
 def test_the_same_trusted_keys_in_another_order_are_the_same_rules(tmp_path):
     ours, theirs = OURS.public_key, THEIRS.public_key
-    refusals(tmp_path, trusted=TrustedKeys([ours, theirs])).remember(ENTRY, REASON)
-    assert refusals(tmp_path, trusted=TrustedKeys([theirs, ours])).reason(ENTRY) is not None
+    refused_earlier(tmp_path, trusted=TrustedKeys([ours, theirs])).remember(ENTRY, REASON)
+    assert refused_earlier(tmp_path, trusted=TrustedKeys([theirs, ours])).reason(ENTRY) is not None
 
 
 def test_another_pack_format_judges_anew(tmp_path, monkeypatch):
     """A pack that is too new for this version is not too new for the next one."""
-    refusals(tmp_path).remember(ENTRY, REASON)
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
     monkeypatch.setattr("compile_cache.versions.refused_earlier.PACK_VERSION", 2)
-    assert refusals(tmp_path).reason(ENTRY) is None
+    assert refused_earlier(tmp_path).reason(ENTRY) is None
 
 
 def test_each_object_has_its_own_reason(tmp_path):
     other = replace(ENTRY, size_bytes=1)
-    refusals(tmp_path).remember(ENTRY, "one")
-    refusals(tmp_path).remember(other, "two")
-    assert [refusals(tmp_path).reason(entry).split()[0] for entry in (ENTRY, other)] == ["one", "two"]
+    refused_earlier(tmp_path).remember(ENTRY, "one")
+    refused_earlier(tmp_path).remember(other, "two")
+    assert [refused_earlier(tmp_path).reason(entry).split()[0] for entry in (ENTRY, other)] == ["one", "two"]
 
 
 def test_a_record_says_to_people_what_it_is_about(tmp_path):
-    refusals(tmp_path).remember(ENTRY, REASON)
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
     assert json.loads(record_in(tmp_path).read_text()) == {"store": "s3://bucket", "name": ENTRY.name, "reason": REASON}
 
 
@@ -108,16 +108,16 @@ def test_a_record_says_to_people_what_it_is_about(tmp_path):
     "damaged", [b"", b"{", b'{"reason": "its fr', b"[]", b"null", b'"text"', b"{}", b"\xff\xfe"], ids=ascii
 )
 def test_a_damaged_record_is_ignored_and_written_anew(tmp_path, damaged):
-    refusals(tmp_path).remember(ENTRY, REASON)
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
     record_in(tmp_path).write_bytes(damaged)
-    assert refusals(tmp_path).reason(ENTRY) is None
-    refusals(tmp_path).remember(ENTRY, REASON)
-    assert refusals(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
+    assert refused_earlier(tmp_path).reason(ENTRY) is None
+    refused_earlier(tmp_path).remember(ENTRY, REASON)
+    assert refused_earlier(tmp_path).reason(ENTRY) == f"{REASON} (found by an earlier boot)"
 
 
 def test_any_text_can_be_a_reason(tmp_path):
-    refusals(tmp_path).remember(ENTRY, "é \ud800 \0 \n")
-    assert refusals(tmp_path).reason(ENTRY).startswith("é \ud800 \0 \n")
+    refused_earlier(tmp_path).remember(ENTRY, "é \ud800 \0 \n")
+    assert refused_earlier(tmp_path).reason(ENTRY).startswith("é \ud800 \0 \n")
 
 
 @pytest.fixture
@@ -128,11 +128,11 @@ def closed_folder(tmp_path) -> Path:
 
 def test_a_folder_that_cannot_be_written_is_an_oserror(closed_folder, not_root):
     with pytest.raises(PermissionError, match="refused"):
-        refusals(closed_folder).remember(ENTRY, REASON)
+        refused_earlier(closed_folder).remember(ENTRY, REASON)
 
 
 def test_a_folder_that_cannot_be_read_has_nothing(tmp_path):
     (tmp_path / "refused").write_text("a file")
-    assert refusals(tmp_path).reason(ENTRY) is None
+    assert refused_earlier(tmp_path).reason(ENTRY) is None
     with pytest.raises(OSError, match="refused"):
-        refusals(tmp_path).remember(ENTRY, REASON)
+        refused_earlier(tmp_path).remember(ENTRY, REASON)
