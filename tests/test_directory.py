@@ -196,6 +196,26 @@ def test_a_folder_in_a_folder_where_everybody_may_write_is_ours(tmp_path):
     assert mode(CacheDirectory.claim(tmp_path / "root").path.parent) == 0o700
 
 
+@pytest.mark.parametrize(("before", "after"), [(0o755, 0o755), (0o1777, 0o1777)], ids=oct)
+def test_a_folder_of_other_things_keeps_its_mode_where_nobody_can_replace_ours(tmp_path, before, after):
+    """COMPILE_CACHE_DIR=/tmp must not shut everybody else out."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "notes.txt").write_text("not ours")
+    root.chmod(before)
+    directory = CacheDirectory.claim(root)
+    assert (mode(root), mode(directory.path)) == (after, 0o700)
+
+
+def test_a_folder_of_other_things_where_everybody_may_write_is_refused(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "notes.txt").write_text("not ours")
+    root.chmod(0o777)
+    with pytest.raises(CacheDirectoryError, match=r"can be written by other users.*COMPILE_CACHE_DIR"):
+        CacheDirectory.claim(root)
+
+
 def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monkeypatch):
     monkeypatch.setattr("compile_cache.versions.directory._MOST_DIRECTORIES", 2)
     owners = [CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)]

@@ -1,4 +1,4 @@
-"""The command `compile-cache`: what is in a store, whether it is sound, what a boot would find; and tidying it."""
+"""The command `compile-cache`: lists, verifies, copies and prunes stores, and explains what a boot would find."""
 
 from __future__ import annotations
 

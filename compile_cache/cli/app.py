@@ -72,7 +72,7 @@ def _start(
 
 @app.command()
 def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False) -> None:
-    """List what is stored: versions of models, the one used last first."""
+    """List the stored versions of models, the one used last first."""
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
@@ -88,7 +88,7 @@ def show(
     files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Show one version: its packs, who made and signed them, and what is in them."""
+    """Show one version: its packs, their creators and signatures, and their content."""
     settings = opt.read_settings(store)
     reading = opt.open_reading(settings)
     catalog = read_catalog(reading)
@@ -113,7 +113,7 @@ def verify(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Read every pack whole and verify it. The exit code is 1 if one is not sound, or if there is none."""
+    """Read every pack whole and verify it. The exit code is 1 if a pack is not sound, or if there is none."""
     settings = opt.read_settings(store)
     looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
     versions = read_catalog(looked_at).versions

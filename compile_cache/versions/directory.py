@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -164,9 +165,9 @@ class CacheDirectory:
 
 
 def _own(root: Path) -> None:
-    """Make `root`, or take it over, as a folder that nobody else may enter (mode 0700). A link must be ours as well:
-    its owner could point it somewhere else. The folder that `root` lies in may be /tmp, where nobody may rename another
-    user's files.
+    """Make `root`, or take it over, as a folder where nobody else may write, and make it one that nobody else may enter
+    (mode 0700) if it holds nothing else. In a sticky folder, such as /tmp, nobody may replace another user's files. A
+    link must be ours as well: its owner could point it somewhere else.
 
     Raises:
         CacheDirectoryError: somebody else owns it, or can write it.
@@ -179,15 +180,18 @@ def _own(root: Path) -> None:
             f"the cache directory {root} belongs to user {min(strangers)}, not to user {us}, who runs this boot: its "
             f"owner could change code after it was verified. {_REMEDY}"
         )
-    if root.stat().st_mode & 0o077:
+    if root.stat().st_mode & stat.S_ISVTX:
+        return
+    if root.stat().st_mode & 0o077 and all(_OURS.fullmatch(name) for name in os.listdir(root)):
         root.chmod(0o700)
-    if root.stat().st_mode & 0o022:  # a file system without modes
+    if root.stat().st_mode & 0o022:  # it holds somebody's files, or its file system has no modes
         raise CacheDirectoryError(
-            f"the cache directory {root} can be written by other users, and its mode cannot be changed: they could "
-            f"change code after it was verified. {_REMEDY}"
+            f"the cache directory {root} can be written by other users, who could change code after it was verified. "
+            f"{_REMEDY}"
         )
 
 
+_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|refused")
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
