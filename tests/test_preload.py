@@ -93,7 +93,6 @@ def ring(tmp_path, monkeypatch) -> None:
 
 
 def test_two_threads_that_import_a_cycle_from_both_ends_find_whole_modules(ring):
-    import ring.meeting
 
     failures = []
 

@@ -15,8 +15,8 @@ import toxic_proxy
 from boots import boot_once, settings
 from toxic_proxy import Request, ToxicProxy, Toxin
 
+from compile_cache.key.cache_key import environment_for, key_for
 from compile_cache.key.environment import detect_environment
-from compile_cache.key.identity import environment_for, key_for
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport, RestoreReport
 from compile_cache.lifecycle.restore import Restore

@@ -23,7 +23,7 @@ _POLL_S = 0.01
 _HOOKED = ("_find_and_load", "_lock_unlock_module")
 _USED = (*_HOOKED, "_get_module_lock", "_DeadlockError")
 
-_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_bootstrap: Any = importlib._bootstrap
 _installing = threading.Lock()
 _users = 0
 _originals: dict[str, Callable[..., Any]] = {}

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from compile_cache.errors import StoreError, StoreUnavailable
+from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
-from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.lifecycle.report import RestoreReport
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import Signer, TrustedKeys

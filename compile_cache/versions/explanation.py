@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compile_cache.errors import CompileCacheError
-from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
-from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.lifecycle.report import (
     BootReport,
     CompileCounts,
