@@ -37,7 +37,8 @@ class Preloading:
     """A thread that imports the modules that loading needs, and calls `load_precompiled`. If that finds nothing, it
     imports what compiling needs, and computes the digests of torch and Triton that each lookup begins with.
 
-    Other threads may import anything meanwhile: see import_order.py. The first failure is kept in `failure`.
+    Other threads may import anything meanwhile: see import_order.py. `failure` is the error of an import of torch's
+    compiler, which nobody can begin again in this process.
     """
 
     def __init__(self, load_precompiled: Callable[[], bool]) -> None:
@@ -70,8 +71,9 @@ class Preloading:
                 wait_for_begun_imports()
                 self._import_and_load()
         except Exception as error:
-            self.failure = error  # for the caller, who needs these modules
             log.info("preload.failed error=%r", error)
+            # Anything else is met again, and reported, where it is needed.
+            self.failure = None if "torch._dynamo" in sys.modules else error
         finally:
             if interval_s != _SWITCH_S:  # set by another preload, which is not done
                 sys.setswitchinterval(interval_s)
