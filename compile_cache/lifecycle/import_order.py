@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ _POLL_S = 0.01
 # What CPython's import statement calls before it takes a module's lock: for a module that is not there, and for one
 # that is being made. They have been the same from Python 3.3 on.
 _HOOKED = ("_find_and_load", "_lock_unlock_module")
-_USED = (*_HOOKED, "_get_module_lock", "_DeadlockError")
+_USED = (*_HOOKED, "_get_module_lock", "_module_locks", "_DeadlockError")
 
 _bootstrap: Any = importlib._bootstrap
 _installing = threading.Lock()
@@ -48,13 +47,13 @@ def ordered_imports() -> Iterator[None]:
 def wait_for_begun_imports() -> None:
     """Wait until no other thread is in the middle of an import of torch that it began before `ordered_imports`."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
-    while any(map(_is_being_made, list(sys.modules))) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and any(_package(name) == "torch" for name in list(_bootstrap._module_locks)):
         time.sleep(_POLL_S)
 
 
-def _is_being_made(name: str) -> bool:
-    module = sys.modules.get(name) if name.partition(".")[0] in _TORCH else None
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+def _package(name: str) -> str:
+    package = name.partition(".")[0]
+    return "torch" if package in _TORCH else package
 
 
 def _install() -> None:
@@ -88,8 +87,7 @@ def _ordered(original: Callable[..., Any]) -> Callable[..., Any]:
 def _package_lock(name: str) -> Iterator[None]:
     """The lock of the package of `name`. It is one of Python's own module locks, so that Python notices where threads
     that hold locks of packages and of modules wait for one another: then this one goes on without."""
-    package = name.partition(".")[0]
-    lock = _bootstrap._get_module_lock(f"{'torch' if package in _TORCH else package} and all its modules")
+    lock = _bootstrap._get_module_lock(f"{_package(name)} and all its modules")
     try:
         lock.acquire()
     except _bootstrap._DeadlockError:
