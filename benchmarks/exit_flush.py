@@ -53,12 +53,13 @@ class Stopped:
 def run_child(store: str, endpoint_url: str, folder: Path, graphs_mb: int, others_mb: int) -> None:
     """Stage, say so, and wait to be stopped."""
     from compile_cache.lifecycle import publish as publisher
-    from compile_cache.lifecycle.report import CompileCounts, PublishReport
+    from compile_cache.lifecycle.report import BootReport, CompileCounts
+    from compile_cache.settings import Settings
 
     compiled = CompileCounts()
     publisher.read_counts = lambda: CompileCounts(compiled.graphs)
     cache, directory = open_cache(open_url(store, endpoint_url), folder)
-    publishing = publisher.Publisher(cache, PublishReport(), "a benchmark", EXIT_BUDGET_S, lambda: None)
+    publishing = publisher.Publisher(cache, BootReport(), Settings(exit_budget_s=EXIT_BUDGET_S, most_packs=0))
     publishing.start()
     publishing.wait(60)
     for number in range(graphs_mb):

@@ -41,8 +41,10 @@ from exit import CREDENTIALS, s3_server
 from table import markdown
 
 from compile_cache.errors import StoreError
+from compile_cache.lifecycle import upkeep
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import PublishReport
+from compile_cache.lifecycle.report import BootReport, PublishReport
+from compile_cache.settings import Settings
 from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
 
@@ -127,12 +129,11 @@ def run_container(fleet: Fleet, number: int, store: CountingStore, folder: Path)
         cache, directory = open_cache(store, folder / f"{number}-anew")
     time.sleep(fleet.compile_s * chance.uniform(0.8, 1.2))
     compile_missing(directory.path, fleet.artifacts(number), chance.getrandbits(64))
-    report = PublishReport()
-    publisher = Publisher(
-        cache, report, "soak", _EXIT_BUDGET_S, lambda: None, most_packs=MOST_PACKS, compact_after_s=_COMPACT_AFTER_S
-    )
+    report = BootReport()
+    upkeep._COMPACT_AFTER_S = _COMPACT_AFTER_S
+    publisher = Publisher(cache, report, Settings(exit_budget_s=_EXIT_BUDGET_S, most_packs=MOST_PACKS))
     publisher.start()
-    return publisher, report
+    return publisher, report.publish
 
 
 def run_process(fleet: Fleet, numbers: Sequence[int]) -> dict[str, Any]:

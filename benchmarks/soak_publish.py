@@ -41,9 +41,10 @@ from exit import CREDENTIALS, s3_server
 from table import markdown, spread
 
 from compile_cache.errors import PackError, StoreError
-from compile_cache.lifecycle import publish as publisher
+from compile_cache.lifecycle import publish, turns
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import PublishReport
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore, StoredObject, open_url
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact
@@ -58,7 +59,7 @@ PACE = {
     "_RETRY_S": 0.5,
     "_LONGEST_LOOK_S": 0.2,
     "_LONGEST_WAIT_S": 5.0,
-    "_LEASE_EXPIRY_S": 0.4,
+    "_PUBLISH_EXPIRY_S": 0.4,
 }
 _PATIENCE_S = 60.0
 _MOST_PACKS = 3
@@ -244,9 +245,10 @@ class Container:
             rewrite(directory.path, random.Random(turn.seed))
         keys = frozenset(logical_key(path) for path in files_in(directory.path))
         self._say("publishing")
-        report = PublishReport()
+        boot = BootReport()
+        report = boot.publish
         most_packs = _MOST_PACKS if turn.compacts == "leased" else 0
-        running = Publisher(cache, report, f"process {turn.number}", _PATIENCE_S, lambda: None, most_packs=most_packs)
+        running = Publisher(cache, boot, Settings(exit_budget_s=_PATIENCE_S, most_packs=most_packs))
         running.start()
         if not turn.is_stopped:
             if running.wait(_PATIENCE_S) and not report.failures:
@@ -282,7 +284,7 @@ def serve(url: str, endpoint_url: str, root: Path, connection: Connection) -> No
     """A process: turns come in, events go out, until the parent hangs up or is gone."""
     parent = os.getppid()
     for name, value in PACE.items():
-        setattr(publisher, name, value)
+        setattr(publish if hasattr(publish, name) else turns, name, value)
     container = Container(MortalStore(open_url(url, endpoint_url or None)), root, connection)
     with suppress(EOFError, BrokenPipeError):
         while os.getppid() == parent:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compile_cache.errors import SettingsError
-from compile_cache.pack.signing import Signer, TrustedKeys
 
 PREFIX = "COMPILE_CACHE_"
 
@@ -18,20 +17,22 @@ STORE_SCHEMES = ("file", "s3", "gs", "az")
 LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
-# CUDA graphs recorded by torch.compile belong to the thread that recorded them, and Cog runs setup() and each run() on
-# different threads. Within a region, one graph would be recorded per instance as well.
+# torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
+# threads. Regional compilation also records one graph for each instance.
 _CUDA_GRAPHS_REFUSED = {
     "regional": "it records one CUDA graph for every instance of a region and for every thread",
-    "whole": "it records CUDA graphs on the thread that warms up, and Cog predicts on others, which record anew",
+    "whole": "it records CUDA graphs on the thread that warms up, and Cog predicts on others, which record again",
 }
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
+# Inductor calls the C++ compiler with one line of text, which these characters take apart.
+_NOT_IN_A_COMMAND = re.compile(r"[\s'\"\\]")
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a boot is told from outside. The defaults suit `cog run` in a project folder."""
+    """The settings of a boot. The defaults suit `cog run` in a project folder."""
 
     store: str = ".compile-cache"
     layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may hold a password
@@ -54,11 +55,11 @@ class Settings:
     report: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, naming the variables.
+        """Refuse settings that cannot work, naming the variables.
 
         Raises:
-            SettingsError: the mode does not suit the scope, the directory is relative, a store is unknown, or a key is
-                none.
+            SettingsError: the mode does not suit the scope, the directory's path cannot be used, a store is unknown, or
+                a key is not one.
         """
         problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
@@ -68,8 +69,13 @@ class Settings:
             )
         if not os.path.isabs(self.dir):
             problems.append(
-                f"{PREFIX}DIR={self.dir!r} is relative, and the path is part of what compiled code is looked up by. "
+                f"{PREFIX}DIR={self.dir!r} is relative, but compiled code is looked up by its absolute path. "
                 "Give an absolute path that is the same in every container."
+            )
+        if _NOT_IN_A_COMMAND.search(self.dir):
+            problems.append(
+                f"{PREFIX}DIR={self.dir!r} has a space, quote or backslash, with which torch's C++ compiler commands "
+                "fail. Give a path without them."
             )
         if not _is_store(self.store, STORE_SCHEMES):
             problems.append(
@@ -90,12 +96,16 @@ class Settings:
             return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
         if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
             return (
-                f"{PREFIX}LAYERS: what {shown!r} sends can be changed on its way, and is executed here. Use https://, "
+                f"{PREFIX}LAYERS: code from {shown!r} can be changed on its way, and is executed here. Use https://, "
                 f"or set {PREFIX}TRUSTED_KEYS."
             )
         return None
 
     def _key_problems(self) -> list[str]:
+        if not self.signing_key and not self.trusted_keys:
+            return []
+        from compile_cache.pack.signing import Signer, TrustedKeys
+
         problems = []
         signer = None
         try:
@@ -108,8 +118,8 @@ class Settings:
             return [*problems, f"{PREFIX}TRUSTED_KEYS: {error}"]
         if signer and trusted and signer.public_key not in trusted.texts:
             problems.append(
-                f"{PREFIX}SIGNING_KEY is not trusted here: add {signer.public_key} to {PREFIX}TRUSTED_KEYS, or this "
-                "boot would refuse what it publishes"
+                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse the packs that it publishes: add "
+                f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
             )
         return problems
 
@@ -139,7 +149,7 @@ class Settings:
 
     @property
     def may_publish(self) -> bool:
-        """False as well where only signed packs are used, and there is no key to sign with."""
+        """Whether a boot publishes. False too where packs must be signed and there is no key to sign with."""
         return self.publish and self.store != "off" and not (self.trusted_keys and not self.signing_key)
 
     @property

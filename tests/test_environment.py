@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from compile_cache.key import environment as environment_module
 from compile_cache.key.environment import (
     FORMAT_VERSION,
     Environment,
@@ -81,6 +82,21 @@ def test_equal_environments_have_no_differences(environment):
 def test_differences_name_the_field_and_both_values(environment):
     other = replace(environment, torch="2.12.0", threads=4)
     assert environment.differences(other) == ("torch 2.11.0+cu130 → 2.12.0", "threads 0 → 4")
+
+
+def test_another_gpu_of_the_same_host_is_named_as_torch_names_it(environment):
+    assert environment.differences(replace(environment, device_index=1)) == ("current device cuda:0 → cuda:1",)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
+def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(monkeypatch, gpu):
+    monkeypatch.setattr(environment_module, "_installed_torch", lambda: {"version": "2.13", "cuda": "13.0", "hip": ""})
+    monkeypatch.setattr(environment_module, "_cuda_device", lambda: {"gpu": gpu, "capability": "9.0"})
+    hosts = []
+    for instructions, threads in (("avx2", "2"), ("avx2 avx512f", "4")):
+        monkeypatch.setattr(environment_module, "_instruction_flags", lambda flags=instructions: flags)
+        hosts.append(detect(OMP_NUM_THREADS=threads, MKL_DYNAMIC="false"))
+    assert (hosts[0] == hosts[1]) == bool(gpu)
 
 
 def test_a_stored_record_is_read_back(environment):

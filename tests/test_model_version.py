@@ -8,11 +8,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from compile_cache.errors import SettingsError
-from compile_cache.key.model_version import hub_commit, model_name, model_version, split_revision
+from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
@@ -244,3 +245,103 @@ def test_without_huggingface_hub_installed_a_revision_stands_for_itself(tmp_path
     """The library requires torch and zstandard only."""
     program = "import sys\nsys.modules['huggingface_hub'] = None\n" + PRINT_COMMIT
     assert run_hub_commit(program, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"
+
+
+# Links.
+
+
+def linked(folder: Path, name: str, target: Path) -> Path:
+    (folder / name).symlink_to(target)
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """A folder outside the model's, as a component that several models share."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "block.py").write_text("x = 1\n")
+    return folder
+
+
+def test_a_component_that_is_a_link_is_part_of_the_version(folder, elsewhere):
+    before = version(linked(folder, "vae", elsewhere))
+    (elsewhere / "config.json").write_text('{"layers": 3}')
+    assert version(folder) != before
+
+
+def test_a_package_of_the_source_that_is_a_link_is_part_of_the_version(folder, source, elsewhere):
+    before = version(folder, linked(source, "shared", elsewhere))
+    (elsewhere / "block.py").write_text("x = 2\n")
+    assert version(folder, source) != before
+
+
+def test_a_link_has_the_version_of_a_copy(folder, elsewhere, tmp_path):
+    before = version(linked(folder, "vae", elsewhere))
+    (folder / "vae").unlink()
+    elsewhere.rename(folder / "vae")
+    assert version(folder) == before
+
+
+def test_links_in_a_loop_are_followed_once(folder, source):
+    linked(folder, "again", folder)
+    linked(source, "again", source.parent)
+    assert version(folder, source) == version(folder, source)
+
+
+def test_a_second_link_to_a_folder_is_part_of_the_version_by_its_name(folder, elsewhere):
+    before = version(linked(folder, "vae", elsewhere))
+    assert version(linked(folder, "vae_2", elsewhere)) != before
+
+
+@pytest.mark.parametrize("name", ["extra.safetensors", "config.json", "block.py", "itself"])
+def test_a_link_to_nowhere_counts_by_its_name(folder, source, name):
+    before = version(folder, source)
+    linked(folder, name, folder / name if name == "itself" else Path("/nowhere"))
+    linked(source, name, Path("/nowhere"))
+    assert version(folder, source) != before
+    (folder / name).unlink()
+    (source / name).unlink()
+    assert version(folder, source) == before
+
+
+def test_a_pipe_in_the_folder_is_not_read(folder):
+    os.mkfifo(folder / "pipe.json")
+    assert len(version(folder)) == 32
+
+
+# Names.
+
+
+@pytest.mark.parametrize("name", ["my-classifier", "my-classifier@v2", "/nowhere/weights", "a/b/c", "my classifier/v2"])
+def test_a_name_that_is_no_folder_and_no_hub_id_is_asked_of_nobody(monkeypatch, source, name):
+    hub = Hub("huggingface_hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    before = version(name, source)
+    (source / "model.py").write_text("x = 2\n")
+    assert version(name, source) != before
+    assert hub.asked == []
+
+
+class Hub(ModuleType):
+    """Stands for huggingface_hub, and notes what is asked of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        self.asked.append(name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("name", ["weights", "Model", "checkpoints", "src", COMMIT])
+def test_a_folder_that_is_called_as_many_are_is_told_apart(tmp_path, name):
+    (tmp_path / name).mkdir()
+    assert has_common_name(str(tmp_path / name))
+    assert not has_common_name(str(tmp_path))
+
+
+def test_a_hub_id_is_no_common_name():
+    assert not has_common_name(f"weights@{COMMIT}")

@@ -10,7 +10,8 @@ import zstandard
 from containers import CountingStore, open_cache
 
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import PublishReport
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.settings import Settings
 from compile_cache.store.local import LocalStore
 
 FILES = 400
@@ -25,7 +26,7 @@ def publish_all(store: CountingStore, folder: Path, changes: dict[str, bytes]) -
     for path, content in changes.items():
         (directory.path / path).parent.mkdir(parents=True, exist_ok=True)
         (directory.path / path).write_bytes(content)
-    publisher = Publisher(cache, PublishReport(), "the test", 60.0, lambda: None, most_packs=4)
+    publisher = Publisher(cache, BootReport(), Settings(exit_budget_s=60.0))
     publisher.start()
     assert publisher.wait(60)
     publisher.flush()

@@ -63,6 +63,8 @@ BAD = [
     ("MAX_RESTORE_BYTES", "0", "must be a positive number of bytes"),
     ("MAX_RESTORE_BYTES", "4GB", "4GB"),
     ("DIR", "some/folder", "is relative"),
+    ("DIR", "/tmp/my cache", "Give a path without them"),
+    ("DIR", "/tmp/it's", "Give a path without them"),
     ("STORE", "ftp://host/packs", "give a local folder"),
     ("STORE", "https://host/packs", "give a local folder"),
     ("STORE", "s3://", "give a local folder"),
@@ -201,6 +203,18 @@ def test_a_relative_cache_folder_is_refused_because_code_is_looked_up_by_path():
         read(DIR="cache")
 
 
+@pytest.mark.parametrize("character", [" ", "\t", "\n", "'", '"', "\\"])
+def test_a_cache_folder_that_torch_cannot_pass_to_a_compiler_is_refused(character):
+    with pytest.raises(SettingsError, match=f"{PREFIX}DIR=.*has a space, quote or backslash"):
+        Settings(dir=f"/tmp/my{character}cache")
+
+
+@pytest.mark.parametrize("path", ["/tmp/$HOME", "/tmp/a(b)[c];d&e", "/tmp/naïve"])
+def test_a_cache_folder_with_other_characters_is_taken(path):
+    """A C++ kernel was compiled in a folder of each."""
+    assert Settings(dir=path).dir == path
+
+
 def test_a_settings_error_is_of_the_librarys_tree_and_a_value_error():
     with pytest.raises(CompileCacheError) as caught:
         read(SCOPE="x")
@@ -255,7 +269,7 @@ def test_every_layer_with_a_problem_is_named():
 
 
 def test_a_signing_key_that_is_not_trusted_is_refused_with_the_key_to_add():
-    with pytest.raises(SettingsError, match="would refuse what it publishes") as caught:
+    with pytest.raises(SettingsError, match="would refuse the packs that it publishes") as caught:
         read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=OTHER_PUBLIC)
     assert f"add {PUBLIC} to {PREFIX}TRUSTED_KEYS" in str(caught.value)
     assert read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=f"{OTHER_PUBLIC},{PUBLIC}").signing_key == PRIVATE

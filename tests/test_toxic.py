@@ -15,10 +15,10 @@ import toxic_proxy
 from boots import boot_once, settings
 from toxic_proxy import Request, ToxicProxy, Toxin
 
+from compile_cache.key.cache_key import environment_for, key_for
 from compile_cache.key.environment import detect_environment
-from compile_cache.key.identity import environment_for, key_for
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import PublishReport, RestoreReport
+from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores
@@ -168,9 +168,9 @@ class Host:
         restore = Restore(settings, directory, MODEL, (), environ())
         started = time.monotonic()
         restore.start()
-        restore.join(timeout_s)
+        report = restore.join().report
         waited_s = time.monotonic() - started
-        restored = Restored(restore.report, read_files(directory.path), waited_s)
+        restored = Restored(report, read_files(directory.path), waited_s)
         self.proxy.heal()
         await_background_threads()
         assert read_files(directory.path) == restored.files, "a restore that was given up does nothing afterwards"
@@ -323,11 +323,11 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     def make() -> Published:
         spoiled = cache(proxy.url, "spoiled")
         write(MADE, tmp_path / "spoiled" / "0")
-        report = PublishReport()
-        publisher = Publisher(spoiled, report, "the test", EXIT_BUDGET_S, changed=lambda: None)
+        report = BootReport()
+        publisher = Publisher(spoiled, report, Settings(exit_budget_s=EXIT_BUDGET_S, most_packs=0))
         started.append(publisher)
         publisher.start()
-        return Published(publisher, report, proxy, cache(s3_bucket.endpoint_url, "healthy"))
+        return Published(publisher, report.publish, proxy, cache(s3_bucket.endpoint_url, "healthy"))
 
     yield make
     for publisher in started:

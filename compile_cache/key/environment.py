@@ -44,7 +44,11 @@ _INSTRUCTION_FLAGS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One value a field; an empty string where a field does not apply (no GPU, no Triton)."""
+    """One value a field; an empty string where a field does not apply (no GPU, no Triton).
+
+    The CPU's instruction set and thread count count on a CPU alone. One GPU model is found beside many processors, and
+    artifacts that contain C++ code record both themselves.
+    """
 
     torch: str
     triton: str
@@ -73,19 +77,30 @@ class Environment:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def differences(self, other: Environment) -> tuple[str, ...]:
-        """A line for each field that differs, as `torch 2.11.0 → 2.13.0`; of long lists what is new and gone."""
+        """A line for each field that differs, as `torch 2.11.0 → 2.13.0`; of long lists, the new and the missing
+        parts."""
         return tuple(
             f"{_LABELS.get(field.name, field.name.replace('_', ' '))} {_difference(ours, theirs)}"
             for field in fields(self)
-            if (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+            if (ours := self._shown(field.name)) != (theirs := other._shown(field.name))
         )
 
+    def _shown(self, name: str) -> Any:
+        return f"cuda:{self.device_index}" if name == "device_index" else getattr(self, name)
 
-_LABELS = {"triton": "Triton", "cuda": "CUDA", "hip": "HIP", "gpu": "GPU", "capability": "compute capability"}
+
+_LABELS = {
+    "triton": "Triton",
+    "cuda": "CUDA",
+    "hip": "HIP",
+    "gpu": "GPU",
+    "capability": "compute capability",
+    "device_index": "current device",
+}
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    """`a → b`; for lists, such as the instruction set, `+ new - gone`."""
+    """`a → b`; for lists, such as the instruction set, `+new -missing`."""
     if isinstance(ours, str) and isinstance(theirs, str) and ours.count(" ") > 4 and theirs.count(" ") > 4:
         ours, theirs = ours.split(), theirs.split()
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
@@ -110,7 +125,7 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
         python=f"{platform.python_implementation()} {platform.python_version()}",
         glibc=" ".join(platform.libc_ver()),
         machine=platform.machine(),
-        instructions=_instruction_flags(),
+        instructions="" if gpu["gpu"] else _instruction_flags(),
         threads=0 if gpu["gpu"] else cpu_threads(environ),
         cache_dir=cache_dir,
         options=options,
@@ -131,6 +146,7 @@ def observe_environment(detected: Environment) -> Environment:
         gpu=torch.cuda.get_device_name() if on_gpu else "",
         capability="{}.{}".format(*torch.cuda.get_device_capability()) if on_gpu else "",
         device_index=torch.cuda.current_device() if on_gpu else 0,
+        instructions="" if on_gpu else _instruction_flags(),
         threads=0 if on_gpu else torch.get_num_threads(),
     )
 

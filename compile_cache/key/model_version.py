@@ -16,8 +16,13 @@ from compile_cache.errors import SettingsError
 log = logging.getLogger("compile_cache")
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
-_LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller, whatever is larger is weights
-_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+_LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; a larger file is weights
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Folders that are called so in many projects, and snapshots in the hub's cache, which are called by their commit.
+_COMMON_NAME = re.compile(r"(models?|weights|checkpoints?|ckpt|src|[0-9a-f]{40})", re.IGNORECASE)
+# Stands for the content of a path that is no file: a link to nowhere, or a folder read under another name before.
+_NO_FILE = b"\0no file"
 # Their code is traced into the compiled graphs; torch and Triton are in the environment.
 _TRACED_PACKAGES = ("diffusers", "transformers", "accelerate", "peft")
 _HUB_TIMEOUT_S = 5
@@ -38,11 +43,17 @@ def model_name(model: str) -> str:
     return os.path.basename(os.path.abspath(name)) if os.path.isdir(name) else name
 
 
-def model_version(model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
-    """A digest (32 hexadecimal digits) of all that a compiled graph of this model was made from.
+def has_common_name(model: str) -> bool:
+    """Whether `model` is a folder whose name other projects' models have as well, such as `weights`."""
+    return os.path.isdir(model) and _COMMON_NAME.fullmatch(model_name(model)) is not None
 
-    For a folder: its small files, and each weight file's name, size and safetensors header. For a hub id: its commit.
-    For both: the project's own `sources` (files, or folders of Python files) and the packages that are traced.
+
+def model_version(model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
+    """A digest (32 hexadecimal digits) of everything that a compiled graph of this model was made from.
+
+    For a folder: its small files, and each weight file's name, size and safetensors header. For a hub id (`org/name`):
+    its commit. For any other name: the name. For all: the project's own `sources` (files, or folders of Python files)
+    and the packages that are traced.
 
     Raises:
         SettingsError: one of `sources` is not there.
@@ -57,18 +68,24 @@ def _ingredients(model: str, sources: Sequence[str | Path], environ: Mapping[str
     name, revision = split_revision(model)
     if os.path.isdir(name):
         yield from _folder_ingredients(Path(name))
-    else:
+    elif _HUB_ID.fullmatch(name):
         yield name, hub_commit(name, revision or "main", environ).encode()
+    else:
+        log.info("model_version.plain_name model=%s: no folder and no hub id, so sources and packages decide", name)
+        yield name, (revision or "").encode()
     for source in sources:
         yield from _source_ingredients(Path(source))
     yield from _package_ingredients(_TRACED_PACKAGES)
 
 
 def _folder_ingredients(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in _files(folder):
-        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > _LARGEST_READ_BYTES
-        content = _weights_identity(path) if is_weights else path.read_bytes()
-        yield path.relative_to(folder).as_posix(), content
+    for path in _paths(folder):
+        yield path.relative_to(folder).as_posix(), _model_content(path) if path.is_file() else _NO_FILE
+
+
+def _model_content(path: Path) -> bytes:
+    is_weights = path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > _LARGEST_READ_BYTES
+    return _weights_identity(path) if is_weights else path.read_bytes()
 
 
 def _weights_identity(path: Path) -> bytes:
@@ -86,9 +103,9 @@ def _weights_identity(path: Path) -> bytes:
 def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
     if not source.exists():
         raise SettingsError(f"{source}, named as a source of the model, is not there. Give paths from {Path.cwd()}.")
-    paths: Iterable[Path] = [source] if source.is_file() else _files(source, ".py")
-    for path in paths:
-        yield path.name if source.is_file() else path.relative_to(source.parent).as_posix(), path.read_bytes()
+    for path in [source] if source.is_file() else _paths(source, ".py"):
+        name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()
+        yield name, path.read_bytes() if path.is_file() else _NO_FILE
 
 
 def _package_ingredients(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]:
@@ -101,19 +118,28 @@ def _package_ingredients(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]
             continue
 
 
-def _files(folder: Path, suffix: str = "") -> list[Path]:
-    """The visible files below `folder`, sorted; hidden ones and `__pycache__` are left out."""
-    found = []
-    for parent, folders, names in os.walk(folder):
+def _paths(folder: Path, suffix: str = "") -> list[Path]:
+    """The visible files below `folder`, sorted, hidden ones and `__pycache__` left out. Links are followed. A folder
+    that several links lead to is read once, and is a path itself the other times."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            found.append(Path(parent))
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         found += [Path(parent, name) for name in names if not name.startswith(".") and name.endswith(suffix)]
     return sorted(found)
 
 
 def hub_commit(name: str, revision: str, environ: Mapping[str, str]) -> str:
-    """The commit that `revision` of a hub repository stands for: itself, else as the local hub cache has it, else as
-    the hub answers. Where neither knows, `revision` itself: what is restored is then checked by torch's own keys."""
-    if _COMMIT.match(revision):
+    """The commit that `revision` of a hub repository stands for: `revision` itself if it is one, else the commit in the
+    local hub cache, else the hub's answer. Where neither knows it, `revision`: torch's own keys then tell graphs of
+    different commits apart."""
+    if _COMMIT.fullmatch(revision):
         return revision
     home = environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
     cache = environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")

@@ -1,8 +1,7 @@
 """One boot: restore while torch and the weights load, compile, warm up, report, publish.
 
 Failures of the parts below are caught here, logged, and turned into a slower boot; the background threads hand theirs
-over, and a region that cannot be compiled falls back by itself (compiler.py). What the caller's own code raises passes
-through.
+over, and a region that cannot be compiled falls back by itself. Errors of the caller's own code pass through.
 """
 
 from __future__ import annotations
@@ -10,31 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.errors import CacheDirectoryError, CompileCacheError, SettingsError
-from compile_cache.lifecycle.preload import Preloading
-from compile_cache.lifecycle.report import BootReport, CompileCounts
+from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.lifecycle.report import BootReport, CompileCounts, RestoreReport
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publish import Publisher
-    from compile_cache.lifecycle.restore import Restore
+    from compile_cache.lifecycle.restore import Restore, Restored
     from compile_cache.regions.compiler import Compiler
-    from compile_cache.versions.cache import CompileCache
-    from compile_cache.versions.lease import Lease
+    from compile_cache.versions.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 
@@ -68,51 +63,50 @@ class Boot:
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
     ) -> None:
+        from compile_cache.lifecycle.process import keep_worker_alive_on_interrupt, name_user
+
         self._started = time.perf_counter()
         self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
         self._settings = settings
-        self._environ = environ
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
-        self._compiler: Compiler | None = None
-        self._cache: CompileCache | None = None
-        self._publisher: Publisher | None = None
+        self._has_joined = False
+        self._restored: Restored | None = None
+        self._restored_files: frozenset[str] = frozenset()
         self._preloading: Preloading | None = None
         self._preparing = threading.RLock()
-        self._lease: Lease | None = None
-        self._joined = False
-        self._failed = False
-        self._explain: Callable[[], None] | None = None
-        self._restored: frozenset[str] = frozenset()
+        self._compiler: Compiler | None = None
+        self._has_tried_compiler = False
+        self._publisher: Publisher | None = None
         self._counted_before = read_counts()
-        _keep_worker_alive_on_interrupt()
+        keep_worker_alive_on_interrupt()
+        name_user(environ)
         if settings.enabled:
-            self._claim_directory()
-            self._start_restore(model, sources)
+            self._claim_directory(model, environ)
+        if self._directory is not None and (self._settings.store != "off" or self._settings.layers):
+            self._start_restore(self._directory, model, sources, environ)
 
-    def _claim_directory(self) -> None:
-        """Own a cache directory at the fixed path; else one that only this boot has; else serve eager."""
-        try:
-            self._directory = CacheDirectory.claim(Path(self._settings.dir))
-        except CacheDirectoryError as error:
-            self._warn(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
-            with self._degrading("make a temporary cache directory; serving eager"):
-                self._directory = CacheDirectory.temporary()
-            self._settings = replace(self._settings, store="off", layers=(), publish=False)
-        if self._directory is None:
-            self._settings = replace(self._settings, scope="off")
-            return
-        self.report.cache_dir = str(self._directory.path)
-        self._directory.activate(self._environ)
+    def _claim_directory(self, model: str, environ: MutableMapping[str, str]) -> None:
+        from compile_cache.lifecycle.workplace import claim_workplace
 
-    def _start_restore(self, model: str, sources: Sequence[str | Path]) -> None:
-        if self._directory is None or (self._settings.store == "off" and not self._settings.layers):
-            return
+        workplace = claim_workplace(self._settings, model)
+        for warning in workplace.warnings:
+            self._warn(warning)
+        self._settings = workplace.settings
+        self._directory = workplace.directory
+        if self._directory is not None:
+            self.report.cache_dir = str(self._directory.path)
+            self._directory.activate(environ)
+
+    def _start_restore(
+        self, directory: CacheDirectory, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
+    ) -> None:
         from compile_cache.lifecycle.restore import Restore
 
         with self._degrading("start the restore; compiling anew"):
-            self._restore = Restore(self._settings, self._directory, model, sources, self._environ)
-            self._restore.start()
+            restore = Restore(self._settings, directory, model, sources, environ)
+            restore.start()
+            self._restore = restore
 
     def __enter__(self) -> Boot:
         return self
@@ -122,23 +116,12 @@ class Boot:
     ) -> None:
         """READY: write the report and start publishing. After an error of the caller's nothing is published."""
         if kind is not None:
-            self._failed = True
             if self._restore is not None:
                 self._restore.abandon()
-            if self._lease is not None:
-                self._lease.give_up()
             return
         if self._compiler is None:
             self._join()
-        if self._explain is not None:
-            self._explain()
-        self.report.ready_s = time.perf_counter() - self._started
-        with self._degrading("count what was compiled"):
-            self._count()
-            self.report.process_s = _process_age_s()
-        for line in self.report.lines():
-            log.info(line)
-        self._write_report()
+        self._complete_report()
         with self._degrading("start publishing"):
             self._start_publishing()
 
@@ -152,12 +135,13 @@ class Boot:
             self.report.phases[phase] = self.report.phases.get(phase, 0.0) + time.perf_counter() - started
 
     def preload(self) -> None:
-        """Import what precompiled regions need, and load them, on a thread of its own, beside the loading of the
-        weights; if none were restored, import torch's compiler.
+        """Import the modules that precompiled regions need, and load the regions, on a thread beside the loading of the
+        weights. If none were restored, import torch's compiler.
 
-        Call it when the caller's own imports are done: modules that import one another, begun from two threads in
-        different order, can find each other half-made.
+        Call it when the caller's own imports are done: later ones of the same packages wait for this thread's.
         """
+        from compile_cache.lifecycle.preload import Preloading
+
         if self._settings.enabled and self._preloading is None:
             self._preloading = Preloading(self._load_precompiled)
             self._preloading.start()
@@ -175,33 +159,43 @@ class Boot:
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
                 self._preloading.wait()
-            self._prepare_compiler().compile(module, whole)
-            self.report.regions = [region.report for region in self._prepare_compiler().regions.values()]
+            compiler = self._prepared_compiler()
+            if compiler is not None:
+                compiler.compile(module, whole)
+                self.report.regions = [region.report for region in compiler.regions.values()]
 
-    def _prepare_compiler(self) -> Compiler:
-        """The compiler over the restored directory. Imports what it needs."""
+    def _prepared_compiler(self) -> Compiler | None:
+        """The compiler over the restored directory, with all of its imports; None where it cannot be had.
+
+        It is tried once. An import of torch's compiler that failed leaves parts of itself behind, and fails for another
+        reason the second time.
+        """
         with self._preparing:
-            if self._compiler is None:
-                from compile_cache.regions.compiler import Compiler
+            if not self._has_tried_compiler and self._directory is not None:
+                self._has_tried_compiler = True
+                with self._degrading("set up compilation; serving eager"):
+                    if self._preloading is not None and self._preloading.failure is not None:
+                        raise self._preloading.failure
+                    from compile_cache.regions.compiler import Compiler
 
-                assert self._directory is not None
-                self._compiler = Compiler(self._settings, self._directory)
+                    self._compiler = Compiler(self._settings, self._directory)
             return self._compiler
 
     def _load_precompiled(self) -> bool:
         """Wait for the restore, and load the precompiled regions that it brought; whether there are any."""
         self._join()
         with self._degrading("load precompiled regions"):
-            return self._prepare_compiler().prefetch() > 0
+            compiler = self._prepared_compiler()
+            return compiler is not None and compiler.prefetch() > 0
         return False
 
     def warm_up(self, call: Callable[[], Any]) -> None:
-        """Call the model as predictions will, under the same thread-local state, so that all they need gets compiled.
+        """Call the model as predictions will, under the same thread-local state, so that their code gets compiled.
 
-        Where something was compiled for the first time, `call` is repeated until it compiles nothing more.
+        If the call compiles anything, it is repeated until it compiles nothing more.
 
         Raises:
-            Exception: whatever `call` raises.
+            Exception: every error of `call`.
         """
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
@@ -214,40 +208,52 @@ class Boot:
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
 
     def counts(self) -> CompileCounts:
-        """What torch has looked up and compiled since this boot began, `kernels_compiled` left out."""
+        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
         return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Block until what the warm-up compiled is in the store, or the attempt failed; False after `timeout_s`."""
+        """Block until the warm-up's artifacts are in the store, or the attempt failed; False after `timeout_s`."""
         return self._publisher is None or self._publisher.wait(timeout_s)
 
     def _join(self) -> None:
-        """Wait for the restore, compare its environment with torch, and take what it verified. Once."""
+        """Wait for the restore, compare its environment with torch, and take the verified files. Once."""
         with self._preparing:
-            if self._restore is None or self._joined:
+            if self._restore is None or self._has_joined:
                 return
-            self._joined = True
-            self._take_restored(self._restore)
+            self._has_joined = True
+            self.report.restore = RestoreReport("failed", "see the warnings")
+            with self._degrading("restore compiled artifacts; compiling anew"):
+                self._restored = self._restore.join()
+                self._note_restored(self._restored)
 
-    def _take_restored(self, restore: Restore) -> None:
-        with self._degrading("restore compiled artifacts; compiling anew"):
-            self._cache = restore.join(max(0.0, restore.wait_s - (time.perf_counter() - self._started)))
-        self._lease, self._explain = restore.lease, restore.explain
-        if self._failed and self._lease is not None:  # the caller's own error came while this thread waited
-            self._lease.give_up()
-        self.report.restore = restore.report
-        self.report.store = restore.location
-        if self._cache is not None:
-            self.report.model_name = self._cache.key.model_name
-            self.report.model_version = self._cache.key.model_version
-            self.report.environment = self._cache.key.environment
-        with self._degrading("list what was restored"):
-            self._restored = frozenset(self._directory.scan() if self._directory else ())
+    def _note_restored(self, restored: Restored) -> None:
+        self.report.restore = restored.report
+        self.report.store = restored.location
+        if restored.cache is not None:
+            self.report.model_name = restored.cache.key.model_name
+            self.report.model_version = restored.cache.key.model_version
+            self.report.environment = restored.cache.key.environment
+        if self._directory is not None:
+            self._restored_files = frozenset(self._directory.scan())
+
+    def _complete_report(self) -> None:
+        from compile_cache.lifecycle.process import process_age_s, say
+
+        if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
+            self.report.restore.reason = self._restore.explanation
+        self.report.ready_s = time.perf_counter() - self._started
+        with self._degrading("count what was compiled"):
+            self._count()
+            self.report.process_s = process_age_s()
+        say(self.report.lines())
+        if self._settings.report is not None:
+            with self._degrading(f"write the boot report to {self._settings.report}"):
+                self.report.write(Path(self._settings.report))
 
     def _count(self) -> None:
         counts = self.counts()
         if self._directory is not None:
-            new = self._directory.scan().keys() - self._restored
+            new = self._directory.scan().keys() - self._restored_files
             counts.kernels_compiled = sum(path.endswith(_KERNEL_SUFFIXES) for path in new)
         self.report.counts = counts
         torch = sys.modules.get("torch")
@@ -256,35 +262,20 @@ class Boot:
             self.report.device_peak_bytes = max(before_checks, torch.cuda.max_memory_allocated())
 
     def _start_publishing(self) -> None:
-        if self._cache is None or not self._settings.may_publish:
-            if self._lease is not None:
-                self._lease.give_up()
+        if self._restore is None:
+            return
+        cache = self._restored.cache if self._restored is not None else None
+        if cache is None or not self._settings.may_publish:
+            self._restore.turn.pass_on()
             return
         from compile_cache.lifecycle.publish import Publisher
 
-        compiler = self._compiler
-        self._publisher = Publisher(
-            self._cache,
-            self.report.publish,
-            _creator(),
-            self._settings.exit_budget_s,
-            changed=self._write_report,
-            withheld=lambda: compiler.withheld if compiler else (),
-            unread=lambda: compiler.unread_files() if compiler else (),
-            is_compiling=lambda: compiler is not None and compiler.is_compiling,
-            most_packs=self._settings.most_packs,
-            lease=self._lease,
-        )
+        self._publisher = Publisher(cache, self.report, self._settings, self._compiler, self._restore.turn)
         self._publisher.start()
-
-    def _write_report(self) -> None:
-        if self._settings.report is not None:
-            with self._degrading(f"write the boot report to {self._settings.report}"):
-                self.report.write(Path(self._settings.report))
 
     @contextlib.contextmanager
     def _degrading(self, what: str) -> Iterator[None]:
-        """The one place where a failure becomes a slower boot: a clear line in the report, the traceback in the log."""
+        """The border of a boot: a failure costs speed. The report has a line of it, the log the traceback."""
         try:
             yield
         except Exception as error:
@@ -295,30 +286,3 @@ class Boot:
     def _warn(self, line: str) -> None:
         log.warning(line)
         self.report.warnings.append(line)
-
-
-def _keep_worker_alive_on_interrupt() -> None:
-    """Under Cog, leave Ctrl-C to the server, which then stops this worker in order.
-
-    A terminal sends SIGINT to both; a worker that takes it hangs in its teardown until it is killed, and never runs the
-    exit hook. Only the main thread may set a handler, and only there does setup() run.
-    """
-    under_cog = "coglet" in sys.modules and threading.current_thread() is threading.main_thread()
-    if under_cog and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _process_age_s() -> float:
-    """Seconds since this process was started (proc(5): field 22 of stat, in clock ticks since the machine's start)."""
-    with open("/proc/self/stat") as file:
-        started_ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _creator() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"compile_cache {version('cog-compile-cache')}"
-    except PackageNotFoundError:
-        return "compile_cache"

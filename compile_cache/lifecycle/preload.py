@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -9,6 +10,8 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+
+from compile_cache.lifecycle.import_order import can_order_imports, ordered_imports, wait_for_begun_imports
 
 log = logging.getLogger("compile_cache")
 
@@ -31,41 +34,57 @@ _TO_COMPILE = ("torch._inductor.compile_fx",)
 
 
 class Preloading:
-    """A thread that imports what loading needs, calls `load_precompiled`, and, where that finds nothing, imports what
-    compiling needs, and computes the digests of torch and Triton that each lookup begins with.
+    """A thread that imports the modules that loading needs, and calls `load_precompiled`. If that finds nothing, it
+    imports what compiling needs, and computes the digests of torch and Triton that each lookup begins with.
 
-    A failure is left to be met, and reported, where the modules are needed.
+    Other threads may import anything meanwhile: see import_order.py. `failure` is the error of an import of torch's
+    compiler, which nobody can begin again in this process.
     """
 
     def __init__(self, load_precompiled: Callable[[], bool]) -> None:
+        self.failure: Exception | None = None
         self._load_precompiled = load_precompiled
+        self._imports = contextlib.ExitStack()
         # torch's settings are context variables (2.13): the thread has those of its caller.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="compile-cache-preload", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        if not can_order_imports():
+            log.info("preload.skipped python=%s: it does not let imports be ordered", sys.version)
+            return
+        self._imports.enter_context(ordered_imports())
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all of it is done, because two threads that import the same only hinder each other; but not for ever,
-        should the thread itself wait for a module that the caller is importing."""
-        self._thread.join(_LONGEST_WAIT_S)
+        """Wait until all of it is done: two threads that import the same only slow each other down. The time is
+        bounded, because the thread may need a module that the caller is importing."""
+        if self._thread.ident is not None:
+            self._thread.join(_LONGEST_WAIT_S)
 
     def _run(self) -> None:
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         try:
-            for name in _TO_LOAD:
-                importlib.import_module(name)
-            if self._load_precompiled():
-                return
-            for name in _TO_COMPILE:
-                importlib.import_module(name)
-            importlib.import_module("torch._inductor.codecache").torch_key()
-            importlib.import_module("triton.runtime.cache").triton_key()
-        except Exception as error:  # whatever it is, it is met again, and reported
-            log.info("preload.incomplete error=%r", error)
+            with self._imports:
+                wait_for_begun_imports()
+                self._import_and_load()
+        except Exception as error:
+            log.info("preload.failed error=%r", error)
+            # Anything else is met again, and reported, where it is needed.
+            self.failure = None if "torch._dynamo" in sys.modules else error
         finally:
             if interval_s != _SWITCH_S:  # set by another preload, which is not done
                 sys.setswitchinterval(interval_s)
+
+    def _import_and_load(self) -> None:
+        for name in _TO_LOAD:
+            importlib.import_module(name)
+        if self._load_precompiled():
+            return
+        for name in _TO_COMPILE:
+            importlib.import_module(name)
+        importlib.import_module("torch._inductor.codecache").torch_key()
+        with contextlib.suppress(ImportError):  # no Triton: a CPU
+            importlib.import_module("triton.runtime.cache").triton_key()

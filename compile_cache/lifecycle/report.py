@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import threading
+import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from compile_cache.versions.refused import RefusedPack
 
+_LEFTOVER_AFTER_S = 60.0
+
 
 @dataclass(slots=True)
 class RegionReport:
-    """One module class: its step of the ladder (`precompiled`, `cached`, `cold` or `eager`), the lowest that one of its
-    calls needed, and why not a higher one; `unused` if nothing called it.
+    """One module class. `step` is the lowest step of the ladder that one of its calls needed: `precompiled`, `cached`,
+    `cold` or `eager`, and `unused` if nothing called it. `reason` says why it is not higher.
 
-    `graphs` are those that torch compiled or found, `loaded` and `made` the precompiled functions. `compile_s` is what
-    all that took but for `precompile_s`, in which functions were compiled ahead of time for the next boot.
-    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all that was checked; in JSON,
-    which has no infinity, an infinite one is the text `Infinity`. The peaks are device memory over what was in use
-    before the call, of the largest call that was checked.
+    `graphs` counts the graphs that torch compiled or found, `loaded` and `made` count precompiled functions.
+    `precompile_s` is the time in which functions were compiled ahead for the next boot, `compile_s` the other time.
+    `relative_error` is the largest ‖compiled − eager‖ / ‖eager‖ of the checked calls, on real activations. JSON has no
+    infinity, so there an infinite one is the text `Infinity`. The peaks are the device memory that the largest checked
+    call took on top of the memory in use before.
     """
 
     name: str
@@ -42,7 +46,7 @@ class RegionReport:
 
 @dataclass(slots=True)
 class CompileCounts:
-    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
+    """torch's own counters, and files, since the boot began: lookups that were answered, and code that was made anew.
 
     `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
     """
@@ -60,7 +64,7 @@ class CompileCounts:
     kernels_compiled: int = 0
 
     def since(self, before: CompileCounts) -> CompileCounts:
-        """What was added after `before`."""
+        """The difference to `before`, an earlier reading."""
         return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     @property
@@ -70,7 +74,7 @@ class CompileCounts:
 
     @property
     def misses(self) -> int:
-        """Lookups that were not, bypasses included: something was compiled for each."""
+        """Lookups that were not answered, bypasses included: something was compiled for each."""
         return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
@@ -79,8 +83,8 @@ class RestoreReport:
     """`outcome`: `hit`, `seeded` (from another version of the model, `seeded_from`), `miss` (the store has nothing for
     this key), `failed`, `discarded` (torch contradicted the environment) or `off`; `reason` says why in a line.
 
-    `waited_for_peer_s` is the time given to another boot that was compiling the same; `problems` are layers that could
-    not be read.
+    `waited_for_peer_s` is the time given to another boot that was compiling the same. `problems` names the layers that
+    could not be read.
     """
 
     outcome: str = "off"
@@ -98,10 +102,10 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class PublishReport:
-    """What has been put into the store so far; `failures` in words, one a line.
+    """The packs put into the store so far, and the failures, a line each.
 
-    `withheld_files` are those of graphs that differ from eager, `unread_files` those that no warm boot would read.
-    `compacted_packs` were merged into one.
+    `withheld_files` counts files of graphs that differ from eager, `unread_files` files that no warm boot would read,
+    `compacted_packs` packs that were merged into one.
     """
 
     packs: int = 0
@@ -118,8 +122,8 @@ class PublishReport:
 class BootReport:
     """Everything about one boot. Seconds are wall-clock.
 
-    `phases` are those that the caller times (import, weights), the wait for the restore (`join`), `compile_setup`, and
-    `warm_up`, in which regions compile. `ready_s` counts from the boot's start, `process_s` from the process's.
+    `phases` has the caller's own phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
+    `warm_up`, in which regions compile. `ready_s` counts from the boot's start, `process_s` from the process's start.
     """
 
     model_name: str = ""
@@ -170,12 +174,13 @@ class BootReport:
         return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
 
     def write(self, path: Path) -> None:
-        """Write the JSON so that a reader never sees half of it.
+        """Write the JSON. A reader sees a whole report, this one or the one before.
 
         Raises:
             OSError: the folder cannot be made or written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         temporary.write_text(self.to_json())
         os.replace(temporary, path)
@@ -211,6 +216,15 @@ class BootReport:
             "compile_cache.hits": self.counts.hits,
             "compile_cache.misses": self.counts.misses,
         }
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of writers that were killed: a living one needs milliseconds."""
+    for temporary in path.parent.iterdir():
+        if temporary.name.startswith(f".{path.name}."):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - temporary.stat().st_mtime > _LEFTOVER_AFTER_S:
+                    temporary.unlink()
 
 
 def _from(restore: RestoreReport) -> str:

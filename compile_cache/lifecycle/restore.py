@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.errors import StoreError, StoreUnavailable
+from compile_cache.errors import StoreUnavailable
+from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
-from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.lifecycle.report import RestoreReport
+from compile_cache.lifecycle.turns import CompileTurn
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores, open_stores
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import explain_miss, predecessors
 from compile_cache.versions.directory import CacheDirectory
 from compile_cache.versions.fetch import Fetched
-from compile_cache.versions.lease import Lease
 from compile_cache.versions.rules import Rules
 
 log = logging.getLogger("compile_cache")
 
-# A compiling process may hold up its own threads for seconds: it is given more time than a publishing one.
-_COMPILE_EXPIRY_S = 20.0
-_PEER_POLL_S = 1.0
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The result of a restore. `cache` publishes under the boot's key; None where the key is not known or the cache
+    directory cannot be written."""
+
+    report: RestoreReport
+    location: str
+    cache: CompileCache | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The parts of the key before torch is imported, and the stores."""
+
+    stores: Stores
+    environment: Environment
+    version: str
 
 
 class Restore:
-    """Fetches on its thread; `join` then installs what was fetched, unless torch contradicts the environment.
-
-    `lease` is held from then on where other boots wait for what this one compiles.
-    """
+    """Fetches on its thread; `join` then installs the files, unless torch contradicts the environment."""
 
     def __init__(
         self,
@@ -44,19 +55,17 @@ class Restore:
         sources: Sequence[str | Path],
         environ: MutableMapping[str, str],
     ) -> None:
-        self.report = RestoreReport()
-        self.lease: Lease | None = None
+        self.turn = CompileTurn(settings.peer_wait_s)
         self._settings = settings
         self._directory = directory
         self._model = model
         self._sources = sources
         self._environ = environ
+        self._started = time.monotonic()
         self._abandoned = threading.Event()
+        self._known: _Known | None = None
         self._fetching = _Fetching(self._run)
-        self._stores: Stores | None = None
-        self._detected: Environment | None = None
-        self._version = ""
-        # Inductor looks CPU code up by torch's thread count: fix what torch would choose, before it is imported.
+        # Inductor looks CPU code up by torch's thread count: fix the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
 
     def start(self) -> None:
@@ -66,68 +75,125 @@ class Restore:
     def abandon(self) -> None:
         """Fetch no more, and let nobody wait for this boot."""
         self._abandoned.set()
-        if self.lease is not None:
-            self.lease.give_up()
+        self.turn.pass_on()
 
     @property
-    def location(self) -> str:
-        """Where the stores are, for people."""
-        return self._stores.reading.location if self._stores else self._settings.store
+    def explanation(self) -> str:
+        """Why nothing was found, if that is known by now."""
+        return self._fetching.explanation
+
+    def join(self) -> Restored:
+        """Wait, and install what was fetched. Imports torch, to compare it with the environment of the key.
+
+        A store that does not answer costs at most `restore_timeout_s`; the time given to another boot is added.
+        """
+        failure = self._wait()
+        known = self._known
+        if known is None:
+            return self._restored("failed", str(failure))
+        observed = observe_environment(known.environment)
+        differences = known.environment.differences(observed)
+        if differences and not self._abandoned.is_set():
+            failure = self._fetch_again(known.stores, observed)
+        cache = self._fetching.cache
+        if failure is not None or cache is None:
+            if self._fetching.done.is_set():
+                self._directory.empty_inbox()  # compiling needs the disk that was too small for the packs
+            # A thread that has not ended still uses the other cache.
+            return self._restored("failed", str(failure), self._cache(known.stores, observed))
+        return self._install(cache, "torch says otherwise: " + "; ".join(differences) if differences else "")
+
+    def _install(self, cache: CompileCache, contradiction: str) -> Restored:
+        fetched = self._fetching.fetched
+        try:
+            files = cache.install(fetched)
+        except OSError as error:
+            return self._restored("failed", str(error))
+        reason = contradiction or f"nothing in {cache.key.prefix}"
+        if fetched.seeded_from:
+            return self._restored("seeded", reason, cache, files)
+        if files:
+            return self._restored("hit", contradiction, cache, files)
+        return self._restored("discarded" if contradiction else "miss", reason, cache)
+
+    def _restored(self, outcome: str, reason: str, cache: CompileCache | None = None, files: int = 0) -> Restored:
+        fetched, stores = self._fetching.fetched, self._known.stores if self._known else None
+        report = RestoreReport(
+            outcome,
+            reason,
+            seeded_from=fetched.seeded_from,
+            waited_for_peer_s=self.turn.waited_s,
+            problems=list(getattr(stores.reading, "problems", ())) if stores else [],
+            packs=len(fetched.packs),
+            files=files,
+            stored_bytes=fetched.stored_bytes,
+            seconds=fetched.seconds,
+            refused=list(fetched.refused),
+        )
+        return Restored(report, self._location, cache)
 
     @property
-    def wait_s(self) -> float:
-        """The longest that a boot waits for its restore, from its start."""
-        return self._settings.restore_timeout_s + self._settings.peer_wait_s
+    def _location(self) -> str:
+        return self._known.stores.reading.location if self._known else self._settings.store
+
+    def _wait(self) -> Exception | None:
+        """Wait for the thread until the store has had its time, and then abandon it; the failure, if any."""
+        while (left_s := self._left_s()) > 0 and not self._fetching.done.is_set():
+            self._fetching.done.wait(left_s)
+        if self._fetching.done.is_set():
+            return self._fetching.failure
+        self.abandon()
+        return StoreUnavailable(f"not fetched within {self._settings.restore_timeout_s:g} s from {self._location}")
+
+    def _left_s(self) -> float:
+        return self._settings.restore_timeout_s + self.turn.waited_s - (time.monotonic() - self._started)
 
     def _run(self, fetching: _Fetching) -> None:
-        self._stores = open_stores(self._settings)
-        self._detected = environment_for(self._settings, self._directory.path, self._environ)
-        self._version = version_for(self._settings, self._model, self._sources, self._environ)
-        self._fetch(self._cache(self._stores, self._detected), fetching)
+        stores = open_stores(self._settings)
+        environment = environment_for(self._settings, self._directory.path, self._environ)
+        version = version_for(self._settings, self._model, self._sources, self._environ)
+        self._known = _Known(stores, environment, version)
+        self._fetch(self._cache(stores, environment), fetching)
+
+    def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
+        """Drop the files fetched for an environment that is not this one, and fetch those for this one."""
+        self.turn.pass_on()
+
+        def run(fetching: _Fetching) -> None:
+            self._directory.empty_inbox()
+            self._fetch(self._cache(stores, observed), fetching)
+
+        self._fetching = _Fetching(run)
+        self._fetching.start()
+        return self._wait()
 
     def _cache(self, stores: Stores, environment: Environment) -> CompileCache:
-        key = key_for(self._settings, environment, self._model, self._version)
+        version = self._known.version if self._known else ""
+        key = key_for(self._settings, environment, self._model, version)
         return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
-        """What this key has; else what another boot is compiling for it; else another version's; else say why not."""
+        """Fetch this key's packs. If there are none, wait for another boot that compiles for the key; then take the
+        packs of another version; then explain why there are none."""
         fetching.cache = cache
-        fetching.fetched = cache.fetch(self._abandoned)
-        if cache.is_empty and self._settings.peer_wait_s and self._settings.may_publish:
-            fetching.fetched = self._wait_for_peer(cache)
-        if not cache.is_empty:
-            return
-        fetching.fetched = self._seed(cache, fetching.fetched)
-        if not fetching.fetched.files:
+        must_compile = False
+        try:
+            fetching.fetched = cache.fetch(self._abandoned)
+            if cache.is_empty and self._settings.peer_wait_s and self._settings.may_publish:
+                self.turn.wait(cache, self._abandoned)
+                fetching.fetched = cache.fetch(self._abandoned)
+            if cache.is_empty:
+                fetching.fetched = self._seed(cache, fetching.fetched)
+            must_compile = cache.is_empty and not self._abandoned.is_set()
+        finally:
+            if not must_compile:
+                self.turn.pass_on()
+        if must_compile and not fetching.fetched.files:
             fetching.done.set()  # nobody needs to wait for the explanation
             fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
 
-    def _wait_for_peer(self, cache: CompileCache) -> Fetched:
-        """Wait, up to the time allowed, while another boot holds the lease to compile for this key; else take it."""
-        lease = Lease(cache.writing, cache.key.prefix + "compile.lease", _COMPILE_EXPIRY_S)
-        started = time.monotonic()
-        deadline = started + self._settings.peer_wait_s
-        try:
-            while not (is_ours := lease.acquire()) and time.monotonic() < deadline:
-                if self._abandoned.wait(_PEER_POLL_S * random.uniform(0.5, 1.5)):
-                    break
-        except StoreError as error:  # advisory: without it, two boots compile the same
-            log.info("restore.no_lease error=%s", error)
-            is_ours = False
-        self.report.waited_for_peer_s = time.monotonic() - started
-        self.lease = lease if is_ours else None
-        try:
-            fetched = cache.fetch(self._abandoned)
-        except Exception:
-            lease.give_up()
-            raise
-        if not cache.is_empty or self._abandoned.is_set():
-            self.lease = None
-            lease.give_up()
-        return fetched
-
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
-        """What the newest other version of the model has for this environment."""
+        """The files that the model's newest other version has for this environment."""
         refused, seconds = own.refused, own.seconds
         for key in predecessors(cache.stores.reading, cache.key):
             fetched = cache.for_version(key).fetch(self._abandoned)
@@ -136,87 +202,9 @@ class Restore:
                 return replace(fetched, refused=refused, seconds=seconds, seeded_from=key.model_version)
         return replace(own, refused=refused, seconds=seconds)
 
-    def join(self, timeout_s: float) -> CompileCache | None:
-        """Wait, and install what was fetched. The cache that then publishes; None if the key is not known.
-
-        Sets `report`. Imports torch, to compare it with the environment that the key was made of.
-
-        Raises:
-            OSError: the cache directory cannot be written.
-        """
-        deadline = time.monotonic() + timeout_s
-        self._wait_until(deadline)
-        if self._stores is None or self._detected is None or not self._version:
-            self._report("failed", str(self._fetching.failure))
-            return None
-        observed = observe_environment(self._detected)
-        differences = self._detected.differences(observed)
-        if differences:
-            self._fetch_again(observed, deadline)
-        failed = self._fetching.failure is not None or self._fetching.cache is None
-        # A thread that has not ended still uses its own.
-        cache = self._fetching.cache if not failed else None
-        if cache is None:
-            self._report("failed", str(self._fetching.failure))
-            if self._fetching.done.is_set():
-                self._directory.empty_inbox()  # a disk that was too small for it is needed to compile
-            return self._cache(self._stores, observed)
-        try:
-            self.report.files = cache.install(self._fetching.fetched)
-        except OSError as error:
-            self._report("failed", str(error))
-            raise
-        said = "torch says otherwise: " + "; ".join(differences) if differences else ""
-        if self._fetching.fetched.seeded_from:
-            self._report("seeded", said or f"nothing in {cache.key.prefix}")
-        elif self.report.files:
-            self._report("hit", said)
-        else:
-            self._report("discarded" if said else "miss", said or f"nothing in {cache.key.prefix}")
-        return cache
-
-    def explain(self) -> None:
-        """Add to the report why nothing was found, if that is known by now."""
-        if self.report.outcome == "miss" and self._fetching.explanation:
-            self.report.reason = self._fetching.explanation
-
-    def _wait_until(self, deadline: float) -> None:
-        """Wait for the thread; when the time is up, let it end by itself, and count it as failed."""
-        self._fetching.done.wait(max(0.0, deadline - time.monotonic()))
-        if not self._fetching.done.is_set():
-            self._fetching.failure = StoreUnavailable(f"not fetched within {self.wait_s:g} s from {self.location}")
-            self.abandon()
-
-    def _fetch_again(self, observed: Environment, deadline: float) -> None:
-        """Drop what was fetched for an environment that is not this one, and fetch what this one has."""
-        if not self._fetching.done.is_set() or self._stores is None:
-            return
-        if self.lease is not None:
-            self.lease.give_up()
-            self.lease = None
-        stores = self._stores
-
-        def run(fetching: _Fetching) -> None:
-            self._directory.empty_inbox()
-            self._fetch(self._cache(stores, observed), fetching)
-
-        self._fetching = _Fetching(run)
-        self._fetching.start()
-        self._wait_until(deadline)
-
-    def _report(self, outcome: str, reason: str) -> None:
-        fetched = self._fetching.fetched
-        self.report.outcome, self.report.reason = outcome, reason
-        self.report.packs = len(fetched.packs)
-        self.report.refused = list(fetched.refused)
-        self.report.stored_bytes = fetched.stored_bytes
-        self.report.seconds = fetched.seconds
-        self.report.seeded_from = fetched.seeded_from
-        self.report.problems = list(getattr(self._stores.reading, "problems", ())) if self._stores else []
-
 
 class _Fetching:
-    """One fetch on a thread of its own, and what came of it. `done` is set when `fetched` and `failure` are final."""
+    """One fetch on a thread of its own, and its result. `done` is set when `fetched` and `failure` are final."""
 
     def __init__(self, work: Callable[[_Fetching], None]) -> None:
         self.cache: CompileCache | None = None

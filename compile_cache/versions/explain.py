@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
-from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import explain_miss, predecessors, stored_versions

@@ -1,7 +1,7 @@
 """A lease: one container does something, the others wait. Advisory: losing it costs work done twice, never an artifact.
 
-The lease is an object that its holder writes anew all the time. Another container takes it for dead when it has seen
-it unchanged for as long as the lease says: no two clocks are compared.
+The lease is an object that its holder keeps rewriting. Another container takes the holder for dead once it has seen the
+object unchanged for the time that the lease states. No two clocks are compared.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Lease:
         return self._ended is not None and not self._ended.is_set()
 
     def acquire(self) -> bool:
-        """Try once to have it. It is renewed on a thread of its own until `release`, or until the process ends.
+        """Try once to have it. A thread renews it until `release` or `give_up`, or until the process ends.
 
         Raises:
-            StoreError: the store does not say.
+            StoreError: the store cannot be read or written.
         """
         if self.is_held:
             return True
         for _ in range(2):
             seen = self._read()
-            if seen is None:  # of a thousand containers most find one, and a look costs less than a PUT that is refused
-                # What is there afterwards decides: not every store that takes the condition heeds it, and an answer
-                # that was lost on its way makes a PUT that is tried again fail on what it stored itself.
+            if seen is None:  # most of a thousand containers find one, and a read costs less than a refused PUT
+                # The object that is there afterwards decides. Not every store that accepts the condition heeds it, and
+                # a PUT that is repeated after a lost answer fails on the object that it stored itself.
                 self._store.put_if_absent(self._name, self._content())
                 seen = self._read()
             if seen is not None and _stated(seen).get("holder") == self._holder:
@@ -69,26 +69,26 @@ class Lease:
         return False
 
     def give_up(self) -> None:
-        """Renew it no more, and wait for nothing: the thread that renews it removes it, if the store lets it."""
+        """Stop renewing it, and wait for nothing: the thread that renews it removes it, if the store lets it."""
         if self._ended is not None:
             self._ended.set()
 
     def release(self) -> None:
-        """Let the next one have it at once."""
+        """Give it up, and wait until it is removed, so that the next container has it at once."""
         if self._ended is None:
             return
-        self._ended.set()
-        self._ended = None
-        if self._renewal is not None:
-            # A renewal under way would put back what is deleted here.
+        self.give_up()
+        if self._renewal is None:
+            self._remove()
+        else:
+            # The removal comes after a renewal under way, which would bring back a lease removed here.
             self._renewal.join(self._expiry_s)
             if self._renewal.is_alive():
                 log.info("lease.not_released name=%s error=the store does not answer", self._name)
-                return
-        self._remove()
+        self._ended = None
 
     def _content(self) -> bytes:
-        """Never the same twice: it would look like that of a holder who died."""
+        """Different each time: unchanged content means that the holder died."""
         self._writes += 1
         return json.dumps({"holder": self._holder, "writes": self._writes, "expiry_s": self._expiry_s}).encode()
 
@@ -102,7 +102,7 @@ class Lease:
         return _stated(self._read() or b"").get("holder") == self._holder
 
     def _is_dead(self, seen: bytes) -> bool:
-        """Whether it has been seen unchanged for as long as it says, or as ours would say."""
+        """Whether it has been unchanged for the expiry that it states, or for ours if it states none."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
@@ -116,7 +116,7 @@ class Lease:
         )
         try:
             self._renewal.start()
-        except RuntimeError:  # the interpreter exits, and starts no more threads: the lease lasts as long as it says
+        except RuntimeError:  # the interpreter exits and starts no threads: the lease lasts for its expiry
             self._renewal = None
 
     def _renew(self, ended: threading.Event) -> None:
@@ -129,7 +129,7 @@ class Lease:
                 self._store.put(self._name, self._content())
             except StoreError as error:
                 log.info("lease.not_renewed name=%s error=%s", self._name, error)
-        if self._ended is ended:  # given up, and not released, which removes it itself
+        if self._ended is ended:  # not released and acquired again, while a renewal was hanging
             self._remove()
 
     def _remove(self) -> None:
@@ -141,7 +141,7 @@ class Lease:
 
 
 def _stated(content: bytes) -> Mapping[str, Any]:
-    """What a lease says; nothing, if nobody can read it."""
+    """The fields of a lease; none if it cannot be parsed."""
     try:
         stated = json.loads(content)
     except (ValueError, RecursionError):

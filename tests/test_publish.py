@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import CompileCounts, PublishReport
+from compile_cache.lifecycle.report import BootReport, CompileCounts, PublishReport
+from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.cache import CompileCache
@@ -52,6 +54,18 @@ class HangingStore(LocalStore):
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """A compiler that is done."""
+
+    withheld: Collection[str] = ()
+    unread: Collection[str] = ()
+    is_compiling: bool = False
+
+    def unread_files(self) -> Collection[str]:
+        return self.unread
+
+
+@dataclass(frozen=True)
 class Started:
     """A publisher at work, and what it reports."""
 
@@ -59,7 +73,7 @@ class Started:
     cache: CompileCache
     directory: CacheDirectory
     report: PublishReport
-    reported: list[tuple[int, int]]  # (packs, failures) after each attempt
+    written: Path  # the report of the whole boot, after each attempt
 
     def write(self, files: dict[str, bytes]) -> None:
         for path, content in files.items():
@@ -74,22 +88,13 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
     started = []
 
-    def make(
-        store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True, **options
-    ) -> Started:
+    def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
         cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-        report, reported = PublishReport(), []
-        publisher = Publisher(
-            cache,
-            report,
-            "the test",
-            exit_budget_s,
-            changed=lambda: reported.append((report.packs, len(report.failures))),
-            withheld=lambda: withheld,
-            **options,
-        )
-        started.append(Started(publisher, cache, directory, report, reported))
+        report, written = BootReport(), tmp_path / "report.json"
+        settings = Settings(exit_budget_s=exit_budget_s, most_packs=0, report=str(written))
+        publisher = Publisher(cache, report, settings, Compiled(withheld))
+        started.append(Started(publisher, cache, directory, report.publish, written))
         started[-1].write(files)
         if begin:
             publisher.start()
@@ -147,13 +152,28 @@ def test_the_report_tells_what_was_published(tmp_path, start):
     assert started.report.failures == []
 
 
-def test_each_attempt_is_told_with_the_report_up_to_date(tmp_path, start):
+def test_the_report_is_written_after_each_attempt(tmp_path, start):
     store = FailingStore(tmp_path / "store")
     store.failures = 1
     started = start(store)
     started.publisher.wait(PATIENCE_S)
+    assert published(started) == (0, ["the store does not answer"])
     started.publisher.flush()
-    assert list(dict.fromkeys(started.reported)) == [(0, 0), (0, 1), (1, 1)]
+    assert published(started) == (1, ["the store does not answer"])
+
+
+def published(started: Started) -> tuple[int, list[str]]:
+    record = json.loads(started.written.read_text())["publish"]
+    return record["packs"], record["failures"]
+
+
+def test_a_report_that_cannot_be_written_costs_nothing_else(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store, begin=False)
+    started.written.mkdir()
+    started.publisher.start()
+    assert started.publisher.wait(PATIENCE_S)
+    assert restored(store, tmp_path, started) == FILES
 
 
 def test_a_published_pack_takes_no_more_room_on_the_disk(tmp_path, start):
@@ -303,7 +323,8 @@ from compile_cache.versions.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import PublishReport
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.settings import Settings
 from compile_cache.store.base import Stores, open_url
 from compile_cache.versions.rules import Rules
 
@@ -314,7 +335,7 @@ for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
 key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
 cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-publisher = Publisher(cache, PublishReport(), "", float(budget_s), lambda: None)
+publisher = Publisher(cache, BootReport(), Settings(exit_budget_s=float(budget_s), most_packs=0))
 """
 START = "publisher.start()\n"
 HANG = """

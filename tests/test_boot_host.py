@@ -1,0 +1,220 @@
+"""What the host and the caller do to a boot: mounts, users, logging, threads, names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from boots import settings
+
+import compile_cache
+from compile_cache.lifecycle.workplace import claim_workplace
+from compile_cache.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user, or a mount, needs root")
+
+# The modules that `import compile_cache` added before the library had rooms: nothing may make it slower.
+MOST_MODULES = 61
+COUNT_MODULES = "import sys; before = set(sys.modules); import compile_cache; print(len(set(sys.modules) - before))"
+
+# A user id that nobody has named, with root's rights to read this project.
+BE_NOBODY = """
+import os, sys
+for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+    os.environ.pop(name, None)
+os.setreuid(12345, 0)
+"""
+COMPILE_A_LAYER = """
+import compile_cache
+with compile_cache.boot("my-model") as boot:
+    import torch
+    boot.compile(torch.nn.Linear(4, 4))
+assert boot.report.warnings == [], boot.report.warnings
+import getpass
+print(getpass.getuser())
+"""
+FAIL_TO_IMPORT_THE_COMPILER = """
+import sys
+import compile_cache
+with compile_cache.boot("my-model") as boot:
+    import torch
+    class Failing:
+        begun = 0
+        def find_spec(self, name, path=None, target=None):
+            if name == "torch._dynamo.utils":
+                Failing.begun += 1
+                raise KeyError(f"failure number {Failing.begun}")
+    sys.meta_path.insert(0, Failing())
+    if "preload" in sys.argv:
+        boot.preload()
+    for _ in range(2):
+        layer = torch.nn.Linear(4, 4)
+        boot.compile(layer)
+        boot.warm_up(lambda: layer(torch.ones(1, 4)))
+assert Failing.begun == 1
+(warning,) = boot.report.warnings
+assert "could not set up compilation; serving eager: KeyError('failure number 1')" in warning, warning
+"""
+
+
+def run(program: str, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_importing_the_library_imports_no_more_modules_than_it_did():
+    assert int(run(COUNT_MODULES).stdout) <= MOST_MODULES
+
+
+# Mounts
+
+
+@pytest.fixture
+def noexec(tmp_path) -> Path:
+    """A folder from which nothing may be executed."""
+    folder = tmp_path / "noexec"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "noexec", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@needs_root
+def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_setting(noexec, tmp_path):
+    program = "import compile_cache\nwith compile_cache.boot('my-model') as boot: boot.compile(None)"
+    run(program, environ=settings(tmp_path, dir=str(noexec)))
+    report = json.loads((tmp_path / "report.json").read_text())
+    (warning,) = report["warnings"]
+    assert f"{noexec}/0 is mounted noexec" in warning
+    assert "Set COMPILE_CACHE_DIR to a folder on another mount" in warning
+    assert report["restore"]["outcome"] == "off"
+    assert not (tmp_path / "store").exists()
+
+
+# Users
+
+
+@needs_root
+@pytest.mark.parametrize("scope", ["regional", "off"])
+def test_a_user_without_a_name_gets_one(tmp_path, scope):
+    done = run(BE_NOBODY + COMPILE_A_LAYER, environ=settings(tmp_path, scope=scope))
+    assert done.stdout == "uid-12345\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["preload"]])
+def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, arguments):
+    run(FAIL_TO_IMPORT_THE_COMPILER, *arguments, environ=settings(tmp_path))
+
+
+# Logging
+
+
+@pytest.mark.parametrize(
+    ("configured", "is_said"),
+    [
+        ("", True),
+        ("import logging; logging.basicConfig(level=logging.INFO)", True),
+        ("import logging; logging.basicConfig()", False),
+        ("import logging; logging.getLogger('compile_cache').setLevel(logging.WARNING)", False),
+    ],
+    ids=["nothing", "all", "warnings", "the library's warnings"],
+)
+def test_the_report_is_seen_unless_the_program_says_otherwise(tmp_path, configured, is_said):
+    program = f"{configured}\nimport compile_cache\nwith compile_cache.boot('my-model'): pass"
+    done = run(program, environ=settings(tmp_path, scope="off"))
+    assert ("ready after" in done.stderr) is is_said
+    assert done.stdout == ""
+
+
+def test_the_library_adds_no_handlers(tmp_path):
+    with compile_cache.boot("my-model", environ=settings(tmp_path, scope="off")):
+        pass
+    assert logging.getLogger("compile_cache").handlers == []
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("folder", "store", "named", "is_warned"),
+    [
+        ("weights", "s3://bucket", None, True),
+        ("weights", "s3://bucket", "my-model", False),
+        ("weights", "/a/store", None, False),
+        ("my-model", "s3://bucket", None, False),
+    ],
+)
+def test_a_folder_called_as_many_are_is_warned_of_where_the_store_is_shared(tmp_path, folder, store, named, is_warned):
+    (tmp_path / folder).mkdir()
+    told = Settings(dir=str(tmp_path / "cache"), store=store, model_name=named)
+    warnings = claim_workplace(told, str(tmp_path / folder)).warnings
+    assert [warning.endswith("Set COMPILE_CACHE_MODEL_NAME.") for warning in warnings] == [True] * is_warned
+
+
+# Threads
+
+
+def test_a_setup_in_an_event_loop_and_predictions_at_once_are_compiled_and_right(tmp_path):
+    """Cog runs `async def setup()` in the event loop's thread. Predictions run there or on other threads."""
+    done = run(ASYNC_PREDICTOR, environ=settings(tmp_path))
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["steps"] == ["cold"]
+    assert result["largest_difference"] < 1e-5
+    assert result["compiled_now"] == 0
+
+
+ASYNC_PREDICTOR = """
+import asyncio, copy, json, threading
+import compile_cache
+
+class Predictor:
+    async def setup(self):
+        with compile_cache.boot("toy/model@" + "0" * 40) as self.boot:
+            import torch
+            class Model(torch.nn.Linear):
+                def forward(self, inputs):
+                    return torch.nn.functional.gelu(super().forward(inputs))
+            self.boot.preload()
+            self.model = Model(8, 8).eval()
+            self.eager = copy.deepcopy(self.model)
+            self.boot.compile(self.model, whole=True)
+            self.boot.warm_up(lambda: self.predict(torch.ones(4, 8)))
+
+    def predict(self, inputs):
+        import torch
+        with torch.inference_mode():
+            return self.model(inputs)
+
+    async def run(self, inputs, in_a_thread):
+        return await asyncio.to_thread(self.predict, inputs) if in_a_thread else self.predict(inputs)
+
+async def serve():
+    predictor = Predictor()
+    await predictor.setup()
+    import torch
+    inputs = [torch.full((4, 8), number / 32) for number in range(32)]
+    before = predictor.boot.counts()
+    outputs = await asyncio.gather(*(predictor.run(one, number % 2) for number, one in enumerate(inputs)))
+    with torch.inference_mode():
+        differences = [(ours - predictor.eager(one)).abs().max().item() for ours, one in zip(outputs, inputs)]
+    steps = [region.step for region in predictor.boot.report.regions]
+    compiled_now = predictor.boot.counts().since(before)
+    print(json.dumps({"steps": steps, "largest_difference": max(differences),
+        "compiled_now": compiled_now.graphs + compiled_now.misses}))
+
+thread = threading.Thread(target=lambda: asyncio.run(serve()))
+thread.start()
+thread.join()
+"""
