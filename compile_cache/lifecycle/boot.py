@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import CacheDirectoryError, CompileCacheError, SettingsError
 from compile_cache.lifecycle.preload import Preloading
-from compile_cache.lifecycle.report import BootReport, CompileCounts
-from compile_cache.regions.counters import read_counts
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import CacheDirectory
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 
 from compile_cache.errors import CompileCacheError, StoreError, StoreUnavailable
-from compile_cache.lifecycle.report import CompileCounts, PublishReport
+from compile_cache.lifecycle.report import PublishReport
 from compile_cache.pack.format import Pack
-from compile_cache.regions.counters import read_counts
+from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact
 from compile_cache.versions.lease import Lease

@@ -6,70 +6,12 @@ import json
 import math
 import os
 import threading
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(slots=True)
-class RegionReport:
-    """One module class: its step of the ladder (`precompiled`, `cached`, `cold` or `eager`), the lowest that one of its
-    calls needed, and why not a higher one; `unused` if nothing called it.
-
-    `graphs` are those that torch compiled or found, `loaded` and `made` the precompiled functions. `compile_s` is what
-    all that took but for `precompile_s`, in which functions were compiled ahead of time for the next boot.
-    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all that was checked; in JSON,
-    which has no infinity, an infinite one is the text `Infinity`. The peaks are device memory over what was in use
-    before the call, of the largest call that was checked.
-    """
-
-    name: str
-    instances: int
-    step: str = "unused"
-    reason: str = ""
-    graphs: int = 0
-    loaded: int = 0
-    made: int = 0
-    compile_s: float = 0.0
-    precompile_s: float = 0.0
-    relative_error: float | None = None
-    tolerance: float | None = None
-    compiled_peak_bytes: int | None = None
-    eager_peak_bytes: int | None = None
-
-
-@dataclass(slots=True)
-class CompileCounts:
-    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
-
-    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
-    """
-
-    graphs: int = 0
-    fxgraph_hits: int = 0
-    fxgraph_misses: int = 0
-    fxgraph_bypasses: int = 0
-    aotautograd_hits: int = 0
-    aotautograd_misses: int = 0
-    aotautograd_bypasses: int = 0
-    benchmarks: int = 0
-    precompiled_loaded: int = 0
-    precompiled_made: int = 0
-    kernels_compiled: int = 0
-
-    def since(self, before: CompileCounts) -> CompileCounts:
-        """What was added after `before`."""
-        return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
-
-    @property
-    def hits(self) -> int:
-        """Lookups that were answered from the cache."""
-        return self.fxgraph_hits + self.aotautograd_hits
-
-    @property
-    def misses(self) -> int:
-        """Lookups that were not, bypasses included: something was compiled for each."""
-        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,47 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
-
-from compile_cache.lifecycle.report import CompileCounts
 
 # Where autotuner.py keeps what torch has added to its own counters without doing it, by the same names.
 REPLAYED = "compile_cache_replayed"
 _PRECOMPILED = "compile_cache_precompiled"
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
+
+
+@dataclass(slots=True)
+class CompileCounts:
+    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
+
+    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
+    """
+
+    graphs: int = 0
+    fxgraph_hits: int = 0
+    fxgraph_misses: int = 0
+    fxgraph_bypasses: int = 0
+    aotautograd_hits: int = 0
+    aotautograd_misses: int = 0
+    aotautograd_bypasses: int = 0
+    benchmarks: int = 0
+    precompiled_loaded: int = 0
+    precompiled_made: int = 0
+    kernels_compiled: int = 0
+
+    def since(self, before: CompileCounts) -> CompileCounts:
+        """What was added after `before`."""
+        return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+    @property
+    def hits(self) -> int:
+        """Lookups that were answered from the cache."""
+        return self.fxgraph_hits + self.aotautograd_hits
+
+    @property
+    def misses(self) -> int:
+        """Lookups that were not, bypasses included: something was compiled for each."""
+        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
 def read_counts() -> CompileCounts:

@@ -13,14 +13,9 @@ from compile_cache.errors import CompileCacheError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.key.identity import environment_for, key_for, version_for
-from compile_cache.lifecycle.report import (
-    BootReport,
-    CompileCounts,
-    PublishReport,
-    RefusedPack,
-    RegionReport,
-    RestoreReport,
-)
+from compile_cache.lifecycle.report import BootReport, PublishReport, RefusedPack, RestoreReport
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.settings import Settings
