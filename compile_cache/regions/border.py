@@ -37,4 +37,6 @@ def attempt(step: Callable[..., _Result], *inputs: Any) -> _Result | Failure:
 
 def first_line(error: BaseException) -> str:
     """An error's message, for a line of a report."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    lines = [*filter(None, map(str.strip, str(error).splitlines())), type(error).__name__]
+    # Dynamo says which back end has failed, and in the next line how.
+    return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]

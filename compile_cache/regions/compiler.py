@@ -77,10 +77,8 @@ class Compiler:
             NotAModuleError: it is something else, such as a function.
         """
         if not isinstance(root, nn.Module):
-            name = getattr(root, "__qualname__", "") or f"an object of the class {type(root).__qualname__}"
-            raise NotAModuleError(
-                f"boot.compile() takes a torch.nn.Module, and {name} is none: pass the module it calls."
-            )
+            name = getattr(root, "__qualname__", repr(root))
+            raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}: pass the module that it calls.")
         configure_torch()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
             self._region(type(module)).adopt(module)

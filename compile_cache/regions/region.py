@@ -22,7 +22,7 @@ from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError
 from compile_cache.regions.border import Failure, attempt, first_line
 from compile_cache.regions.check import Answer, Check, compare, measured
-from compile_cache.regions.counters import CompileCounts, count_precompiled, read_counts
+from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
 from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit
 from compile_cache.regions.inputs import Kept, with_plain_strides
 from compile_cache.regions.ladder import RegionReport
@@ -177,7 +177,7 @@ class Region:
         after = read_counts()
         self._compiled_calls += 1
         self._graphs.note(module, args, kwargs)
-        is_new = after.graphs > before.graphs
+        is_new = after.graphs > before.graphs or not are_counted()
         if is_new:
             self._record(before, after, time.perf_counter() - started)
             if why_not_precompiled and self.report.step == "cached":
@@ -208,9 +208,7 @@ class Region:
         check = self._check(answer, kept) if kept else None
         self._compared.add((module, "compiled"))
         if made and (check is None or not check.passed or unchanged is None):
-            self.stored.reject(
-                made.path, "what torch.compile made of the same code was not like eager, or not compared"
-            )
+            self.stored.reject(made.path, "torch.compile of the same code differs from eager, or was not compared")
         elif made and kept and unchanged:
             self._check_made(made, module, args, kwargs, unchanged, kept.eager())
         if check is None or kept is None or check.passed:
@@ -272,10 +270,7 @@ class Region:
             self.report.take_step("cached")
         else:
             self.report.take_step("cold")
-            is_looked_up = after.misses > before.misses
-            self.report.explain(
-                "lookups found nothing" if is_looked_up else "torch did not look it up: its caches are off"
-            )
+            self.report.explain(_why_cold(before, after))
 
     def _demote(self, reason: str) -> None:
         """Serve every call eager from now on, and withhold what was compiled from the store."""
@@ -295,6 +290,12 @@ class Region:
                 "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
                 "or this process has compiled the class in an earlier boot"
             )
+
+
+def _why_cold(before: CompileCounts, after: CompileCounts) -> str:
+    if not are_counted():
+        return "this torch has other counters: whether it found or compiled its graphs is not known"
+    return "lookups found nothing" if after.misses > before.misses else "torch looked nothing up: its caches are off"
 
 
 def _unused(module: nn.Module) -> str:

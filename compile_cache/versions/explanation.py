@@ -14,10 +14,10 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.key.identity import environment_for, key_for, version_for
 from compile_cache.lifecycle.report import BootReport, PublishReport, RefusedPack, RestoreReport
-from compile_cache.regions.counters import CompileCounts
-from compile_cache.regions.ladder import RegionReport
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import MOST_PREDECESSORS, explain_miss, predecessors, read_catalog
