@@ -5,6 +5,7 @@ The blocks multiply matrices, which compiles in half a second, without a C++ com
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,24 @@ def test_an_error_of_compiled_code_after_ready_is_raised_and_runs_nothing_again(
     close(x, tensor() + 1)
     close(predict(module, tensor(), torch.tensor([2])), eager(build(Failing), tensor(), torch.tensor([2])))
     assert only_report(compiler).step != "eager"
+
+
+class CountingFurther(Counting):
+    """Has something to compile before it counts."""
+
+    def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:
+        return super().forward(torch.mm(x, self.weight), counter)
+
+
+def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no_space):
+    module, counter = build(CountingFurther), Hidden()
+    boot(shared, module, settings=CACHED)
+    predict(module, tensor(), counter)  # breaks the graph, and is served eager
+    assert counter.calls == 1
+    with contextlib.suppress(RuntimeError):
+        predict(module, tensor(), counter)
+    assert counter.calls <= 2
+    close(predict(module, tensor(), Hidden()), eager(build(CountingFurther), tensor(), Hidden()))
 
 
 def hundredfold(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

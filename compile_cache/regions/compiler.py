@@ -38,7 +38,6 @@ class Compiler:
         self._directory = directory
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
-        self.withheld: set[str] = set()
         self._precompiled: Artifacts | None = None
         self._why_not_precompiled = ""
         if settings.precompile and not is_switched_off():
@@ -107,6 +106,11 @@ class Compiler:
         return unread_files(files) | unused
 
     @property
+    def withheld(self) -> set[str]:
+        """The files that must not be published: what computes something else than eager does, or failed to compile."""
+        return set[str]().union(*(region.withheld for region in self.regions.values()))
+
+    @property
     def device_peak_bytes(self) -> int:
         """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
         return PeakMemory.highest_bytes
@@ -126,7 +130,6 @@ class Compiler:
             for region in self.regions.values():
                 region.watched = False
                 region.conclude()
-                self.withheld |= region.withheld
 
 
 def _signal_compiles(compiling: threading.Event) -> None:

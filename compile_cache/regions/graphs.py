@@ -133,6 +133,11 @@ def has_begun(error: Exception) -> bool:
     )
 
 
+def was_compiling(error: Exception) -> bool:
+    """Whether `error` was raised while Dynamo compiled something, and not by code that ran."""
+    return any(frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py") for frame in _frames(error))
+
+
 def _frames(error: Exception) -> Iterator[types.FrameType]:
     """The frames of a traceback, and those that were cut out of it; without the one that caught it."""
     traceback = error.__traceback__

@@ -23,7 +23,7 @@ from compile_cache.errors import ArtifactError
 from compile_cache.regions.border import Failure, attempt, first_line
 from compile_cache.regions.check import Answer, Check, compare, measured
 from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
-from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit
+from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
 from compile_cache.regions.inputs import Kept, with_plain_strides
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.stored import StoredFunctions
@@ -99,6 +99,8 @@ class Region:
         if not has_begun(error):
             output = call_region(module, args, kwargs)
         elif kept is None:
+            if was_compiling(error):
+                self._demote_call(module, args, kwargs, error)
             raise error
         else:
             output = kept.give_back(kept.eager().output)
@@ -116,9 +118,9 @@ class Region:
         else:
             log.warning("compile.failed region=%s", self.report.name, exc_info=error)
             self._graphs.give_up(module, args, kwargs)
-            self._withheld |= self._new_files()
             self.report.explain(f"eager for some calls: {type(error).__name__}: {first_line(error)}")
             if self.watched:
+                self._withheld |= self._new_files()
                 self.report.take_step("eager")
 
     def _break_up(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
@@ -252,13 +254,12 @@ class Region:
 
     def _check(self, answer: Answer, kept: Kept) -> Check | None:
         """How far an answer is from eager's; None where that cannot be found out, mostly for want of memory."""
-        reference = attempt(kept.eager)
-        check = reference if isinstance(reference, Failure) else attempt(compare, answer.output, reference.output)
-        if isinstance(check, Failure) or isinstance(reference, Failure):
-            self.report.explain(f"not checked against eager: {check.reason if isinstance(check, Failure) else ''}")
+        check = attempt(lambda: compare(answer.output, kept.eager().output))
+        if isinstance(check, Failure):
+            self.report.explain(f"not checked against eager: {check.reason}")
             return None
         self.report.note_error(check.error, check.tolerance)
-        self.report.note_peaks(answer.peak_bytes, reference.peak_bytes)
+        self.report.note_peaks(answer.peak_bytes, kept.eager().peak_bytes)
         return check
 
     def _record(self, before: CompileCounts, after: CompileCounts, seconds: float) -> None:
