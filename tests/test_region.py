@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from precompiling import activated, artifacts, boot, build, eager, only_report, tensor, warm_up
+from precompiling import activated, artifacts, boot, build, eager, find, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -321,6 +321,22 @@ def test_every_instance_is_compared_with_eager_once(shared):
     answers = warm_up(compiler, lambda: [module(tensor()) for module in modules])
     close(answers, [eager(reference, tensor()) for reference in references])
     close([predict(module, tensor()) for module in modules], answers)
+
+
+def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeypatch):
+    module = build(Product)
+    warm_up(boot(directory, module), lambda: module(tensor()))
+    right, wrong = build(Product), build(Product, 2.0)
+    compiler = boot(directory, right, wrong)
+    # As if nothing of an artifact said which factor it was made for.
+    function_class = type(find(directory, right, tensor()).function)
+    monkeypatch.setattr(function_class, "misfit", lambda *_: "")
+    monkeypatch.setattr(function_class, "fits", lambda *_: True)
+    answers = warm_up(compiler, lambda: [right(tensor()), wrong(tensor())])
+    close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
+    close([predict(right, tensor()), predict(wrong, tensor())], answers)
+    assert "differs from eager" in only_report(compiler).reason
+    assert compiler.withheld
 
 
 def test_no_memory_for_the_comparison_leaves_the_call_unchecked(shared, monkeypatch):

@@ -135,15 +135,15 @@ class Region:
         found = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
         if isinstance(found, str):
             return self._serve_compiled(module, args, kwargs, found)
-        is_new = (None, found.path) not in self._compared
-        if is_new or (module, "precompiled") not in self._compared:
+        if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
                 return self._serve_compiled(module, args, kwargs, reason)
             self._compared |= {(None, found.path), (module, "precompiled")}
-            self.report.compile_s += time.perf_counter() - started
-        if is_new:
             count_precompiled("loaded")
             self.report.loaded += 1
+            self.report.compile_s += time.perf_counter() - started
+        if (module, "precompiled") not in self._compared:
+            return self._serve_another(found, module, args, kwargs)
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
         return output
@@ -165,6 +165,24 @@ class Region:
             return answer.reason if is_exhausted else self.stored.reject(found.path, answer.reason)
         check = self._check(answer, kept)
         return "" if check is None or check.passed else self.stored.reject(found.path, f"it {check.difference}")
+
+    def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve the first call of a module by an artifact that has proved right for others, and compare it as well."""
+        kept = self._keep(module, args, kwargs)
+        answer = attempt(measured, found.function, module, args, kwargs)
+        if isinstance(answer, Failure):
+            if kept is None or isinstance(answer.error, torch.OutOfMemoryError):
+                raise answer.error
+            kept.give_back(None)  # as they were: nothing has run on the copies
+            return self._serve_compiled(module, args, kwargs, self.stored.reject(found.path, answer.reason))
+        self._compared.add((module, "precompiled"))
+        check = self._check(answer, kept) if kept else None
+        if check is None or kept is None or check.passed:
+            self.report.take_step("precompiled")
+            return answer.output
+        self.stored.reject(found.path, f"it {check.difference}")
+        self.report.take_step("eager")
+        return kept.give_back(kept.eager().output)
 
     def _serve_compiled(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
         """Serve a call by `torch.compile`. What is new, a graph or an instance, is compared with eager on the same,
