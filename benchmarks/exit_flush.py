@@ -53,7 +53,8 @@ class Stopped:
 def run_child(store: str, endpoint_url: str, folder: Path, graphs_mb: int, others_mb: int) -> None:
     """Stage, say so, and wait to be stopped."""
     from compile_cache.lifecycle import publish as publisher
-    from compile_cache.lifecycle.report import BootReport, CompileCounts
+    from compile_cache.lifecycle.report import BootReport
+    from compile_cache.regions.counters import CompileCounts
     from compile_cache.settings import Settings
 
     compiled = CompileCounts()

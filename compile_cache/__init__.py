@@ -10,6 +10,7 @@ with compile_cache.boot("org/model@commit") as boot:  # the restore starts here
 
 from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.boot import Boot, boot
-from compile_cache.lifecycle.report import BootReport, CompileCounts
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.regions.counters import CompileCounts
 
 __all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "boot"]

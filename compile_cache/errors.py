@@ -2,6 +2,7 @@
 
 CompileCacheError
 ├── SettingsError            a setting has a value it cannot have
+├── NotAModuleError          boot.compile() was given something that is no torch.nn.Module
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
 │   └── PackForbidden        a pack may be intact, but these settings, or its place, forbid its use
@@ -25,6 +26,10 @@ class CompileCacheError(Exception):
 
 class SettingsError(CompileCacheError, ValueError):
     """A setting has a value it cannot have. The message names the variable."""
+
+
+class NotAModuleError(CompileCacheError, TypeError):
+    """`boot.compile()` was given something that is no `torch.nn.Module`. The boot serves it eager."""
 
 
 class CacheDirectoryError(CompileCacheError):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from compile_cache.aot.artifacts import Artifacts, Found
-from compile_cache.lifecycle.report import RegionReport
 from compile_cache.regions.compiler import Compiler
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import CacheDirectory
 

@@ -22,8 +22,10 @@ from compile_cache.cli.app import app
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.lifecycle.report import BootReport, CompileCounts, RegionReport, RestoreReport
+from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.pack.signing import Signer, generate_keys
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore

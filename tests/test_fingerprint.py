@@ -22,7 +22,6 @@ from compile_cache.aot.describe import (
     digest,
     signature,
     switches,
-    with_plain_strides,
 )
 
 
@@ -178,58 +177,6 @@ def test_signature_has_sizes_only_if_asked():
 
 def test_signature_tells_an_argument_from_a_keyword():
     assert signature((1,), {}, True) != signature((), {"x": 1}, True)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    (result,), _ = with_plain_strides((tensor,), {})
-    return result
-
-
-def test_plain_strides_are_those_of_a_contiguous_tensor_where_no_address_depends_on_them():
-    with torch.no_grad():
-        sliced = torch.arange(128.0).view(1, 8, 16)[:, :4]
-        assert sliced.stride() == (128, 16, 1)
-        assert plain(sliced).stride() == (64, 16, 1)
-        torch.testing.assert_close(plain(sliced), sliced)
-
-
-def test_plain_strides_share_the_storage():
-    with torch.no_grad():
-        base = torch.zeros(1, 8, 16)
-        plain(base[:, :4]).fill_(1.0)
-        assert base.sum() == 64
-
-
-def test_other_strides_stay():
-    with torch.no_grad():
-        for tensor in (torch.ones(2, 8, 16)[:, :4], torch.ones(1, 4, 8).transpose(1, 2), torch.ones(4).expand(3, 4)):
-            result = plain(tensor)
-            kept = [
-                (old, new)
-                for old, new, size in zip(tensor.stride(), result.stride(), tensor.shape, strict=True)
-                if size != 1
-            ]
-            assert all(old == new for old, new in kept)
-
-
-def test_contiguous_tensor_is_left_as_it_is():
-    with torch.no_grad():
-        tensor = torch.ones(1, 4)
-        assert plain(tensor) is tensor
-
-
-def test_where_gradients_are_recorded_nothing_is_changed():
-    with torch.enable_grad():
-        sliced = torch.ones(1, 8, 16, requires_grad=True)[:, :4]
-        assert plain(sliced) is sliced
-        assert torch.is_grad_enabled()
-
-
-def test_keywords_have_plain_strides_as_well():
-    with torch.no_grad():
-        _, keywords = with_plain_strides((), {"x": torch.ones(1, 8, 16)[:, :4], "y": 3})
-    assert keywords["x"].stride() == (64, 16, 1)
-    assert keywords["y"] == 3
 
 
 def test_switch_that_is_changed_is_named_with_both_values():

@@ -16,7 +16,8 @@ import pytest
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport, CompileCounts, PublishReport
+from compile_cache.lifecycle.report import BootReport, PublishReport
+from compile_cache.regions.counters import CompileCounts
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.local import LocalStore

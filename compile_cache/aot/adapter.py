@@ -37,6 +37,7 @@ from torch import nn
 from compile_cache.aot.describe import changed_switches, code_digest, switches
 from compile_cache.aot.guards import Checks, Recorder, StandIn, global_scope, importable, resolve
 from compile_cache.aot.imports import check_kernels, without_compiler
+from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
 
 _GLOBAL_HOOKS = tuple(
@@ -54,12 +55,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # What Dynamo itself replaces, as soon as it compiles anything (torch/_dynamo/mutation_guard.py): then they are others
 # than in a process that only loads.
 _REPLACED_BY_DYNAMO = frozenset({"Module.__init__", "Module.__setstate__"})
-
-
-def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is compiled: the call that torch makes of `module`. A function of a module's own, because a method or a
-    decorated `forward` cannot be stored."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,12 +110,6 @@ class Record:
         # Not a setting of this library, but what the model's code has read.
         changed = [name for name, value in self.environ.items() if os.environ.get(name) != value]
         return f"the environment variable {changed[0]} has changed" if changed else ""
-
-
-def is_switched_off() -> bool:
-    """Whether `torch.compile` does nothing in this process (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)."""
-    # As torch asks it (torch/_dynamo/eval_frame.py, _optimize): nothing else says so without importing the compiler.
-    return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def obstacle(module: nn.Module) -> str:
@@ -378,9 +367,9 @@ def _traced(source_info: Any) -> dict[str, dict[str, types.CodeType]]:
 def _sources(traced: Mapping[str, Mapping[str, types.CodeType]]) -> dict[str, dict[str, Any]]:
     """Of each module: the checksum of its file, and of each of the functions."""
     return {
-        # Of this module, the function that was traced is enough.
+        # Of the module of `call_region`, that function is enough.
         name: {
-            "file": "" if name == __name__ else _file_digest(name),
+            "file": "" if name == call_region.__module__ else _file_digest(name),
             "functions": {
                 qualified: code_digest(code)
                 for qualified, code in sorted(functions.items())

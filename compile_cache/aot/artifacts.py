@@ -47,7 +47,6 @@ from compile_cache.aot.describe import (
     switches,
 )
 from compile_cache.errors import ArtifactError, NotPrecompilable
-from compile_cache.regions.counters import uncounted
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
 
@@ -198,7 +197,7 @@ class Artifacts:
         if group.not_precompilable:
             return group.not_precompilable
         try:
-            with uncounted(), self._without_leftovers():
+            with self._without_leftovers():
                 record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic)
         except NotPrecompilable as error:
             group.not_precompilable = str(error)

@@ -9,7 +9,9 @@ from typing import Any
 
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError
-from compile_cache.lifecycle.report import BootReport, CompileCounts, PublishReport, RegionReport, RestoreReport
+from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.explain import Explanation

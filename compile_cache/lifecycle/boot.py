@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import CompileCacheError, SettingsError
-from compile_cache.lifecycle.report import BootReport, CompileCounts, RestoreReport
-from compile_cache.regions.counters import read_counts
+from compile_cache.lifecycle.report import BootReport, RestoreReport
+from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Protocol
 
 from compile_cache.errors import CompileCacheError
-from compile_cache.lifecycle.report import BootReport, CompileCounts
+from compile_cache.lifecycle.report import BootReport
 from compile_cache.lifecycle.turns import CompileTurn, PublishTurn
 from compile_cache.lifecycle.upkeep import Upkeep
 from compile_cache.pack.format import Pack
-from compile_cache.regions.counters import read_counts
+from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.versions.cache import CompileCache
 

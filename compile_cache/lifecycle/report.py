@@ -8,74 +8,15 @@ import math
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compile_cache.regions.counters import CompileCounts
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.versions.refused import RefusedPack
 
 _LEFTOVER_AFTER_S = 60.0
-
-
-@dataclass(slots=True)
-class RegionReport:
-    """One module class. `step` is the lowest step of the ladder that one of its calls needed: `precompiled`, `cached`,
-    `cold` or `eager`, and `unused` if nothing called it. `reason` says why it is not higher.
-
-    `graphs` counts the graphs that torch compiled or found, `loaded` and `made` count precompiled functions.
-    `precompile_s` is the time in which functions were compiled ahead for the next boot, `compile_s` the other time.
-    `relative_error` is the largest ‖compiled − eager‖ / ‖eager‖ of the checked calls, on real activations. JSON has no
-    infinity, so there an infinite one is the text `Infinity`. The peaks are the device memory that the largest checked
-    call took on top of the memory in use before.
-    """
-
-    name: str
-    instances: int
-    step: str = "unused"
-    reason: str = ""
-    graphs: int = 0
-    loaded: int = 0
-    made: int = 0
-    compile_s: float = 0.0
-    precompile_s: float = 0.0
-    relative_error: float | None = None
-    tolerance: float | None = None
-    compiled_peak_bytes: int | None = None
-    eager_peak_bytes: int | None = None
-
-
-@dataclass(slots=True)
-class CompileCounts:
-    """torch's own counters, and files, since the boot began: lookups that were answered, and code that was made anew.
-
-    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
-    """
-
-    graphs: int = 0
-    fxgraph_hits: int = 0
-    fxgraph_misses: int = 0
-    fxgraph_bypasses: int = 0
-    aotautograd_hits: int = 0
-    aotautograd_misses: int = 0
-    aotautograd_bypasses: int = 0
-    benchmarks: int = 0
-    precompiled_loaded: int = 0
-    precompiled_made: int = 0
-    kernels_compiled: int = 0
-
-    def since(self, before: CompileCounts) -> CompileCounts:
-        """The difference to `before`, an earlier reading."""
-        return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
-
-    @property
-    def hits(self) -> int:
-        """Lookups that were answered from the cache."""
-        return self.fxgraph_hits + self.aotautograd_hits
-
-    @property
-    def misses(self) -> int:
-        """Lookups that were not answered, bypasses included: something was compiled for each."""
-        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
 @dataclass(slots=True)

@@ -5,7 +5,9 @@ the FX-graph entries (Inductor's bundle), each with all its intermediate code. A
 was there from the start its binary alone, because Inductor asks for all of those before it looks up the winner; of a
 winner that coordinate descent found later, everything; and of the rest nothing.
 
-All of this is private to torch. Where it is not as it is here (2.11 to 2.13), everything is kept, as torch does.
+All of this is private to torch. Where a torch has other names than 2.11 to 2.15, everything is kept, as torch does.
+
+This module imports torch, and is itself imported only when a boot has torch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from compile_cache.regions.counters import REPLAYED
 
@@ -29,19 +33,16 @@ _UNNAMED = "triton_"
 
 
 def configure_autotuner() -> None:
-    """Store no losers in FX-graph entries, and on torch 2.11 find what coordinate descent has found before."""
-    try:
-        import torch
-        from torch._inductor.codecache import FxGraphCache
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-        from torch._inductor.triton_bundler import TritonBundler
-
-        _count_replays(FxGraphCache)
-        _trim_bundles(TritonBundler)
-        if torch.__version__ < "2.13":
-            _recheck_tuned(CachingAutotuner)
-    except (ImportError, AttributeError) as error:  # no Triton, or another torch
-        log.info("kernels.not_configured error=%s", error)
+    """Store no losers in FX-graph entries, count what lookups replay, and on torch 2.11 find what coordinate descent
+    has found before. Each is left out where torch has no such names."""
+    patches = [_count_replays, _trim_bundles]
+    if torch.__version__ < "2.13":
+        patches.append(_recheck_tuned)
+    for patch in patches:
+        try:
+            patch()
+        except (ImportError, AttributeError) as error:  # no Triton, or another torch
+            log.info("autotuner.not_configured what=%s error=%s", patch.__name__, error)
 
 
 def unread_files(paths: Iterable[str]) -> set[str]:
@@ -60,7 +61,7 @@ def unread_files(paths: Iterable[str]) -> set[str]:
         whole, binary, names = _live_kernels()
         names |= _benchmarked_names()
     except Exception as error:  # whatever torch has changed: then everything is kept
-        log.info("kernels.not_known error=%r", error)
+        log.info("autotuner.not_known error=%r", error)
         return set()
     unread: set[str] = set()
     for folder, files in folders.items():
@@ -124,10 +125,13 @@ def _stem(path: str) -> str:
     return path.rpartition("/")[2].rpartition(".")[0]
 
 
-def _trim_bundles(bundler: Any) -> None:
-    if getattr(bundler.collect, "trims", False):
-        return
+def _trim_bundles() -> None:
+    from torch._inductor.triton_bundler import TritonBundler
+
+    bundler: Any = TritonBundler
     original = bundler.collect.__func__
+    if getattr(original, "trims", False):
+        return
 
     @functools.wraps(original)
     def collect(cls: Any) -> Any:
@@ -135,7 +139,7 @@ def _trim_bundles(bundler: Any) -> None:
         try:
             return _trimmed(bundle), metadata
         except Exception as error:  # it must not fail a compile that has succeeded
-            log.info("kernels.not_trimmed error=%r", error)
+            log.info("autotuner.not_trimmed error=%r", error)
             return bundle, metadata
 
     collect.trims = True  # type: ignore[attr-defined]
@@ -157,7 +161,7 @@ def _trimmed(bundle: Any) -> Any:
     return replace(bundle, kernel_artifacts=kept)
 
 
-def _recheck_tuned(autotuner: Any) -> None:
+def _recheck_tuned() -> None:
     """On 2.11 a lookup overlooks what tuning has found, and a warm boot tunes again: for a kernel that began with one
     configuration, where the best is one of those it began with, and where some of those did not compile or were
     changed after their digest was taken. 2.13's `recheck_autotune_cache` mends the first two.
@@ -165,6 +169,9 @@ def _recheck_tuned(autotuner: Any) -> None:
     The record is found by the digest of the kernel's source; a configuration decides how fast a kernel is, not what it
     computes.
     """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    autotuner: Any = CachingAutotuner
     original = autotuner.recheck_autotune_cache
     if getattr(original, "rechecks", False):
         return
@@ -178,7 +185,7 @@ def _recheck_tuned(autotuner: Any) -> None:
         try:
             _take_recorded(self, before, reload_kernel_from_src)
         except Exception as error:  # it is tuned again, as without this
-            log.info("kernels.not_found_again error=%r", error)
+            log.info("autotuner.not_found_again error=%r", error)
 
     recheck.rechecks = True  # type: ignore[attr-defined]
     autotuner.recheck_autotune_cache = recheck
@@ -214,13 +221,16 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
     return _load_cached_autotuning(dict(record), str(record.get("configs_hash")), configs, autotuner.inductor_meta)
 
 
-def _count_replays(graph_cache: Any) -> None:
+def _count_replays() -> None:
     """A lookup that finds a graph adds to torch's counters what its compile had counted, benchmarks included; keep
     count of that, for whoever wants to know what was done now."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.codecache import FxGraphCache
+
+    graph_cache: Any = FxGraphCache
     original = graph_cache.cache_hit_post_compile
     if getattr(original, "counts_replays", False):
         return
-    from torch._dynamo.utils import counters
 
     @functools.wraps(original)
     def cache_hit_post_compile(graph: Any, *arguments: Any, **options: Any) -> Any:

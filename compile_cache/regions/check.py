@@ -1,7 +1,14 @@
-"""Compiled against eager: how far two results differ, and how much device memory each call took."""
+"""Compiled against eager: a call's answer and the device memory that it took, how far two answers differ, and whether
+that passes.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +19,82 @@ from torch.utils import _pytree as pytree
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
-def largest_relative_error(output: Any, reference: Any) -> tuple[float, float]:
-    """The largest ‖output − reference‖ / ‖reference‖ of all tensors in two nested results, and its dtype's tolerance.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call returned, and the device memory at its peak above what was in use before; None without a GPU."""
 
-    Infinite for another structure or shape, for NaN on either side, and for integers that differ.
+    output: Any
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The largest error of all outputs against eager, with the tolerance of that output's type."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answer may be used."""
+        return self.error <= self.tolerance
+
+    @property
+    def difference(self) -> str:
+        """The error in words; empty if the check has passed."""
+        return "" if self.passed else f"differs from eager by {self.error:.1e}, and {self.tolerance:.0e} is allowed"
+
+
+def measured(function: Callable[..., Any], *inputs: Any) -> Answer:
+    """The answer of `function` to these inputs."""
+    with PeakMemory() as peak:
+        output = function(*inputs)
+    return Answer(output, peak.bytes)
+
+
+def compare(output: Any, reference: Any) -> Check:
+    """Compare all tensors in two nested results by ‖output − reference‖ / ‖reference‖.
+
+    The error is infinite for another structure or shape, for NaN on either side, for infinities that are not the same,
+    and for integers that differ.
     """
     outputs, output_spec = pytree.tree_flatten(output)
     references, reference_spec = pytree.tree_flatten(reference)
-    worst = (0.0, _TOLERANCES[torch.float32])
+    worst = Check(0.0, _TOLERANCES[torch.float32])
     if output_spec != reference_spec:
-        return float("inf"), worst[1]
+        return Check(math.inf, worst.tolerance)
     for one, other in zip(outputs, references, strict=True):
         if isinstance(other, torch.Tensor):
-            found = _relative_error(one, other), _TOLERANCES.get(other.dtype, 0.0)
-            worst = max(worst, found, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
+            found = Check(_relative_error(one, other), _TOLERANCES.get(other.dtype.to_real(), 0.0))
+            worst = max(worst, found, key=_severity)
     return worst
 
 
-def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    if output.shape != reference.shape or output.dtype != reference.dtype:
-        return float("inf")
+def _severity(check: Check) -> float:
+    return check.error / check.tolerance if check.tolerance else check.error
+
+
+def _relative_error(output: Any, reference: torch.Tensor) -> float:
+    if not isinstance(output, torch.Tensor) or output.shape != reference.shape or output.dtype != reference.dtype:
+        return math.inf
+    if reference.is_complex():
+        output, reference = torch.view_as_real(output.resolve_conj()), torch.view_as_real(reference.resolve_conj())
     if not reference.is_floating_point():
-        return 0.0 if torch.equal(output, reference) else float("inf")
+        return 0.0 if torch.equal(output, reference) else math.inf
+    error = _norm_error(output, reference)
+    if not math.isfinite(error):
+        finite = reference.isfinite()
+        if not torch.equal(output[~finite], reference[~finite]):
+            return math.inf
+        error = _norm_error(output[finite], reference[finite])
+    return error if math.isfinite(error) else math.inf
+
+
+def _norm_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     wide = torch.float64 if reference.dtype in (torch.float32, torch.float64) else torch.float32
-    difference = torch.linalg.vector_norm(output.to(wide) - reference.to(wide)).item()
-    norm = torch.linalg.vector_norm(reference, dtype=wide).item()
-    error = difference / norm if norm else difference
-    return error if error == error else float("inf")
+    difference = float(torch.linalg.vector_norm(output.to(wide) - reference.to(wide)))
+    norm = float(torch.linalg.vector_norm(reference, dtype=wide))
+    return difference / norm if norm else difference
 
 
 class PeakMemory:

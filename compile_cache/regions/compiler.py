@@ -9,19 +9,22 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch._dynamo
-import torch._dynamo.callback
+import torch
 from torch import nn
 
-from compile_cache.aot.adapter import is_switched_off
-from compile_cache.aot.artifacts import Artifacts
+from compile_cache.errors import NotAModuleError
 from compile_cache.regions.autotuner import unread_files
+from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.region import Region
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.regions.torch_settings import configure_torch, is_switched_off
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
+
+if TYPE_CHECKING:
+    from compile_cache.aot.artifacts import Artifacts
 
 log = logging.getLogger("compile_cache")
 
@@ -35,13 +38,27 @@ class Compiler:
         self._directory = directory
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
-        self.withheld: set[str] = set()
         self._precompiled: Artifacts | None = None
+        self._why_not_precompiled = ""
         if settings.precompile and not is_switched_off():
-            self._precompiled = Artifacts(settings, directory)
+            self._open_artifacts()
         self._compiling = threading.Event()
-        torch._dynamo.callback.on_compile_start(lambda _: self._compiling.set())
-        torch._dynamo.callback.on_compile_end(lambda _: self._compiling.clear())
+        _signal_compiles(self._compiling)
+
+    def _open_artifacts(self) -> None:
+        """Precompiled regions rest on names that are private to torch: where one is gone, the boot does without."""
+        try:
+            from compile_cache.aot.artifacts import Artifacts
+        except (ImportError, AttributeError) as error:
+            self._do_not_precompile(f"torch {torch.__version__} has other names than precompiled regions need: {error}")
+            return
+        self._precompiled = Artifacts(self._settings, self._directory)
+
+    def _do_not_precompile(self, reason: str) -> None:
+        log.warning("regions are not precompiled in this boot: %s", reason)
+        self._precompiled, self._why_not_precompiled = None, reason
+        for region in self.regions.values():
+            region.stored.switch_off(reason)
 
     def prefetch(self) -> int:
         """Load the precompiled regions of the cache directory; how many it has."""
@@ -53,14 +70,26 @@ class Compiler:
         return self._compiling.is_set()
 
     def compile(self, root: nn.Module, whole: bool = False) -> None:
-        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself."""
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself.
+
+        Raises:
+            NotAModuleError: it is something else, such as a function.
+        """
+        if not isinstance(root, nn.Module):
+            name = getattr(root, "__qualname__", repr(root))
+            raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}: pass the module that it calls.")
         configure_torch()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
-            if type(module) not in self.regions:
-                self.regions[type(module)] = Region(
-                    type(module), self._settings.mode, self._settings.dynamic, self._precompiled, self._new_artifacts
-                )
-            self.regions[type(module)].adopt(module)
+            self._region(type(module)).adopt(module)
+
+    def _region(self, module_class: type[nn.Module]) -> Region:
+        if module_class not in self.regions:
+            settings = self._settings
+            region = Region(module_class, settings.mode, settings.dynamic, self._precompiled, self._new_artifacts)
+            self.regions[module_class] = region
+            if self._why_not_precompiled:
+                region.stored.switch_off(self._why_not_precompiled)
+        return self.regions[module_class]
 
     def _new_artifacts(self) -> set[str]:
         """The artifacts that have appeared since the last call."""
@@ -77,6 +106,11 @@ class Compiler:
         return unread_files(files) | unused
 
     @property
+    def withheld(self) -> set[str]:
+        """The files that must not be published: what computes something else than eager does, or failed to compile."""
+        return set[str]().union(*(region.withheld for region in self.regions.values()))
+
+    @property
     def device_peak_bytes(self) -> int:
         """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
         return PeakMemory.highest_bytes
@@ -86,8 +120,8 @@ class Compiler:
         """While the context lasts, every graph that a region compiles or finds is checked against eager, and
         precompiled functions are looked for, and made."""
         configure_torch()
-        if self._precompiled:
-            self._precompiled.note_options()
+        if self._precompiled and isinstance(noted := attempt(self._precompiled.note_options), Failure):
+            self._do_not_precompile(f"Inductor's options cannot be described: {noted.reason}")
         for region in self.regions.values():
             region.watched = True
         try:
@@ -96,7 +130,20 @@ class Compiler:
             for region in self.regions.values():
                 region.watched = False
                 region.conclude()
-                self.withheld |= region.withheld
+
+
+def _signal_compiles(compiling: threading.Event) -> None:
+    """Have the event set while torch compiles, where torch says when it does."""
+    try:
+        from torch._dynamo import callback
+
+        start: Any = callback.on_compile_start
+        end: Any = callback.on_compile_end
+    except (ImportError, AttributeError) as error:
+        log.warning("torch %s does not say when it compiles: %s", torch.__version__, error)
+        return
+    start(lambda _: compiling.set())
+    end(lambda _: compiling.clear())
 
 
 def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:

@@ -4,21 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
-
-from compile_cache.lifecycle.report import CompileCounts
 
 # Where autotuner.py keeps what torch has added to its own counters without doing it, by the same names.
 REPLAYED = "compile_cache_replayed"
-_PRECOMPILED = "compile_cache_precompiled"
+_precompiled: Counter[str] = Counter()
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
+
+
+@dataclass(slots=True)
+class CompileCounts:
+    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
+
+    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
+    """
+
+    graphs: int = 0
+    fxgraph_hits: int = 0
+    fxgraph_misses: int = 0
+    fxgraph_bypasses: int = 0
+    aotautograd_hits: int = 0
+    aotautograd_misses: int = 0
+    aotautograd_bypasses: int = 0
+    benchmarks: int = 0
+    precompiled_loaded: int = 0
+    precompiled_made: int = 0
+    kernels_compiled: int = 0
+
+    def since(self, before: CompileCounts) -> CompileCounts:
+        """What was added after `before`."""
+        return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+    @property
+    def hits(self) -> int:
+        """Lookups that were answered from the cache."""
+        return self.fxgraph_hits + self.aotautograd_hits
+
+    @property
+    def misses(self) -> int:
+        """Lookups that were not, bypasses included: something was compiled for each."""
+        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
 def read_counts() -> CompileCounts:
     """Totals of this process. Takes microseconds and imports nothing: without torch all is zero."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counters: Mapping[str, Mapping[str, Any]] = dynamo.counters if dynamo else {}
+    counters: Mapping[str, Mapping[str, Any]] = _torch_counters() or {}
     # A copy, in one step: another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
     for name, count in dict(counters.get(REPLAYED, {})).items():
@@ -32,17 +65,27 @@ def read_counts() -> CompileCounts:
         aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
         benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
-        precompiled_loaded=counters.get(_PRECOMPILED, {}).get("loaded", 0),
-        precompiled_made=counters.get(_PRECOMPILED, {}).get("made", 0),
+        precompiled_loaded=_precompiled["loaded"],
+        precompiled_made=_precompiled["made"],
     )
+
+
+def are_counted() -> bool:
+    """Whether torch counts what it compiles, by the names that are known here."""
+    return _torch_counters() is not None
+
+
+def _torch_counters() -> Any:
+    """Of a process that has imported torch's compiler; else None."""
+    return getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Leave torch's counters as they were before: what is compiled ahead of time is for another boot."""
-    from torch._dynamo.utils import counters
-
-    before = {group: dict(counters[group]) for group in ("stats", "inductor", "aot_autograd", REPLAYED)}
+    counters = _torch_counters() or {}
+    groups = ("stats", "inductor", "aot_autograd", REPLAYED) if counters else ()
+    before = {group: dict(counters[group]) for group in groups}
     try:
         yield
     finally:
@@ -53,6 +96,4 @@ def uncounted() -> Iterator[None]:
 
 def count_precompiled(what: str) -> None:
     """Add one to the precompiled regions that were `loaded` and served, or `made`."""
-    from torch._dynamo.utils import counters
-
-    counters[_PRECOMPILED][what] += 1
+    _precompiled[what] += 1

@@ -1,42 +1,42 @@
-"""One module class and its instances: how each call is served, and how a region climbs and falls on the ladder.
+"""One module class and its instances: how each call is served, and what is checked against eager.
 
-precompiled → cached → cold → eager. What was compiled ahead of time serves the calls that it fits; the others go to
-`torch.compile`, which finds a graph or compiles one; and what cannot be compiled, or computes something else, is
-served eager.
+Precompiled functions serve the calls that they fit; `torch.compile` serves the others; a call that cannot be compiled
+is served eager, and so is a class that computes something else when it is compiled.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from compile_cache.aot.artifacts import Artifacts, Found, Made
-from compile_cache.aot.describe import with_plain_strides
-from compile_cache.lifecycle.report import CompileCounts, RegionReport
-from compile_cache.regions.check import PeakMemory, largest_relative_error
-from compile_cache.regions.counters import count_precompiled, read_counts
-from compile_cache.regions.torch_settings import RECOMPILE_LIMIT, configure_torch
+from compile_cache.aot.traced import call_region
+from compile_cache.errors import ArtifactError
+from compile_cache.regions.border import Failure, attempt, first_line
+from compile_cache.regions.check import Answer, Check, compare, measured
+from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
+from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
+from compile_cache.regions.inputs import Kept, with_plain_strides
+from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.stored import StoredFunctions
+from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
+
+if TYPE_CHECKING:
+    from compile_cache.aot.artifacts import Artifacts, Found, Made
 
 log = logging.getLogger("compile_cache")
 
-# From the highest step down: a region is on the lowest that one of its calls needed.
-_LADDER = ("unused", "precompiled", "cached", "cold", "eager")
-
 
 class Region:
-    """One module class, compiled, and its instances. Serves eager once it has failed; `report` says why."""
+    """One module class, compiled, and its instances. `report` says how its calls are served, and why."""
 
     def __init__(
         self,
@@ -48,334 +48,287 @@ class Region:
     ) -> None:
         self.report = RegionReport(name=module_class.__name__, instances=0)
         self.watched = False
-        self.withheld: set[str] = set()
-        self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
-        self._fullgraph = True
-        self._artifacts = artifacts
+        self.stored = StoredFunctions(artifacts, self.report)
+        self._graphs = Graphs(module_class.__name__, mode, dynamic)
         self._new_files = new_files
         self._files: set[str] = set()
-        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
-        # Of each instance, the precompiled functions that have served it, the last one first.
-        self._found: dict[nn.Module, tuple[Found, ...]] = {}
-        self._checked: set[str] = set()
+        self._withheld: set[str] = set()
+        self._is_eager = False
+        # Instances, each with the artifact or the way that was compared with eager on it.
+        self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
+        self._compiled_calls = 0
+        self._unused = ""
+
+    @property
+    def withheld(self) -> set[str]:
+        """The files that must not be published."""
+        return self._withheld | self.stored.withheld
 
     def adopt(self, module: nn.Module) -> None:
         """Let calls of `module` come here, as `module.compile()` would let them go to the compiled code."""
-        self._found.setdefault(module, ())
-        self.report.instances = len(self._found)
+        self.report.instances = self.stored.adopt(module)
         module._compiled_call_impl = functools.partial(self._call, module)
 
-    def _torch_compiled(self, module: nn.Module) -> Callable[..., Any]:
-        """What `torch.compile` makes of `module`: made when it is first needed, because it imports the compiler."""
-        configure_torch()
-        if module not in self._compiled:
-            self._compiled[module] = torch.compile(module._call_impl, fullgraph=self._fullgraph, **self._options)
-        return self._compiled[module]
-
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.report.step == "eager":
-            return _eager(module, args, kwargs)
+        if self._is_eager:
+            return call_region(module, args, kwargs)
         args, kwargs = with_plain_strides(args, kwargs)
         if self.watched:
             return self._watched_call(module, args, kwargs)
-        if found := self._fitting(module, args, kwargs):
+        if found := self.stored.fitting(module, args, kwargs):
             try:
                 return found.function(module, args, kwargs)
-            except torch.OutOfMemoryError:  # as it would be a step lower
+            except AssertionError as error:  # generated code asserts the strides that it was compiled for
+                self.stored.reject(found.path, f"AssertionError: {first_line(error)}")
                 raise
-            except Exception as failure:
-                self._reject(found.path, f"{type(failure).__name__}: {_first_line(failure)}")
         try:
-            return self._torch_compiled(module)(*args, **kwargs)
-        except _COMPILE_ERRORS as error:
-            return self._fall_back(module, args, kwargs, error)
+            return self._graphs(module, args, kwargs)
+        except Exception as error:
+            return self._fall_back(module, args, kwargs, None, error)
 
-    def _fitting(self, module: nn.Module, args: Any, kwargs: Any) -> Found | None:
-        """Of the precompiled functions that have served `module` before, the one that fits this call."""
-        known = self._found[module]
-        for number, found in enumerate(known):
-            if self._fits(found, module, args, kwargs):
-                if number:  # inputs of one kind come in a row
-                    self._found[module] = (found, *known[:number], *known[number + 1 :])
-                return found
-        return None
+    def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception) -> Any:
+        """Serve a call that was not compiled: the one place where a failure becomes a slower call.
 
-    def _fits(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        try:
-            return found.function.fits(module, args, kwargs)
-        except Exception as error:  # an input that nobody has thought of: the next step takes it as it is
-            log.info("precompiled.not_compared artifact=%s error=%r", found.path, error)
-            return False
+        The model runs once, on inputs that nothing has changed: on the inputs themselves where compiled code had not
+        begun, else on the copies that were `kept`.
+
+        Raises:
+            Exception: `error`, where the inputs may have changed and no copies were kept; or the model's own.
+        """
+        if not has_begun(error):
+            output = call_region(module, args, kwargs)
+        elif kept is None:
+            if was_compiling(error):
+                self._demote_call(module, args, kwargs, error)
+            raise error
+        else:
+            output = kept.give_back(kept.eager().output)
+        self._demote_call(module, args, kwargs, error)
+        return output
+
+    def _demote_call(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
+        """Serve calls of this kind a step lower from now on, and leave the others as they are."""
+        if is_beyond_limit(error):
+            self.report.explain(
+                f"eager for further shapes: {RECOMPILE_LIMIT} are compiled; set COMPILE_CACHE_DYNAMIC=auto"
+            )
+        elif self._graphs.is_broken(error):
+            self._break_up(module, args, kwargs, error)
+        else:
+            log.warning("compile.failed region=%s", self.report.name, exc_info=error)
+            self._graphs.give_up(module, args, kwargs)
+            self.report.explain(f"eager for some calls: {type(error).__name__}: {first_line(error)}")
+            if self.watched:
+                self._withheld |= self._new_files()
+                self.report.take_step("eager")
+
+    def _break_up(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
+        log.info("compile.graph_break region=%s error=%s", self.report.name, first_line(error))
+        self._graphs.break_up(module, args, kwargs)
+        self.report.explain(f"with graph breaks: {first_line(error)}")
 
     def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call that looks for a precompiled function, and is measured and checked where something is new."""
+        self._note_use()
         started = time.perf_counter()
-        found = self._fitting(module, args, kwargs) or self._find(module, args, kwargs)
-        if isinstance(found, Found):
-            return self._serve_precompiled(found, module, args, kwargs, started)
-        return self._serve_compiled(module, args, kwargs, found)
-
-    def _find(self, module: nn.Module, args: Any, kwargs: Any) -> Found | str:
-        """The artifact that serves `module`, remembered; or why none does, empty where none is wanted."""
-        if self._artifacts is None or not self._fullgraph:
-            return ""
-        try:
-            found = self._artifacts.find(module, args, kwargs)
-        except Exception as error:  # an input that nobody has thought of: the next step takes it as it is
-            log.warning("precompiled.not_looked_up region=%s", self.report.name, exc_info=error)
-            return f"{type(error).__name__}: {_first_line(error)}"
-        if isinstance(found, Found):
-            self._found[module] = (found, *self._found[module])
-        return found
-
-    def _serve_precompiled(self, found: Found, module: nn.Module, args: Any, kwargs: Any, started: float) -> Any:
-        """Serve a call. Before its first one, an artifact is run on copies of the inputs and compared with eager; what
-        differs is served by the next step of the ladder."""
-        if found.path not in self._checked:
-            if reason := self._difference(found, module, args, kwargs):
+        found = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
+        if isinstance(found, str):
+            return self._serve_compiled(module, args, kwargs, found)
+        if (None, found.path) not in self._compared:
+            if reason := self._objection(found, module, args, kwargs):
                 return self._serve_compiled(module, args, kwargs, reason)
-            self._checked.add(found.path)
+            self._compared |= {(None, found.path), (module, "precompiled")}
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
+        if (module, "precompiled") not in self._compared:
+            return self._serve_another(found, module, args, kwargs)
         output = found.function(module, args, kwargs)
-        self._take_step("precompiled")
+        self.report.take_step("precompiled")
         return output
 
-    def _difference(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Why an artifact is not used after all, in words; empty if it computes what eager does."""
-        tried = self._keep(module, args, kwargs)
-        kept = self._keep(module, args, kwargs)
-        try:
-            with PeakMemory() as compiled_peak:
-                output = found.function(module, *tried)
-        except torch.OutOfMemoryError as failure:
-            return _first_line(failure)
-        except Exception as failure:
-            return self._reject(found.path, f"{type(failure).__name__}: {_first_line(failure)}")
-        reference = self._reference(module, *kept, compiled_peak.bytes)
-        if reference is None:
+    def _note_use(self) -> None:
+        if self._unused:
+            self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
+            self._unused = ""
+        self._calls += 1
+
+    def _objection(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> str:
+        """Why an artifact is not used after all, in words; empty if it computes, on copies, what eager does."""
+        tried, kept = self._keep(module, args, kwargs), self._keep(module, args, kwargs)
+        if tried is None or kept is None:
             return ""
-        error, tolerance = largest_relative_error(output, reference.output)
-        if error > tolerance:
-            return self._reject(found.path, f"it differs from eager by {error:.1e}, and {tolerance:.0e} is allowed")
-        self._note_error(error, tolerance)
-        return ""
+        answer = attempt(measured, found.function, module, tried.args, tried.kwargs)
+        if isinstance(answer, Failure):
+            is_exhausted = isinstance(answer.error, torch.OutOfMemoryError)
+            return answer.reason if is_exhausted else self.stored.reject(found.path, answer.reason)
+        check = self._check(answer, kept)
+        return "" if check is None or check.passed else self.stored.reject(found.path, f"it {check.difference}")
+
+    def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve the first call of a module by an artifact that has proved right for others, and compare it as well."""
+        kept = self._keep(module, args, kwargs)
+        answer = attempt(measured, found.function, module, args, kwargs)
+        if isinstance(answer, Failure):
+            if kept is None or isinstance(answer.error, torch.OutOfMemoryError):
+                raise answer.error
+            kept.give_back(None)  # as they were: nothing has run on the copies
+            return self._serve_compiled(module, args, kwargs, self.stored.reject(found.path, answer.reason))
+        self._compared.add((module, "precompiled"))
+        check = self._check(answer, kept) if kept else None
+        if check is None or kept is None or check.passed:
+            self.report.take_step("precompiled")
+            return answer.output
+        self.stored.reject(found.path, f"it {check.difference}")
+        self.report.take_step("eager")
+        return kept.give_back(kept.eager().output)
 
     def _serve_compiled(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
-        """Serve a call by `torch.compile`. What it compiles or finds is compared with eager on the same, unchanged
-        inputs; and the call is compiled ahead of time as well, for the next boot: after it has run, because then it is
-        on record what tuning has chosen, and the artifact has the kernels that won, and no others."""
+        """Serve a call by `torch.compile`. What is new, a graph or an instance, is compared with eager on the same,
+        unchanged inputs; and the call is compiled ahead of time as well, for the next boot: after it has run, because
+        then it is on record what tuning has chosen, and the artifact has the kernels that won, and no others."""
         kept = self._keep(module, args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:
-            with PeakMemory() as compiled_peak:
-                output = self._torch_compiled(module)(*args, **kwargs)
-        except Exception as error:  # whatever it is, the eager call below either serves or raises it again
-            self._files |= self._new_files()
-            return self._fall_back(module, *kept, error)
-        self._calls += 1
+            answer = self._compiled(module, args, kwargs, kept)
+        except Exception as error:
+            return self._fall_back(module, args, kwargs, kept, error)
         after = read_counts()
-        if is_new := after.graphs > before.graphs:
+        self._compiled_calls += 1
+        self._graphs.note(module, args, kwargs)
+        is_new = after.graphs > before.graphs or not are_counted()
+        if is_new:
             self._record(before, after, time.perf_counter() - started)
             if why_not_precompiled and self.report.step == "cached":
-                self._explain(f"not precompiled: {why_not_precompiled}")
-        made = self._make(module, args, kwargs) if why_not_precompiled else None
+                self.report.explain(f"not precompiled: {why_not_precompiled}")
+        may_make = why_not_precompiled and not (kept and kept.is_used)
+        made = self.stored.make(module, args, kwargs) if may_make else None
         if made:
             self._files |= self._new_files()
-        if not is_new and made is None:
-            return output
-        unchanged = self._keep(module, *kept) if made else kept
-        reference = self._reference(module, *kept, compiled_peak.bytes)
-        if reference is None:
-            if made:
-                self._reject(made.path, "there was no memory to compare it with eager")
-            return output
-        if is_new and not self._passes(output, reference.output):
-            if made:
-                self._reject(made.path, "what torch.compile made of the same code differs from eager")
-            _give_contents(kept, (args, kwargs))
-            return reference.output
-        if made:
-            self._check_made(made, module, args, kwargs, unchanged, reference.output)
-        return output
+        if is_new or made or (module, "compiled") not in self._compared:
+            return self._checked(answer, module, args, kwargs, kept, made)
+        return answer.output
 
-    def _make(self, module: nn.Module, args: Any, kwargs: Any) -> Made | None:
-        """Compile the call ahead of time, if that is possible."""
-        if self._artifacts is None or not self._fullgraph:
-            return None
-        started = time.perf_counter()
+    def _compiled(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None) -> Answer:
         try:
-            configure_torch()
-            made = self._artifacts.make(module, args, kwargs)
-        except Exception as error:  # a full or read-only disk, or an input that nobody has thought of
-            log.warning("precompiled.not_made region=%s error=%r", self.report.name, error)
-            made = f"{type(error).__name__}: {_first_line(error)}"
-        self.report.precompile_s += time.perf_counter() - started
-        if isinstance(made, Made):
-            return made
-        self._explain(f"cannot be precompiled: {made}")
-        return None
+            return measured(self._graphs, module, args, kwargs)
+        except Exception as error:
+            if kept is None or not self._graphs.is_broken(error):
+                raise
+            kept.eager()  # Whose error is it? The model's own, which Dynamo met in tracing, is raised here.
+            self._break_up(module, args, kwargs, error)
+        return measured(self._graphs, module, args, kwargs)
+
+    def _checked(
+        self, answer: Answer, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, made: Made | None
+    ) -> Any:
+        """The compiled answer, if it is eager's; else eager's, and the inputs as eager leaves them."""
+        unchanged = self._keep(module, kept.args, kept.kwargs) if made and kept else None
+        check = self._check(answer, kept) if kept else None
+        self._compared.add((module, "compiled"))
+        if made and (check is None or not check.passed or unchanged is None):
+            self.stored.reject(made.path, "torch.compile of the same code differs from eager, or was not compared")
+        elif made and kept and unchanged:
+            self._check_made(made, module, args, kwargs, unchanged, kept.eager())
+        if check is None or kept is None or check.passed:
+            return answer.output
+        self._demote(check.difference)
+        return kept.give_back(kept.eager().output)
 
     def _check_made(
-        self, made: Made, module: nn.Module, args: Any, kwargs: Any, unchanged: Any, reference: Any
+        self, made: Made, module: nn.Module, args: Any, kwargs: Any, unchanged: Kept, reference: Answer
     ) -> None:
         """Let an artifact serve, here and in other boots, only after it has computed, from `unchanged` inputs, what
         eager did, and fits the call that it was made of."""
-        started = time.perf_counter()
-        try:
+
+        def loaded() -> Any:
             function = made.load()
-            misfit = function.misfit(module, args, kwargs)
-            output = function(module, *unchanged)
-        except Exception as failure:
-            self._reject(made.path, f"{type(failure).__name__}: {_first_line(failure)}")
-            return
-        error, tolerance = largest_relative_error(output, reference)
+            if misfit := function.misfit(module, args, kwargs):
+                raise ArtifactError(f"it does not fit its own call: {misfit}")
+            check = compare(function(module, unchanged.args, unchanged.kwargs), reference.output)
+            if not check.passed:
+                raise ArtifactError(f"it {check.difference}")
+            return function
+
+        started = time.perf_counter()
+        function = attempt(loaded)
         self.report.precompile_s += time.perf_counter() - started
-        if misfit or error > tolerance:
-            differs = f"it differs from eager by {error:.1e}, and {tolerance:.0e} is allowed"
-            self._reject(made.path, f"it does not fit its own call: {misfit}" if misfit else differs)
+        if isinstance(function, Failure):
+            self.stored.reject(made.path, function.reason)
             return
         count_precompiled("made")
         self.report.made += 1
-        self._checked.add(made.path)
-        if self._artifacts is not None:
-            self._artifacts.take(made, function)
+        self._compared |= {(None, made.path), (module, "precompiled")}
+        self.stored.take(made, function)
 
-    def _reject(self, path: str, reason: str) -> str:
-        """Use an artifact no more, and withhold it from the store; `reason` again."""
-        log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
-        self._explain(f"not precompiled: {reason}")
-        self.withheld.add(path)
-        for module, known in self._found.items():
-            self._found[module] = tuple(other for other in known if other.path != path)
-        if self._artifacts is not None:
-            self._artifacts.reject(path, reason)
-        return reason
-
-    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Copies of the inputs, which a call may change, with the same strides and the same tensors in common; the
-        inputs themselves where they cannot be copied."""
-        # An input may lead to the model: a cache or a processor that knows it.
-        shared: dict[int, Any] = {id(part): part for part in module.modules()}
-        try:
-            return copy.deepcopy((args, kwargs), shared)
-        except Exception as error:  # no memory, or an object that cannot be copied
-            self._explain(f"checked on inputs that the call itself may have changed: {_first_line(error)}")
-            return args, kwargs
-
-    def _reference(
-        self, module: nn.Module, args: Any, kwargs: Any, compiled_peak_bytes: int | None
-    ) -> _Reference | None:
-        """What eager answers; None where there is no memory for it."""
-        try:
-            with PeakMemory() as eager_peak:
-                output = _eager(module, args, kwargs)
-        except torch.OutOfMemoryError as error:
-            self._explain(f"not checked against eager: {_first_line(error)}")
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> Kept | None:
+        """Copies of the inputs; None where there can be none, which leaves the call unchecked."""
+        kept = attempt(Kept, module, args, kwargs)
+        if isinstance(kept, Failure):
+            self.report.explain(f"not checked against eager: its inputs cannot be copied: {kept.reason}")
             return None
-        if compiled_peak_bytes is not None and compiled_peak_bytes > (self.report.compiled_peak_bytes or 0):
-            self.report.compiled_peak_bytes = compiled_peak_bytes
-            self.report.eager_peak_bytes = eager_peak.bytes
-        return _Reference(output)
+        return kept
+
+    def _check(self, answer: Answer, kept: Kept) -> Check | None:
+        """How far an answer is from eager's; None where that cannot be found out, mostly for want of memory."""
+        check = attempt(lambda: compare(answer.output, kept.eager().output))
+        if isinstance(check, Failure):
+            self.report.explain(f"not checked against eager: {check.reason}")
+            return None
+        self.report.note_error(check.error, check.tolerance)
+        self.report.note_peaks(answer.peak_bytes, kept.eager().peak_bytes)
+        return check
 
     def _record(self, before: CompileCounts, after: CompileCounts, seconds: float) -> None:
-        report = self.report
         if after.misses > before.misses:
             self._files |= self._new_files()
-        report.graphs += after.graphs - before.graphs
-        report.compile_s += seconds
-        if after.misses > before.misses:
-            self._take_step("cold")
-            self._explain("lookups found nothing")
-        elif after.hits > before.hits:
-            self._take_step("cached")
+        self.report.graphs += after.graphs - before.graphs
+        self.report.compile_s += seconds
+        if after.misses == before.misses and after.hits > before.hits:
+            self.report.take_step("cached")
         else:
-            self._take_step("cold")
-            self._explain("torch did not look it up: its caches are off")
-
-    def _take_step(self, step: str) -> None:
-        if _LADDER.index(step) > _LADDER.index(self.report.step):
-            self.report.step = step
-
-    def _note_error(self, error: float, tolerance: float) -> None:
-        self.report.relative_error = max(error, self.report.relative_error or 0.0)
-        self.report.tolerance = tolerance
-
-    def _passes(self, output: Any, reference: Any) -> bool:
-        """Compare each tensor of a compiled output with eager's; on a difference, demote the region."""
-        error, tolerance = largest_relative_error(output, reference)
-        self._note_error(error, tolerance)
-        if error <= tolerance:
-            return True
-        self._demote(f"differs from eager by {error:.1e}, and {tolerance:.0e} is allowed")
-        return False
-
-    def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Serve this call without what failed: with graph breaks if one was in the way, else eager.
-
-        Raises:
-            Exception: the model's own, where eager fails as well; the region then stays as it is.
-        """
-        if self._fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
-            # Whose error is it? The model's own, which Dynamo met in tracing, is raised here, and nothing changes.
-            _eager(module, *pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
-            log.info("compile.graph_break region=%s error=%s", self.report.name, _first_line(error))
-            self._fullgraph = False
-            self._compiled.clear()
-            self._explain(f"with graph breaks: {_first_line(error)}")
-            return self._call(module, *args, **kwargs)
-        output = _eager(module, args, kwargs)
-        if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-            self._explain(f"eager for further shapes: {RECOMPILE_LIMIT} are compiled; set COMPILE_CACHE_DYNAMIC=auto")
-            return output
-        log.warning("compile.failed region=%s", self.report.name, exc_info=error)
-        self._demote(f"{type(error).__name__}: {_first_line(error)}")
-        return output
+            self.report.take_step("cold")
+            self.report.explain(_why_cold(before, after))
 
     def _demote(self, reason: str) -> None:
-        """Serve eager from now on, and withhold what was compiled from the store."""
-        self.report.step, self.report.reason = "eager", reason
-        self.withheld |= self._files
-
-    def _explain(self, reason: str) -> None:
-        """Add a reason to the report, once."""
-        if reason not in self.report.reason:
-            log.info("compile.note region=%s reason=%s", self.report.name, reason)
-            self.report.reason = "; ".join(filter(None, (self.report.reason, reason)))
+        """Serve every call eager from now on, and withhold what was compiled from the store."""
+        self._is_eager = True
+        self.report.take_step("eager")
+        self.report.reason = reason
+        self._withheld |= self._files
 
     def conclude(self) -> None:
-        """After the warm-up: a region that was called, but for which torch compiled nothing, is eager."""
-        if self._calls and not self.report.graphs and self.report.step == "unused":
+        """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""
+        if not self._calls and not self._unused:
+            self._unused = _unused(self.stored.any_instance())
+            self.report.explain(self._unused)
+            log.warning("nothing is compiled of %s: %s", self.report.name, self._unused)
+        if self._compiled_calls and not self.report.graphs and self.report.step == "unused":
             self._demote(
                 "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
                 "or this process has compiled the class in an earlier boot"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """What eager answered, which may be None."""
-
-    output: Any
-
-
-# What torch raises when compiling fails, as opposed to the model's own errors.
-_COMPILE_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+def _why_cold(before: CompileCounts, after: CompileCounts) -> str:
+    if not are_counted():
+        return "this torch has other counters: whether it found or compiled its graphs is not known"
+    return "lookups found nothing" if after.misses > before.misses else "torch looked nothing up: its caches are off"
 
 
-def _eager(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The call that torch makes of a module that is not compiled, hooks included."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def _give_contents(source: Any, target: Any) -> None:
-    """Copy the tensors of nested inputs to those of others: what eager has made of its copies to the caller's own."""
-    for right, wrong in zip(pytree.tree_leaves(source), pytree.tree_leaves(target), strict=True):
-        if isinstance(wrong, torch.Tensor) and wrong is not right and wrong.shape == right.shape:
-            wrong.copy_(right)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _unused(module: nn.Module) -> str:
+    """Why nothing may have called a module, and what to do about it."""
+    methods = [
+        name
+        for kind in type(module).__mro__
+        if kind.__module__.partition(".")[0] != "torch"
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not name.startswith("_") and name != "forward"
+    ]
+    called = f", such as {', '.join(methods[:3])}," if methods else ""
+    part = next((name for name, _ in module.named_children()), "part")
+    return (
+        f"nothing called it in the warm-up: a method{called} is not compiled when it is called by itself. "
+        f"Compile the modules that it calls, for example boot.compile(model.{part})"
+    )

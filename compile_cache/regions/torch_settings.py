@@ -8,14 +8,18 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import os
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor.config
 
 from compile_cache.regions.autotuner import configure_autotuner
+
+log = logging.getLogger("compile_cache")
 
 # A class that is compiled for several image sizes and input strides passes Dynamo's own limit of 8 graphs a function.
 RECOMPILE_LIMIT = 64
@@ -29,33 +33,27 @@ def configure_torch() -> None:
     if _IS_CONFIGURED.get():
         return
     _IS_CONFIGURED.set(True)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
+    # A hook that is added after a call was compiled would be left out of it.
+    _set(dynamo, "skip_nnmodule_hook_guards", False)
     # Precompiled headers lie outside the cache directory, and every boot would run g++ to see whether they are current.
-    torch._inductor.config.cpp_cache_precompile_headers = False
+    _set(inductor, "cpp_cache_precompile_headers", False)
     # torch 2.11 tries a smaller block at run time and, if it is the best, does not know it again on the next boot: it
     # benchmarks anew, and may choose otherwise. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
-        torch._inductor.config.dynamic_scale_rblock = False
+        _set(inductor, "dynamic_scale_rblock", False)
     configure_autotuner()
-    _name_no_functions()
 
 
-def _name_no_functions() -> None:
-    with contextlib.suppress(ImportError):
-        from torch._dynamo import funcname_cache
+def is_switched_off() -> bool:
+    """Whether `torch.compile` does nothing in this process (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)."""
+    # As torch asks it (torch/_dynamo/eval_frame.py, _optimize): nothing else says so without importing the compiler.
+    return bool(getattr(torch._dynamo.config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
-        funcname_cache.cache = _NoFunctionNames()
 
-
-class _NoFunctionNames(dict[str, dict[int, str]]):
-    """Stands for Dynamo's names of traced functions by file and line, which go into debug logs alone.
-
-    Dynamo finds them by tokenizing each traced file whole, whether it logs or not: a tenth of a warm boot's
-    compiling (benchmarks/README.md).
-    """
-
-    def __contains__(self, filename: object) -> bool:
-        return True
-
-    def __getitem__(self, filename: str) -> dict[int, str]:
-        return {}
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except AttributeError:
+        log.warning("torch %s has no setting %s.%s: it is left out", torch.__version__, config.__name__, name)

@@ -20,7 +20,7 @@ from torch._inductor.triton_bundler import (  # noqa: E402
     TritonKernelArtifacts,
 )
 
-from compile_cache.regions import autotuner as kernels  # noqa: E402
+from compile_cache.regions import autotuner  # noqa: E402
 
 PARTS = ("cubin", "ptx", "ttir", "ttgir", "llir", "source", "json")
 
@@ -30,7 +30,7 @@ def result(folder: str) -> types.SimpleNamespace:
 
 
 class Autotuner:
-    """What kernels.py asks of torch's."""
+    """What autotuner.py asks of torch's."""
 
     def __init__(self, name: str, results: list[str], winners: list[str], is_static: bool = True) -> None:
         self.fn = types.SimpleNamespace(__name__=name)
@@ -47,7 +47,7 @@ def loaded(monkeypatch):
     """Makes the autotuners given those of the code that is loaded."""
     monkeypatch.setattr(triton_heuristics, "CachingAutotuner", Autotuner)
     monkeypatch.setattr("torch._inductor.runtime.runtime_utils.triton_hash_to_path_key", lambda text: text)
-    monkeypatch.setattr(kernels, "_bundled", set())
+    monkeypatch.setattr(autotuner, "_bundled", set())
 
     def load(*autotuners: Autotuner) -> None:
         module = types.ModuleType("generated")
@@ -68,13 +68,13 @@ def binary(name: str, kernel: str) -> str:
 def test_of_a_kernel_launched_from_its_binary_the_binaries_of_all_first_candidates_are_kept(loaded):
     loaded(Autotuner("poi", ["WON", "LOST"], ["WON"]))
     files = folder("WON", "poi") | folder("LOST", "poi")
-    assert files - kernels.unread_files(files) == {binary("WON", "poi"), binary("LOST", "poi")}
+    assert files - autotuner.unread_files(files) == {binary("WON", "poi"), binary("LOST", "poi")}
 
 
 def test_of_what_coordinate_descent_tried_only_the_winner_is_kept_and_whole(loaded):
     loaded(Autotuner("red", ["FIRST"], ["FOUND"]))
     files = folder("FIRST", "red") | folder("FOUND", "red") | folder("TRIED", "red")
-    assert files - kernels.unread_files(files) == {binary("FIRST", "red")} | folder("FOUND", "red")
+    assert files - autotuner.unread_files(files) == {binary("FIRST", "red")} | folder("FOUND", "red")
 
 
 def test_matrix_templates_that_were_only_benchmarked_are_left_out(loaded, monkeypatch):
@@ -83,32 +83,32 @@ def test_matrix_templates_that_were_only_benchmarked_are_left_out(loaded, monkey
     monkeypatch.setattr(TritonTemplate, "all_templates", {"mm": object()})
     loaded(Autotuner("triton_tem_fused_mm_1", ["WON"], ["WON"]))
     files = folder("WON", "triton_tem_fused_mm_1") | folder("TRIED", "triton_mm") | folder("FUSION", "triton_")
-    assert files - kernels.unread_files(files) == {binary("WON", "triton_tem_fused_mm_1")}
+    assert files - autotuner.unread_files(files) == {binary("WON", "triton_tem_fused_mm_1")}
 
 
 def test_kernels_that_nobody_knows_are_kept(loaded):
     """Such as those that a library wrote by hand and launches itself, and Triton's launchers."""
     loaded(Autotuner("poi", ["WON"], ["WON"]))
     files = folder("THEIRS", "flash_attention") | {"triton/LAUNCHER/cuda_utils.so", "ab/kernel.py", "fxgraph/a/b/c"}
-    assert kernels.unread_files(files) == set()
+    assert autotuner.unread_files(files) == set()
 
 
 def test_kernels_that_never_ran_are_kept_whole(loaded):
     loaded(Autotuner("poi", ["ONE", "OTHER"], []))
     files = folder("ONE", "poi") | folder("OTHER", "poi")
-    assert kernels.unread_files(files) == set()
+    assert autotuner.unread_files(files) == set()
 
 
 def test_kernels_that_are_not_launched_from_their_binary_are_kept_whole(loaded):
     loaded(Autotuner("poi", ["WON", "LOST"], ["WON"], is_static=False))
     files = folder("WON", "poi") | folder("LOST", "poi")
-    assert files - kernels.unread_files(files) == folder("WON", "poi")
+    assert files - autotuner.unread_files(files) == folder("WON", "poi")
 
 
 def test_another_torch_than_is_known_has_everything_kept(loaded, monkeypatch):
     loaded(Autotuner("poi", ["WON", "LOST"], ["WON"]))
     monkeypatch.delattr("torch._inductor.codecache.PyCodeCache.modules")
-    assert kernels.unread_files(folder("LOST", "poi")) == set()
+    assert autotuner.unread_files(folder("LOST", "poi")) == set()
 
 
 def artifacts(name: str, kernel: str) -> TritonKernelArtifacts:
@@ -120,7 +120,7 @@ def test_a_graph_entry_carries_the_binaries_alone_of_what_it_launches_and_no_ben
     static = types.SimpleNamespace(kernel=Autotuner("poi", ["WON", "LOST"], ["WON"]))
     bundled = [artifacts("WON", "poi"), artifacts("LOST", "poi"), artifacts("FUSION", "triton_")]
     bundle = TritonBundle([*bundled, artifacts("THEIRS", "flash_attention")], [static])
-    trimmed = kernels._trimmed(bundle)
+    trimmed = autotuner._trimmed(bundle)
     kept = {
         entry.kernel_hash: [artifact.filename for artifact in entry.artifacts] for entry in trimmed.kernel_artifacts
     }
@@ -131,11 +131,11 @@ def test_a_graph_entry_carries_the_binaries_alone_of_what_it_launches_and_no_ben
     }
     assert trimmed.static_autotuners == [static]
     # A lookup asks for those binaries: they are kept as files as well, whatever else becomes of the kernel.
-    assert binary("LOST", "poi") not in kernels.unread_files(folder("LOST", "poi"))
+    assert binary("LOST", "poi") not in autotuner.unread_files(folder("LOST", "poi"))
 
 
 def test_configuring_twice_wraps_torchs_functions_once():
-    kernels.configure_autotuner()
+    autotuner.configure_autotuner()
     collect = TritonBundler.collect
-    kernels.configure_autotuner()
+    autotuner.configure_autotuner()
     assert TritonBundler.collect.__func__ is collect.__func__

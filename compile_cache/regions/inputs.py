@@ -1,0 +1,141 @@
+"""The inputs of a call: their strides, copies of them from before the call, and the kind of call that they make.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from compile_cache.aot.traced import call_region
+from compile_cache.regions.check import Answer, measured
+
+
+def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same tensors, those of the arguments themselves, with the strides that a contiguous tensor has in dimensions
+    of size 1: no address depends on them, and torch would compile, and guard, each variant by itself.
+
+    A slice of a batch of one is such a tensor. Where gradients are recorded nothing is changed, because a view would
+    be recorded.
+    """
+    if torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
+        return value
+    if value.dim() > 3:  # these strides say whether a picture is stored channels first or last
+        return value
+    strides, plain = value.stride(), []
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(strides), strict=True):
+        plain.append(step if size == 1 else stride)
+        step = size * plain[-1]
+    plain.reverse()
+    return value if tuple(plain) == strides else value.as_strided(value.shape, plain)
+
+
+def kind_of_call(module: nn.Module, args: Any, kwargs: Any) -> Hashable:
+    """What tells a call from others of its class: its tensors without their values, its flags and texts, and the modes
+    that torch and the module's parts are in. Numbers are left out: each call may have one of its own."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    training = tuple(part.training for part in module.modules())
+    return str(spec), tuple(map(_kind, leaves)), training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout == torch.strided else ()
+        return type(leaf), leaf.dtype, leaf.device, tuple(leaf.shape), strides, leaf.requires_grad
+    return type(leaf), leaf if isinstance(leaf, bool | str) else None
+
+
+class Kept:
+    """Copies of a call's inputs as they were before it, with the same strides and the same tensors in common. They
+    know which object each is a copy of, so that a call on the copies can take the place of the call itself."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy them.
+
+        Raises:
+            Exception: there is no memory for it, or an object cannot be copied.
+        """
+        self._module = module
+        self._answer: Answer | None = None
+        # An input may lead to the model: a cache or a processor that knows it.
+        memo: dict[int, Any] = {id(part): part for part in module.modules()}
+        # torch refuses to copy a tensor that a recorded computation has made.
+        computed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_computed(leaf)]
+        memo.update((id(tensor), tensor.clone()) for tensor in computed)
+        self.args, self.kwargs = copy.deepcopy((args, kwargs), memo)
+        # `deepcopy` keeps what it has copied under the memo's own id.
+        originals = [*computed, *memo.get(id(memo), ())]
+        self._pairs = [(original, memo[id(original)]) for original in originals if id(original) in memo]
+        self._original_of = {id(duplicate): original for original, duplicate in self._pairs}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the copies may be changed, because eager has run on them."""
+        return self._answer is not None
+
+    def eager(self) -> Answer:
+        """What eager answers on the copies, which it is run on once.
+
+        Raises:
+            Exception: whatever the model raises.
+        """
+        if self._answer is None:
+            self._answer = measured(call_region, self._module, self.args, self.kwargs)
+        return self._answer
+
+    def give_back(self, output: Any) -> Any:
+        """Let the inputs have what their copies have now; `output`, of a call on the copies, in terms of the inputs."""
+        for original, duplicate in self._pairs:
+            self._give(duplicate, original)
+        return pytree.tree_map(self._original, output, is_leaf=lambda value: id(value) in self._original_of)
+
+    def _original(self, value: Any) -> Any:
+        return self._original_of.get(id(value), value)
+
+    def _give(self, source: Any, target: Any) -> None:
+        if isinstance(target, torch.Tensor):
+            _give_contents(source, target)
+            return
+        if isinstance(target, list):
+            target[:] = map(self._original, source)
+        elif isinstance(target, dict):
+            self._give_items(source, target)
+        elif isinstance(target, set):
+            values = set(map(self._original, source))
+            target.clear()
+            target.update(values)
+        if hasattr(target, "__dict__"):
+            self._give_items(vars(source), vars(target))
+        for name in copyreg._slotnames(type(target)):  # type: ignore[attr-defined]
+            if hasattr(source, name):
+                object.__setattr__(target, name, self._original(getattr(source, name)))
+
+    def _give_items(self, source: dict[Any, Any], target: dict[Any, Any]) -> None:
+        items = [(self._original(key), self._original(value)) for key, value in source.items()]
+        target.clear()
+        target.update(items)
+
+
+def _is_computed(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_leaf
+
+
+def _give_contents(source: torch.Tensor, target: torch.Tensor) -> None:
+    # A tensor that nothing has changed may be one that nothing can write to, such as an expanded one.
+    if source.shape == target.shape and not torch.equal(source, target):
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(source)

@@ -1,0 +1,105 @@
+"""The precompiled functions of one region: those that serve it, and those that it makes for the next boot.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from compile_cache.regions.border import Failure, attempt
+from compile_cache.regions.counters import uncounted
+from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.torch_settings import configure_torch
+
+if TYPE_CHECKING:
+    from compile_cache.aot.artifacts import Artifacts, Found, Made
+
+log = logging.getLogger("compile_cache")
+
+
+class StoredFunctions:
+    """Finds, makes and rejects artifacts for one region; without `artifacts`, there are none."""
+
+    def __init__(self, artifacts: Artifacts | None, report: RegionReport) -> None:
+        self._artifacts = artifacts
+        self._report = report
+        self.withheld: set[str] = set()
+        # Of each instance, the functions that have served it, the last one first.
+        self._found: dict[nn.Module, tuple[Found, ...]] = {}
+
+    def adopt(self, module: nn.Module) -> int:
+        """Serve `module` as well; how many there are."""
+        self._found.setdefault(module, ())
+        return len(self._found)
+
+    def any_instance(self) -> nn.Module:
+        """One of the modules that are served."""
+        return next(iter(self._found))
+
+    def switch_off(self, reason: str) -> None:
+        """Find and make nothing more, because of `reason`."""
+        self._artifacts = None
+        self._report.explain(f"not precompiled: {reason}")
+
+    def fitting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+        """Of the functions that have served `module` before, the one that fits this call."""
+        known = self._found[module]
+        for number, found in enumerate(known):
+            try:  # in every call: `attempt` would cost a microsecond
+                is_fit = found.function.fits(module, args, kwargs)
+            except Exception as error:
+                log.info("precompiled.not_compared artifact=%s error=%r", found.path, error)
+                continue
+            if is_fit:
+                if number:  # inputs of one kind come in a row
+                    self._found[module] = (found, *known[:number], *known[number + 1 :])
+                return found
+        return None
+
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
+        """The artifact that serves this call, remembered; or why none does, empty where none is wanted."""
+        if self._artifacts is None:
+            return ""
+        found = attempt(self._artifacts.find, module, args, kwargs)
+        if isinstance(found, Failure):
+            return found.reason
+        if not isinstance(found, str):
+            self._found[module] = (found, *self._found[module])
+        return found
+
+    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        """Compile a call ahead of time, if that is possible."""
+        if self._artifacts is None:
+            return None
+        started = time.perf_counter()
+        configure_torch()
+        with uncounted():
+            made = attempt(self._artifacts.make, module, args, kwargs)
+        self._report.precompile_s += time.perf_counter() - started
+        if isinstance(made, Failure):
+            made = made.reason
+        if isinstance(made, str):
+            self._report.explain(f"cannot be precompiled: {made}")
+            return None
+        return made
+
+    def take(self, made: Made, function: Any) -> None:
+        """Let an artifact that was just made, and has proved right, serve this boot as well."""
+        if self._artifacts is not None:
+            self._artifacts.take(made, function)
+
+    def reject(self, path: str, reason: str) -> str:
+        """Use an artifact no more, and withhold it from the store; `reason` again."""
+        log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
+        self._report.explain(f"not precompiled: {reason}")
+        self.withheld.add(path)
+        for module, known in self._found.items():
+            self._found[module] = tuple(other for other in known if other.path != path)
+        if self._artifacts is not None:
+            self._artifacts.reject(path, reason)
+        return reason

@@ -1,0 +1,412 @@
+"""How a region serves calls: what fails costs the call that failed a step, runs the model once, and is compared once.
+
+The blocks multiply matrices, which compiles in half a second, without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from precompiling import activated, artifacts, boot, build, eager, find, only_report, tensor, warm_up
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from compile_cache.regions.compiler import Compiler
+from compile_cache.regions.counters import read_counts
+from compile_cache.settings import Settings
+
+close = torch.testing.assert_close
+CACHED = Settings(precompile=False)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A cache directory for tests that look at calls and not at what was stored."""
+    with activated(tmp_path_factory.mktemp("shared")) as directory:
+        yield directory
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with activated(tmp_path) as directory:
+        yield directory
+
+
+class Product(nn.Module):
+    """A matrix product, times what it is told."""
+
+    def __init__(self, factor: Any = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, self.weight, alpha=self.factor)
+
+
+class Switching(Product):
+    """A branch that depends on what the input holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.mm(y, self.weight) if x.sum().item() > 1e6 else torch.mm(y, self.weight.T)
+
+
+class Listing(Product):
+    """Adds to a list, and breaks the graph."""
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        y = super().forward(x)
+        seen.append(y)
+        torch._dynamo.graph_break()
+        return torch.mm(y, self.weight)
+
+
+class InPlace(Product):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.copy_(super().forward(x))
+        return torch.mm(x, self.weight)
+
+
+class Hidden:
+    """An input that no copy can be made of."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hidden:
+        raise TypeError("there is only one")
+
+
+class Counting(Product):
+    """Counts its calls in an input, and breaks the graph."""
+
+    def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:
+        counter.calls += 1
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Once(Product):
+    """Compiles for inputs of four rows alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and x.shape[0] != 4:
+            refuse()
+        return super().forward(x)
+
+
+@torch.compiler.assume_constant_result
+def refuse() -> None:
+    raise OSError("no space left on device")
+
+
+def predict(module: nn.Module, *args: Any) -> Any:
+    """A call after READY."""
+    return eager(module, *args)
+
+
+def traced(call: Callable[[], Any]) -> int:
+    """How many graphs torch made or found in a call."""
+    before = read_counts()
+    call()
+    return read_counts().since(before).graphs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+        lambda: nn.Linear(16, 16, bias=False),
+    ],
+    ids=["encoder layer", "linear layer"],
+)
+def test_a_class_of_torchs_own_is_compiled(shared, make):
+    module, reference = build(make), build(make)
+    compiler = boot(shared, module, settings=CACHED)
+    close(warm_up(compiler, lambda: module(tensor(1, 4, 16))), eager(reference, tensor(1, 4, 16)), rtol=1e-3, atol=1e-3)
+    assert only_report(compiler).step in ("cold", "cached"), only_report(compiler).reason
+    assert only_report(compiler).graphs > 0
+
+
+def test_a_branch_on_data_is_compiled_in_parts(shared):
+    module = build(Switching)
+    compiler = boot(shared, module, settings=CACHED)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(Switching), tensor()))
+    assert only_report(compiler).step in ("cold", "cached"), only_report(compiler).reason
+    assert "with graph breaks" in only_report(compiler).reason
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["in the warm-up", "after READY"])
+def test_a_graph_break_changes_the_inputs_once(shared, is_ready):
+    module, seen = build(Listing), []
+    compiler = boot(shared, module, settings=CACHED)
+    call = (lambda: predict(module, tensor(), seen)) if is_ready else (lambda: module(tensor(), seen))
+    answer = call() if is_ready else warm_up(compiler, call)
+    assert len(seen) == 1
+    close(answer, eager(build(Listing), tensor(), []))
+    assert traced(lambda: predict(module, tensor(seed=2), [])) > 0 or not is_ready, "the next call is compiled in parts"
+    assert "with graph breaks" in only_report(compiler).reason
+
+
+def test_inputs_that_cannot_be_copied_are_used_once(shared):
+    module, counter = build(Counting), Hidden()
+    compiler = boot(shared, module, settings=CACHED)
+    close(warm_up(compiler, lambda: module(tensor(), counter)), eager(build(Counting), tensor(), Hidden()))
+    assert counter.calls == 1
+    warm_up(compiler, lambda: module(tensor(), counter))
+    assert counter.calls == 2
+    assert "there is only one" in only_report(compiler).reason
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise OSError("no space left on device")
+
+
+@pytest.fixture
+def no_space(monkeypatch):
+    """Compiling fails, as on a full disk, until the context of `monkeypatch` is undone."""
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", failing)
+
+
+def test_inputs_are_changed_once_where_the_warm_up_fails_to_compile(shared, no_space):
+    module, changed, expected = build(InPlace), tensor(), tensor()
+    compiler = boot(shared, module, settings=CACHED)
+    answer = eager(build(InPlace), expected)
+    close(warm_up(compiler, lambda: module(changed)), answer)
+    close(changed, expected)
+    assert (only_report(compiler).step, "no space left" in only_report(compiler).reason) == ("eager", True)
+
+
+def test_a_failed_compile_after_ready_demotes_calls_of_its_kind_alone(directory, monkeypatch):
+    for settings in (Settings(), CACHED):  # served by a precompiled function, and by a graph
+        module = build(Product)
+        compiler = boot(directory, module, settings=settings)
+        warm_up(compiler, lambda module=module: module(tensor()))
+        with monkeypatch.context() as patch:
+            patch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", failing)
+            close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
+        assert only_report(compiler).step != "eager"
+        assert "no space left" in only_report(compiler).reason
+        assert traced(lambda module=module: predict(module, tensor(6, 16))) == 1, "other kinds are compiled"
+
+
+class Telling(Product):
+    """Answers more when it runs compiled."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return super().forward(x), torch.compiler.is_compiling()
+
+
+def test_what_was_compiled_before_a_failure_is_served_compiled_after_it(shared, monkeypatch):
+    module, other = build(Telling), build(Telling)
+    compiler = boot(shared, module, other, settings=CACHED)
+    warm_up(compiler, lambda: [module(tensor()), other(tensor())])
+    other.factor = numpy.float32(2.0)
+    close(predict(other, tensor())[0], eager(build(Telling, 2.0), tensor())[0])
+    assert not predict(other, tensor())[1]
+    assert predict(module, tensor())[1]
+    other.factor = 1.0
+    assert predict(other, tensor())[1]
+    assert "eager for some calls" in only_report(compiler).reason
+
+
+def test_an_error_of_compiled_code_after_ready_is_raised_and_runs_nothing_again(shared):
+    class Failing(Product):
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return torch.mm(x, self.weight).index_select(0, at)
+
+    module, x = build(Failing), tensor()
+    compiler = boot(shared, module, settings=CACHED)
+    warm_up(compiler, lambda: module(tensor(), torch.tensor([1])))
+    with pytest.raises((IndexError, RuntimeError)):
+        predict(module, x, torch.tensor([7]))
+    close(x, tensor() + 1)
+    close(predict(module, tensor(), torch.tensor([2])), eager(build(Failing), tensor(), torch.tensor([2])))
+    assert only_report(compiler).step != "eager"
+
+
+class CountingFurther(Counting):
+    """Has something to compile before it counts."""
+
+    def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:
+        return super().forward(torch.mm(x, self.weight), counter)
+
+
+def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no_space):
+    module, counter = build(CountingFurther), Hidden()
+    boot(shared, module, settings=CACHED)
+    predict(module, tensor(), counter)  # breaks the graph, and is served eager
+    assert counter.calls == 1
+    with contextlib.suppress(RuntimeError):
+        predict(module, tensor(), counter)
+    assert counter.calls <= 2
+    close(predict(module, tensor(), Hidden()), eager(build(CountingFurther), tensor(), Hidden()))
+
+
+def hundredfold(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 100
+
+
+def hundredfold_products(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    return output * 100 if isinstance(module, Product) else None
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Product()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(self.inner(x), self.inner.weight)
+
+
+HOOKS: dict[str, Callable[[Outer], Any]] = {
+    "module": lambda module: module.register_forward_hook(hundredfold),
+    "child": lambda module: module.inner.register_forward_hook(hundredfold),
+    "all": lambda module: module_hooks.register_module_forward_hook(hundredfold_products),
+}
+
+
+@pytest.mark.parametrize("which", HOOKS)
+@pytest.mark.parametrize("settings", [Settings(), CACHED], ids=["precompiled", "compiled"])
+def test_a_hook_added_after_ready_is_called_until_it_is_removed(shared, which, settings):
+    module = build(Outer)
+    expected = eager(module, tensor())
+    compiler = boot(shared, module, settings=settings)
+    warm_up(compiler, lambda: module(tensor()))
+    handle = HOOKS[which](module)
+    try:
+        close(predict(module, tensor()), expected * 100, rtol=1e-4, atol=1e-3)
+    finally:
+        handle.remove()
+    close(predict(module, tensor()), expected)
+
+
+def test_a_module_with_a_hook_of_its_own_is_compiled(shared):
+    def normed() -> nn.Module:
+        return torch.nn.utils.weight_norm(nn.Linear(16, 16))
+
+    with pytest.warns(FutureWarning):
+        module, reference = build(normed), build(normed)
+    compiler = boot(shared, module, settings=CACHED)
+    close(warm_up(compiler, lambda: module(tensor())), eager(reference, tensor()), rtol=1e-3, atol=1e-3)
+    assert only_report(compiler).step in ("cold", "cached"), only_report(compiler).reason
+    assert "graph breaks" not in only_report(compiler).reason
+
+
+class Acting(Product):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(x))
+
+
+def test_every_instance_is_compared_with_eager_once(shared):
+    """torch guards an attribute such as `torch.Tensor.exp` by its type alone, and serves the wrong graph."""
+    modules = [build(Acting, torch.Tensor.abs), build(Acting, torch.Tensor.neg)]
+    references = [build(Acting, torch.Tensor.abs), build(Acting, torch.Tensor.neg)]
+    compiler = boot(shared, *modules, settings=CACHED)
+    answers = warm_up(compiler, lambda: [module(tensor()) for module in modules])
+    close(answers, [eager(reference, tensor()) for reference in references])
+    close([predict(module, tensor()) for module in modules], answers)
+
+
+def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeypatch):
+    module = build(Product)
+    warm_up(boot(directory, module), lambda: module(tensor()))
+    right, wrong = build(Product), build(Product, 2.0)
+    compiler = boot(directory, right, wrong)
+    # As if nothing of an artifact said which factor it was made for.
+    function_class = type(find(directory, right, tensor()).function)
+    monkeypatch.setattr(function_class, "misfit", lambda *_: "")
+    monkeypatch.setattr(function_class, "fits", lambda *_: True)
+    answers = warm_up(compiler, lambda: [right(tensor()), wrong(tensor())])
+    close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
+    close([predict(right, tensor()), predict(wrong, tensor())], answers)
+    assert "differs from eager" in only_report(compiler).reason
+    assert compiler.withheld
+
+
+def test_no_memory_for_the_comparison_leaves_the_call_unchecked(shared, monkeypatch):
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", exhausted)
+    module = build(Product)
+    compiler = boot(shared, module, settings=CACHED)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
+    assert "not checked against eager" in only_report(compiler).reason
+    assert only_report(compiler).relative_error is None
+
+
+class Unnamed(torch._inductor.custom_graph_pass.CustomGraphPass):
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Changes nothing."""
+
+    def uuid(self) -> str:
+        raise RuntimeError("this pass has no name")
+
+
+def test_a_graph_pass_that_fails_costs_the_step(shared):
+    module = build(Product)
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=Unnamed()):
+        compiler = boot(shared, module)
+        close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
+    assert "this pass has no name" in only_report(compiler).reason
+    assert only_report(compiler).made == 0
+
+
+@pytest.mark.parametrize("name", ["torch._C._get_flash_sdp_enabled", "torch._dynamo.types.GuardFilterEntry"])
+def test_a_torch_without_a_private_name_costs_the_precompiled_step_alone(directory, monkeypatch, name):
+    for imported in [imported for imported in sys.modules if imported.startswith("compile_cache.aot.")]:
+        if imported != "compile_cache.aot.traced":
+            monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.delattr(name)
+    module = build(Product)
+    compiler = boot(directory, module)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
+    assert only_report(compiler).step == "cold"
+    assert name.rpartition(".")[2] in only_report(compiler).reason
+    assert artifacts(directory) == []
+
+
+def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, monkeypatch):
+    module = build(Product)
+    compiler = boot(directory, module, settings=CACHED)
+    monkeypatch.setattr("compile_cache.regions.counters._torch_counters", lambda: None)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
+    assert only_report(compiler).step == "cold"
+    assert "is not known" in only_report(compiler).reason
+
+
+def test_a_function_is_refused_by_name(shared):
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not predict"):
+        Compiler(CACHED, shared).compile(predict)  # type: ignore[arg-type]
+
+
+class Encoding(Product):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight)
+
+
+def test_a_module_whose_method_is_used_is_unused_and_the_report_says_what_to_do(shared, caplog):
+    module = build(Encoding)
+    compiler = boot(shared, module, settings=CACHED)
+    warm_up(compiler, lambda: module.encode(tensor()))
+    assert only_report(compiler).step == "unused"
+    assert "such as encode" in only_report(compiler).reason
+    assert "nothing called it" in caplog.text
+    warm_up(compiler, lambda: module(tensor()))
+    assert "nothing called it" not in only_report(compiler).reason
