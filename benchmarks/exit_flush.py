@@ -32,7 +32,7 @@ from table import markdown, spread
 
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.base import open_url
+from compile_cache.store.opening import open_url
 from compile_cache.versions.compaction import verify_pack
 
 EXIT_BUDGET_S = 7.0

@@ -43,8 +43,8 @@ from table import markdown
 from compile_cache.errors import StoreError
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport
-from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
+from compile_cache.store.opening import open_url
 
 MOST_PACKS = 4
 MOST_PACKS_LEFT = 5

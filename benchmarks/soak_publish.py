@@ -46,7 +46,8 @@ from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.base import ObjectStore, StoredObject, open_url
+from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.store.opening import open_url
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact, verify_pack
 from compile_cache.versions.directory import CacheDirectory, logical_key

@@ -25,8 +25,8 @@ from compile_cache.key.environment import Environment
 from compile_cache.lifecycle.report import BootReport, CompileCounts, RefusedPack, RegionReport, RestoreReport
 from compile_cache.pack.signing import Signer, generate_keys
 from compile_cache.settings import Settings
-from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
+from compile_cache.store.opening import open_url
 
 SCRIPT = Path(sys.executable).with_name("compile-cache")
 MODEL = "org/model@" + "0" * 40

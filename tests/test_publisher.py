@@ -305,7 +305,8 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.pack.manifest import Limits
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import PublishReport
-from compile_cache.store.base import Stores, open_url
+from compile_cache.store.base import Stores
+from compile_cache.store.opening import open_url
 
 folder, store_url, endpoint_url, budget_s = sys.argv[1:]
 store = open_url(store_url, endpoint_url or None)

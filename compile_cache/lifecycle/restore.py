@@ -17,7 +17,8 @@ from compile_cache.lifecycle.report import RestoreReport
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import Signer, TrustedKeys
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores, open_stores
+from compile_cache.store.base import Stores
+from compile_cache.store.opening import open_stores
 from compile_cache.versions.cache import CompileCache, Fetched
 from compile_cache.versions.catalog import MOST_PREDECESSORS, explain_miss, predecessors
 from compile_cache.versions.directory import CacheDirectory
