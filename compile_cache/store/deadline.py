@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from compile_cache.errors import StoreUnavailable
@@ -41,10 +42,11 @@ def within_limit(what: str, size_bytes: int | None, work: Callable[[], _T]) -> _
     done: Future[_T] = Future()
 
     def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised below, on the thread that asked
-            done.set_exception(error)
+        with suppress(_Overdue):
+            try:
+                done.set_result(work())
+            except BaseException as error:  # raised below, on the thread that asked
+                done.set_exception(error)
 
     thread = threading.Thread(target=run, name="compile-cache-store", daemon=True)
     try:
