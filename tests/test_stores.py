@@ -575,7 +575,7 @@ def test_an_unknown_scheme_is_refused_by_the_name_of_the_setting():
         ("s3://bucket", "boto3", "s3"),
         ("gs://bucket", "obstore", "clouds"),
         ("az://container", "obstore", "clouds"),
-        ("https://host/folder", "httpx", "web"),
+        ("https://host/folder", "requests", "web"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url, package, extra):

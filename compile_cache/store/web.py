@@ -9,9 +9,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, unquote, urljoin
 
-import httpx
+import requests
+from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
+from urllib3.util import parse_url
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.store.base import ReadOnly, StoredObject
@@ -20,10 +23,12 @@ from compile_cache.store.web_index import INDEX, MOST_INDEX_BYTES, parse_index
 
 log = logging.getLogger("compile_cache")
 
-_TIMEOUT = httpx.Timeout(10, connect=3)
+_CONNECT_TIMEOUT_S = 3.0
+_READ_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.1
 _MOST_REDIRECTS = 3
+_CHUNK_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -31,21 +36,26 @@ class WebStore(ReadOnly):
     """Objects `<url>/<name>`, listed in `<url>/index.json`. User and password of the URL are sent to its host only."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing yet. The environment names proxies and certificates.
+        """Connects to nothing yet.
 
         Raises:
-            SettingsError: `url` is not the URL of a folder, or the environment names a proxy that is not one.
+            SettingsError: `url` is not the URL of a folder.
         """
         try:
-            parsed = httpx.URL(url)
+            parsed = parse_url(url)
             if parsed.scheme not in ("https", "http") or not parsed.host or parsed.query or parsed.fragment:
                 raise ValueError
-        except (httpx.InvalidURL, ValueError):  # its message could show a password
+        except ValueError:  # its message could show a password
             raise SettingsError("a layer is not the URL of a folder: give https://host/path, without ? and #") from None
-        self._url = str(parsed.copy_with(userinfo=b"", raw_path=parsed.raw_path.rstrip(b"/") + b"/"))
-        self._auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
-        self._client = _open_client()
-        weakref.finalize(self, self._client.close).atexit = False
+        self._url = parsed._replace(auth=None, path=(parsed.path or "").rstrip("/") + "/").url
+        self._session = _open_session()
+        # Those of SSL_CERT_FILE, or of the system. requests brings a list of its own.
+        certificates = ssl.get_default_verify_paths()
+        self._certificates = certificates.cafile or certificates.capath or True
+        if parsed.auth:
+            user, _, password = parsed.auth.partition(":")
+            self._session.auth = (unquote(user), unquote(password))
+        weakref.finalize(self, self._session.close).atexit = False
         self._without_ranges = False
 
     @property
@@ -69,7 +79,7 @@ class WebStore(ReadOnly):
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         end = "" if size_bytes is None else start + size_bytes - 1
 
-        def take(answer: httpx.Response) -> bytes:
+        def take(answer: requests.Response) -> bytes:
             if answer.status_code == 416:
                 return b""
             if answer.status_code == 206:
@@ -88,7 +98,7 @@ class WebStore(ReadOnly):
             log.warning("mirror.no_ranges url=%s: each read of a pack transfers all bytes before it", self._url)
 
     def _get(
-        self, name: str, headers: dict[str, str], size_bytes: int | None, take: Callable[[httpx.Response], bytes]
+        self, name: str, headers: dict[str, str], size_bytes: int | None, take: Callable[[requests.Response], bytes]
     ) -> bytes:
         """What `take` makes of the answer. Tried again where the server or the network may do better next time."""
         what = f"get {self._url}{name}"
@@ -108,37 +118,35 @@ class WebStore(ReadOnly):
 
         return within_limit(what, size_bytes, get_at_last)
 
-    def _request(self, name: str, headers: dict[str, str]) -> httpx.Response:
-        """The answer, its body unread. httpx makes the requests that redirects lead to, without the user's password for
-        another host. It would follow them by itself as well, but reads their bodies whole, and goes on to http://."""
-        request = self._client.build_request("GET", self._url + quote(name), headers=headers)
-        answer = self._client.send(request, auth=self._auth, stream=True)
-        for _ in range(_MOST_REDIRECTS):
-            if answer.next_request is None:
-                return answer
-            answer.close()
-            if answer.url.scheme == "https" and answer.next_request.url.scheme != "https":
-                raise StoreError(f"cannot get {self._url}{name}: it is redirected from https:// to another scheme")
-            answer = self._client.send(answer.next_request, stream=True)
-        if answer.next_request is None:
-            return answer
-        answer.close()
-        raise StoreError(f"cannot get {self._url}{name}: it is redirected more than {_MOST_REDIRECTS} times")
-
-
-def _open_client() -> httpx.Client:
-    requests_log = logging.getLogger("httpx")
-    if not requests_log.level:  # each request is an INFO line, and the URL of a redirect can hold a signature
-        requests_log.setLevel(logging.WARNING)
-    try:
-        # Certificates: those of the system and of SSL_CERT_FILE. httpx takes a list of its own by default.
-        return httpx.Client(
-            verify=ssl.create_default_context(), timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
+    def _request(self, name: str, headers: dict[str, str]) -> requests.Response:
+        """The answer, its body unread."""
+        return self._session.get(
+            self._url + quote(name),
+            headers=headers,
+            timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S),
+            stream=True,
+            verify=self._certificates,
         )
-    except (httpx.InvalidURL, ValueError, ImportError):  # its message could show a password
-        raise SettingsError(
-            "http_proxy, https_proxy or all_proxy is not the URL of a proxy: give http://host:port, or unset it"
-        ) from None
+
+
+def _open_session() -> requests.Session:
+    """Connections through the proxies that the environment names. requests follows redirects, and sends the user's
+    password to no other host."""
+    session = requests.Session()
+    session.max_redirects = _MOST_REDIRECTS
+    session.headers["Accept-Encoding"] = "identity"
+
+    def check_redirect(answer: requests.Response, **_: Any) -> None:
+        target = session.get_redirect_target(answer)
+        if target is None:
+            return
+        answer.close()  # requests would read the body, however long
+        if answer.url.startswith("https:") and not urljoin(answer.url, target).lower().startswith("https:"):
+            url = answer.url.partition("?")[0]  # a query can hold a signature
+            raise StoreError(f"cannot get {url}: it is redirected from https:// to another scheme")
+
+    session.hooks["response"].append(check_redirect)
+    return session
 
 
 def _check_status(status: int, what: str, name: str) -> None:
@@ -154,7 +162,7 @@ def _check_status(status: int, what: str, name: str) -> None:
     raise StoreError(f"cannot {what}: the server answered {status}")
 
 
-def _read_part(answer: httpx.Response, start: int, size_bytes: int | None) -> bytes:
+def _read_part(answer: requests.Response, start: int, size_bytes: int | None) -> bytes:
     """The body of an answer that says which part of the object it is."""
     stated = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if stated is None or int(stated[1]) != start:
@@ -163,30 +171,39 @@ def _read_part(answer: httpx.Response, start: int, size_bytes: int | None) -> by
     expected = end - start if size_bytes is None else min(size_bytes, end - start)
     body = _read_body(answer, 0, size_bytes)
     if len(body) < expected:
-        raise httpx.ReadError(f"got {len(body)} of {expected} bytes")
+        raise ProtocolError(f"got {len(body)} of {expected} bytes")
     return body
 
 
-def _read_body(answer: httpx.Response, skip_bytes: int, size_bytes: int | None) -> bytes:
+def _read_body(answer: requests.Response, skip_bytes: int, size_bytes: int | None) -> bytes:
     """At most `size_bytes` of the body after the first `skip_bytes`, which are never in memory together."""
-    body = bytearray()
-    for chunk in answer.iter_raw():
-        body += chunk[skip_bytes:]
-        skip_bytes = max(0, skip_bytes - len(chunk))
-        if size_bytes is not None and len(body) > size_bytes:
-            break  # and not before: only a body that was read to its end leaves its connection to the next request
-    return bytes(body[:size_bytes])
+    parts = []
+    while size_bytes is None or size_bytes > 0:
+        limit = _CHUNK_BYTES if size_bytes is None else min(_CHUNK_BYTES, skip_bytes + size_bytes)
+        chunk = answer.raw.read(limit, decode_content=False)
+        if not chunk:
+            break
+        part = chunk[skip_bytes:]
+        skip_bytes -= len(chunk) - len(part)
+        parts.append(part)
+        size_bytes = None if size_bytes is None else size_bytes - len(part)
+    return b"".join(parts)
 
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where httpx's errors become the store's."""
+    """The one place where the errors of requests and urllib3 become the store's."""
     try:
         yield
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:
+    except (requests.exceptions.InvalidURL, LocationValueError):  # its message could show a password
+        raise StoreError(
+            f"cannot {what}: a proxy or redirect is not a URL; check http_proxy, https_proxy and all_proxy"
+        ) from None
+    except requests.TooManyRedirects as error:
+        raise StoreError(f"cannot {what}: it is redirected more than {_MOST_REDIRECTS} times") from error
+    except ValueError as error:  # InvalidSchema of requests, too
         raise StoreError(f"cannot {what}: {error}") from error
-    except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+    except (HTTPError, OSError) as error:  # OSError: all other errors of requests
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             raise StoreError(f"cannot {what}: {error}; name its authority's certificate in SSL_CERT_FILE") from error
-        reason = str(error) or type(error).__name__
-        raise StoreUnavailable(f"cannot {what}: {reason}; check the network and the server") from error
+        raise StoreUnavailable(f"cannot {what}: {error}; check the network and the server") from error
