@@ -30,7 +30,7 @@ from exit import BAR_S, CREDENTIALS, NAMESPACE, s3_server
 from link import limited_link
 from table import markdown, spread
 
-from compile_cache.store.base import open_url
+from compile_cache.store.opening import open_url
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import verify_pack
 

@@ -27,8 +27,8 @@ from compile_cache.pack.signing import Signer, generate_keys
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
+from compile_cache.store.opening import open_url
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules

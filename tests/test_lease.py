@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.store.base import ObjectStore, open_url
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
+from compile_cache.store.opening import open_url
 from compile_cache.versions import lease as lease_module
 from compile_cache.versions.lease import Lease
 
@@ -27,14 +28,14 @@ LONG_S = 60.0
 ACQUIRE_AND_DIE = f"""
 import os, signal, sys
 from compile_cache.versions.lease import Lease
-from compile_cache.store.base import open_url
+from compile_cache.store.opening import open_url
 assert Lease(open_url(sys.argv[1], sys.argv[2] or None), {NAME!r}, float(sys.argv[3])).acquire()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 ACQUIRE_AT_EXIT = f"""
 import atexit, sys, threading
 from compile_cache.versions.lease import Lease
-from compile_cache.store.base import open_url
+from compile_cache.store.opening import open_url
 lease = Lease(open_url(sys.argv[1], sys.argv[2] or None), {NAME!r})
 closing = threading.Event()
 def hold():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from compile_cache.errors import SettingsError, StoreAccessDenied
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.store.base import StoredObject
+from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
-from compile_cache.store.readonly import ReadOnlyStore
 from compile_cache.versions.catalog import Catalog, Version, catalog_of, read_catalog
 from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy, apply_prune, plan_prune
 
@@ -223,7 +223,7 @@ def test_a_store_that_may_not_be_written_says_so(local_store, key):
     set_age(root, put_pack(local, key), 50, NOW_S)
     found = plan_prune(read_catalog(local), PrunePolicy(unused_days=30), NOW_S)
     with pytest.raises(StoreAccessDenied):
-        apply_prune(ReadOnlyStore(local), found)
+        apply_prune(LayeredStore([local]), found)
 
 
 @pytest.fixture

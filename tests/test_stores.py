@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,17 +25,18 @@ from web_servers import forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, open_stores, open_url
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.cloud import CloudStore
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
-from compile_cache.store.readonly import ReadOnlyStore
+from compile_cache.store.opening import open_stores, open_url
 from compile_cache.store.s3 import S3Store
-from compile_cache.store.web import WebStore, write_index
+from compile_cache.store.web import WebStore
+from compile_cache.store.web_index import write_index
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
 FOLDERS = ("local", "cloud-local", "cloud-memory")
-READ_ONLY = ("read-only", "layered", "https", "http-without-ranges")
+READ_ONLY = ("layered", "https", "http-without-ranges")
 
 THREADS = 8
 PREFIX = "some/prefix"
@@ -38,7 +44,7 @@ PREFIX = "some/prefix"
 # The pattern of compile_cache.publisher: a daemon thread, started long before, which an exit hook lets finish.
 PUT_AT_EXIT = """
 import atexit, sys, threading
-from compile_cache.store.base import open_url
+from compile_cache.store.opening import open_url
 store = open_url(sys.argv[1], sys.argv[2] or None)
 closing = threading.Event()
 def put():
@@ -101,8 +107,6 @@ def make_subject(request, tmp_path) -> Callable[[str], Subject]:
             store = request.getfixturevalue("open_bucket")(kind, request.getfixturevalue("bucket"))
             return Subject(store, store)
         origin = LocalStore(tmp_path / "store")
-        if kind == "read-only":
-            return Subject(ReadOnlyStore(origin), origin)
         if kind == "layered":
             return Subject(LayeredStore([LocalStore(tmp_path / "empty"), origin]), origin)
         if kind in ("https", "http-without-ranges"):
@@ -425,35 +429,38 @@ def test_deleting_what_is_not_there_is_no_error(writable):
 
 
 def test_an_absent_object_is_put(writable):
-    assert writable.put_if_absent("v1/object", b"content") is True
+    writable.put_if_absent("v1/object", b"content")
     assert writable.read("v1/object") == b"content"
     assert names(writable, "v1/") == ["v1/object"]
 
 
 def test_a_present_object_is_not_replaced_by_one_for_its_absence(conditional):
     conditional.put("v1/object", b"before")
-    assert conditional.put_if_absent("v1/object", b"after") is False
+    conditional.put_if_absent("v1/object", b"after")
     assert conditional.read("v1/object") == b"before"
 
 
 def test_a_deleted_object_is_absent_again(conditional):
     conditional.put_if_absent("v1/object", b"before")
     conditional.delete("v1/object")
-    assert conditional.put_if_absent("v1/object", b"after") is True
+    conditional.put_if_absent("v1/object", b"after")
     assert conditional.read("v1/object") == b"after"
 
 
 def test_an_object_is_absent_where_only_longer_names_are_present(conditional):
     conditional.put("v1/object.2", b"")
-    assert conditional.put_if_absent("v1/object", b"content") is True
+    conditional.put_if_absent("v1/object", b"content")
+    assert conditional.read("v1/object") == b"content"
 
 
 def test_of_eight_threads_that_put_what_is_absent_one_does(conditional):
+    def put_and_read(name: str, number: int) -> bytes:
+        conditional.put_if_absent(name, str(number).encode())
+        return conditional.read(name)
+
     for turn in range(5):
-        name = f"v1/{turn}"
-        stored = at_once(lambda number, name=name: conditional.put_if_absent(name, str(number).encode()))
-        assert stored.count(True) == 1
-        assert conditional.read(name) == str(stored.index(True)).encode()
+        read = at_once(partial(put_and_read, f"v1/{turn}"))
+        assert len(set(read)) == 1
 
 
 # What every store does that is only read.
@@ -568,7 +575,7 @@ def test_an_unknown_scheme_is_refused_by_the_name_of_the_setting():
         ("s3://bucket", "boto3", "s3"),
         ("gs://bucket", "obstore", "clouds"),
         ("az://container", "obstore", "clouds"),
-        ("https://host/folder", "urllib3", "web"),
+        ("https://host/folder", "requests", "web"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url, package, extra):
@@ -730,6 +737,94 @@ def test_a_local_object_that_vanishes_during_a_listing_is_left_out(tmp_path):
     assert names(store, "v1/") == ["v1/object"]
 
 
+@pytest.fixture
+def odd_files(tmp_path) -> dict[str, Path]:
+    """A local store's files that are no objects, by what they are."""
+    folder = tmp_path / "v1"
+    folder.mkdir()
+    odd = {kind: folder / f"{kind}.pack" for kind in ("fifo", "socket", "loop", "dangling", "device", "folder")}
+    os.mkfifo(odd["fifo"])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(odd["socket"]))
+    odd["loop"].symlink_to(odd["loop"])
+    odd["dangling"].symlink_to(tmp_path / "nowhere")
+    odd["device"].symlink_to("/dev/zero")
+    odd["folder"].mkdir()
+    return odd
+
+
+def test_only_regular_files_and_links_to_them_are_local_objects(tmp_path, odd_files):
+    (tmp_path / "v1" / "object").write_bytes(b"content")
+    (tmp_path / "v1" / "link").symlink_to(tmp_path / "v1" / "object")
+    store = LocalStore(tmp_path)
+    assert sorted(names(store, "v1/")) == ["v1/link", "v1/object"]
+    assert store.read("v1/link", 3, 2) == b"te"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "loop", "dangling", "device", "folder"])
+def test_a_local_file_that_is_not_regular_cannot_be_read_and_holds_nobody(tmp_path, odd_files, kind):
+    with pytest.raises(StoreError, match=f"cannot read .*{kind}.pack: .*"):
+        LocalStore(tmp_path).read(f"v1/{kind}.pack", 0, 10)
+
+
+def test_a_local_folder_that_cannot_be_read_is_left_out_of_the_listing_and_named(open_folder, caplog):
+    LocalStore(open_folder).put("v1/object", b"content")
+    (open_folder / "v1" / "lost+found").mkdir(mode=0)
+    with as_nobody(), caplog.at_level(logging.WARNING, "compile_cache"):
+        assert names(LocalStore(open_folder)) == ["v1/object"]
+        with pytest.raises(StoreAccessDenied, match="give this user access"):
+            LocalStore(open_folder).list("v1/lost+found/")
+    assert "lost+found" in caplog.text
+
+
+def test_a_local_store_of_another_user_is_read_and_cannot_be_written(open_folder):
+    LocalStore(open_folder).put("v1/object", b"content")
+    with as_nobody():
+        store = LocalStore(open_folder)
+        assert names(store, "v1/") == ["v1/object"]
+        assert store.read("v1/object") == b"content"
+        for change in (lambda: store.put("v1/new", b""), lambda: store.put_if_absent("v1/new", b"")):
+            with pytest.raises(StoreAccessDenied, match="give this user access"):
+                change()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read; those of pytest are their owner's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read and write everywhere."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+DAY_S = 24 * 60 * 60
+
+
+def test_a_put_removes_what_killed_writers_left_in_its_folder_a_day_ago(tmp_path, caplog):
+    store = LocalStore(tmp_path)
+    ages_s = {"v1/.tmp-old": 2 * DAY_S, "v1/.tmp-new": DAY_S / 2, "v2/.tmp-elsewhere": 2 * DAY_S, "v1/old": 2 * DAY_S}
+    for name, age_s in ages_s.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    with caplog.at_level(logging.INFO, "compile_cache"):
+        store.put("v1/object", b"content")
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"v1/object", "v1/.tmp-new", "v2/.tmp-elsewhere", "v1/old"}
+    assert str(tmp_path / "v1" / ".tmp-old") in caplog.text
+
+
 def test_a_local_store_that_cannot_be_written_names_the_remedy(tmp_path):
     (tmp_path / "file").write_text("in the way")
     store = LocalStore(tmp_path / "file")
@@ -765,7 +860,8 @@ def test_a_file_system_without_links_takes_what_is_absent_and_only_that(tmp_path
 
     monkeypatch.setattr(os, "link", refuse)
     store = LocalStore(tmp_path)
-    assert [store.put_if_absent("v1/object", content) for content in (b"first", b"second")] == [True, False]
+    for content in (b"first", b"second"):
+        store.put_if_absent("v1/object", content)
     assert store.read("v1/object") == b"first"
     assert names(store) == ["v1/object"]
 
@@ -780,6 +876,19 @@ def test_s3_prefixes_share_a_bucket_without_seeing_each_other(s3_bucket):
     other.delete("v1/b")
     assert (one.read("v1/a"), other.read("v1/a")) == (b"one", b"other")
     assert names(one) == names(other) == ["v1/a"]
+
+
+def test_s3_without_ranges_is_read_no_further_than_what_is_wanted(aws_variables, tmp_path):
+    """The sockets' buffers hold some of the rest."""
+    (tmp_path / "bucket").mkdir()
+    with (tmp_path / "bucket" / "object").open("wb") as file:
+        file.truncate(256 << 20)
+    with serving_folder(tmp_path, ranges=False) as served:
+        store = S3Store("bucket", "", served.url)
+        assert store.read("object", 0, 4096) == bytes(4096)
+        with pytest.raises(StoreUnavailable, match="another range"):
+            store.read("object", 1, 4096)
+    assert served.sent_bytes < 64 << 20
 
 
 def test_an_endpoint_that_does_not_answer_is_store_unavailable_and_names_its_setting(aws_variables, closed_port):
@@ -832,7 +941,8 @@ def test_an_s3_store_without_conditional_writes_looks_before_it_puts(s3_bucket, 
 
     monkeypatch.setattr(store._client, "put_object", put_without_conditions)
     store.put("v1/object.2", b"")
-    assert [store.put_if_absent("v1/object", content) for content in (b"first", b"second")] == [True, False]
+    for content in (b"first", b"second"):
+        store.put_if_absent("v1/object", content)
     assert store.read("v1/object") == b"first"
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import traceback
 import tracemalloc
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from web_servers import answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store.base import StoredObject, web
+from compile_cache.store import web
+from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
-from compile_cache.store.web import WebStore, write_index
-from compile_cache.store.web_index import MOST_INDEX_BYTES, parse_index
+from compile_cache.store.web import WebStore
+from compile_cache.store.web_index import MOST_INDEX_BYTES, parse_index, write_index
 
 MIB = 1 << 20
 OBJECT = {"name": "v1/a.pack", "size_bytes": 1, "modified_s": 1.5}
@@ -195,7 +197,7 @@ def test_no_encoding_is_asked_for_and_none_is_undone(folder):
 
 
 def test_a_server_that_does_not_answer_is_store_unavailable(monkeypatch):
-    monkeypatch.setattr(web, "_TIMEOUT", web.Timeout(connect=0.2, read=0.1))
+    monkeypatch.setattr(web, "_READ_TIMEOUT_S", 0.1)
     with answering(None) as served, pytest.raises(StoreUnavailable, match="check the network and the server"):
         WebStore(served.url).read("object")
     assert len(served.requests) == 3
@@ -244,6 +246,22 @@ def test_a_redirect_is_followed_with_the_range(folder, status):
         assert WebStore(before.url).read("anything", 3, 2) == b"34"
 
 
+def test_the_body_of_a_redirect_is_not_read(folder):
+    (folder / "object").write_bytes(b"content")
+    long = bytes(64 * MIB)
+    with (
+        serving_folder(folder, ranges=True) as served,
+        answering(answer("302 Found", long, Location=f"{served.url}/object")) as before,
+    ):
+        tracemalloc.start()
+        try:
+            assert WebStore(before.url).read("object") == b"content"
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 8 * MIB
+
+
 def test_a_relative_redirect_is_followed():
     with answering(answer("302 Found", Location="elsewhere?token=1"), part(b"34", 3, 10)) as served:
         assert WebStore(f"{served.url}/folder").read("object", 3, 2) == b"34"
@@ -266,7 +284,10 @@ def test_a_redirect_from_https_to_another_scheme_is_refused(folder, trusted_cert
 
 
 def test_a_redirect_that_never_ends_is_a_store_error():
-    with answering(answer("302 Found", Location="again")) as served, pytest.raises(StoreError, match="leads on"):
+    with (
+        answering(answer("302 Found", Location="again")) as served,
+        pytest.raises(StoreError, match="more than 3 times"),
+    ):
         WebStore(served.url).read("object")
     assert len(served.requests) == 4
 
@@ -327,9 +348,9 @@ def test_a_proxy_is_asked_for_a_tunnel_to_what_is_https(monkeypatch):
 @pytest.mark.parametrize("proxy", ["gopher://127.0.0.1:70", "http://user:secret@host:port"])
 def test_what_is_no_proxy_is_refused_by_the_name_of_its_variable(monkeypatch, proxy):
     monkeypatch.setenv("http_proxy", proxy)
-    with pytest.raises(SettingsError, match="http_proxy is no URL of a proxy") as caught:
-        WebStore("http://mirror.invalid/folder")
-    assert "secret" not in str(caught.value)
+    with pytest.raises(StoreError, match="http_proxy") as caught:
+        WebStore("http://mirror.invalid/folder").list("")
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 # The index

@@ -147,15 +147,16 @@ def trickle(exchange: Exchange) -> bool:
             pass
         return False
     answer = exchange.answer()
-    head = answer.head(len(answer.body))
-    slow = answer.body or head
-    if answer.body:
-        exchange.client.sendall(head)
-    for value in slow:
-        exchange.client.sendall(bytes([value]))
-        if not exchange.pause(1):
-            break
-    return False
+    if not answer.body:
+        return _send_slowly(exchange, answer.head(0))
+    exchange.client.sendall(answer.head(len(answer.body)))
+    return _send_slowly(exchange, answer.body)
+
+
+def trickle_the_answer(exchange: Exchange) -> bool:
+    """The request is served, and then even the head of the answer comes a byte a second."""
+    answer = exchange.answer()
+    return _send_slowly(exchange, answer.head(len(answer.body)) + answer.body)
 
 
 def stall(exchange: Exchange) -> bool:
@@ -249,6 +250,14 @@ def substitute(path: str) -> Toxin:
         return True
 
     return toxin
+
+
+def _send_slowly(exchange: Exchange, content: bytes) -> bool:
+    for value in content:
+        exchange.client.sendall(bytes([value]))
+        if not exchange.pause(1):
+            break
+    return False
 
 
 def _send_half(exchange: Exchange) -> None:

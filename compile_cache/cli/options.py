@@ -14,7 +14,8 @@ from compile_cache.cli.terminal import print_note
 from compile_cache.errors import SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
-from compile_cache.store.base import ObjectStore, open_stores
+from compile_cache.store.base import ObjectStore
+from compile_cache.store.opening import open_stores
 from compile_cache.versions.catalog import Version as StoredVersion
 
 Store = Annotated[

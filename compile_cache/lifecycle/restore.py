@@ -15,7 +15,8 @@ from compile_cache.key.environment import Environment, cpu_threads, observe_envi
 from compile_cache.lifecycle.report import RestoreReport
 from compile_cache.lifecycle.turns import CompileTurn
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores, open_stores
+from compile_cache.store.base import Stores
+from compile_cache.store.opening import open_stores
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import explain_miss, predecessors
 from compile_cache.versions.directory import CacheDirectory

@@ -1,9 +1,10 @@
-"""Reading from a store in parallel, on threads that cost an exit nothing."""
+"""Reading from a store in parallel, on daemon threads, which do not delay exit."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -14,21 +15,22 @@ from compile_cache.store.base import ObjectStore
 _T = TypeVar("_T")
 
 THREADS = 8
-# With eight threads a few tens of MB are in memory at once.
+# With eight threads, 32 MB are in memory at once.
 READ_BYTES = 4 << 20
 
-
 _ATTEMPTS = 3
+# A read that has failed more slowly is not tried again: a restore's time is limited.
+_LONGEST_REPEATED_S = 10.0
 
 
 class Abandoned(StoreError):
-    """The caller's time was up; nothing is wrong with what was being read."""
+    """The caller's time is up. Nothing is wrong with the object."""
 
 
 class ObjectReader:
-    """An object's bytes from `start` to `end`, one after the other, in requests of at most 4 MiB.
+    """An object's bytes from `start` to `end`, in order, in requests of at most 4 MiB.
 
-    `beginning` are the object's first bytes, where they have been read already.
+    `beginning` holds the object's first bytes, as far as they have been read already.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class ObjectReader:
         self.requested_bytes = 0
 
     def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes`; fewer at the end.
+        """The next `size_bytes`, or fewer at the end.
 
         Raises:
-            StoreError: they cannot be had. `Abandoned`: they are no longer wanted.
+            StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
         """
         parts = []
         while size_bytes:
@@ -77,34 +79,35 @@ class ObjectReader:
 def read_exactly(
     store: ObjectStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
 ) -> bytes:
-    """Bytes of an object that was listed as long enough to have them. A read that breaks off is tried again: a client
-    of S3 does so only until the answer has begun.
+    """Exactly `size_bytes` of an object, whose listed size covers them. A read that breaks off is repeated, which boto3
+    does only until the answer begins.
 
     Raises:
-        StoreUnavailable: the store does not answer, or has fewer bytes. That is no fault of the pack's.
-        StoreError: they cannot be read. `Abandoned`: they are no longer wanted.
+        StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
+        StoreError: the object cannot be read. `Abandoned`: the bytes are no longer wanted.
     """
     data = b""
+    started = time.monotonic()
     for attempt in range(_ATTEMPTS):
         if abandoned is not None and abandoned.is_set():
-            raise Abandoned(f"{name} was not read: the time was up")
+            raise Abandoned(f"{name} was not read: the time is up")
         try:
             data = store.read(name, start, size_bytes)
         except StoreUnavailable:
-            if attempt == _ATTEMPTS - 1:
+            if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
                 raise
             continue
         if len(data) >= size_bytes:
             return data[:size_bytes]
-    raise StoreUnavailable(f"cannot get {name}: of {size_bytes} bytes from {start} on, {len(data)} were sent")
+    raise StoreUnavailable(f"cannot get {name}: the store sent {len(data)} of {size_bytes} bytes from {start} on")
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
-    """Do `work` for all, a few at a time. After an exception nothing more is begun, and the first is raised when all
-    that was begun has ended.
+    """Do `work` for all items, a few at a time. After an exception no further work begins. The first exception is
+    raised once all work under way has ended.
 
-    Not in a ThreadPoolExecutor, whose threads the interpreter joins before it runs exit hooks: a read that hangs would
-    cost the hook its time.
+    A ThreadPoolExecutor would not do: the interpreter joins its threads before it runs exit hooks, so a read that hangs
+    would cost the hook its time.
     """
     waiting = deque(items)
     failures: list[BaseException] = []
@@ -120,7 +123,7 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
             except BaseException as error:  # raised below, on the thread that asked
                 failures.append(error)
 
-    # The asking thread does its share, and all of it where no thread can be started any more: at exit.
+    # The asking thread does its share. At exit, when no thread can be started, it does all of the work.
     threads = [
         threading.Thread(target=drain, name="compile-cache-read", daemon=True)
         for _ in range(min(THREADS, len(waiting)) - 1)

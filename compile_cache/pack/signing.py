@@ -1,8 +1,7 @@
 """Signatures: who made a pack. Ed25519 (RFC 8032) over the exact bytes of a manifest.
 
-A signature is stored as the public key (32 bytes) and then the signature (64 bytes), so that it says which of the
-trusted keys to verify it with. Keys are written as one line of text that names what it is: a private key put where a
-public one belongs is refused, not published.
+A stored signature is the public key (32 bytes), then the signature (64 bytes). So it names the trusted key that
+verifies it. A key is one line of text that begins with its kind: a private key where a public one belongs is refused.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ class Signer:
     """Signs manifests with one private key."""
 
     def __init__(self, private_key: str) -> None:
-        """Read the text that `generate_keys` made.
+        """Read a private key, as `generate_keys` writes it.
 
         Raises:
-            SettingsError: it is no private key, or `cryptography` is not installed.
+            SettingsError: it is not a private key, or `cryptography` is not installed.
         """
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(_key_bytes(private_key, PRIVATE_PREFIX))
 
     @property
     def public_key(self) -> str:
-        """What others trust."""
+        """The key that others trust, as text."""
         return _text(PUBLIC_PREFIX, self._key.public_key().public_bytes_raw())
 
     def sign(self, manifest: bytes) -> bytes:
@@ -43,17 +42,17 @@ class Signer:
 
 
 class TrustedKeys:
-    """The public keys whose packs are used. Without any, every pack is."""
+    """The public keys whose packs are used. Without keys, every pack is used."""
 
     def __init__(self, public_keys: Iterable[str] = ()) -> None:
-        """Read texts that `generate_keys` made.
+        """Read public keys, as `generate_keys` writes them.
 
         Raises:
-            SettingsError: one is no public key.
+            SettingsError: one is not a public key, or `cryptography` is not installed.
         """
         self._keys = frozenset(_key_bytes(text, PUBLIC_PREFIX) for text in public_keys)
         if self._keys:
-            _ed25519()  # what is not installed is said now, not at the first pack
+            _ed25519()  # a missing package is reported now, not at the first pack
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -104,7 +103,7 @@ class TrustedKeys:
 
 
 def generate_keys() -> tuple[str, str]:
-    """A new private key and its public key, as text.
+    """A new private key and its public key, each as a line of text.
 
     Raises:
         SettingsError: `cryptography` is not installed.
@@ -118,7 +117,7 @@ def _text(prefix: str, key: bytes) -> str:
 
 
 def _key_bytes(text: str, prefix: str) -> bytes:
-    """The 32 bytes of a key. An error never shows them: the text may be a private key, in the wrong place."""
+    """The 32 bytes of a key. No error shows them: the text may be a private key in the wrong place."""
     kind = prefix.partition("-")[0]
     if not text.startswith(prefix):
         raise SettingsError(f"a {kind} key begins with {prefix!r}: make a pair with `compile-cache keygen`")

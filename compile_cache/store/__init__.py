@@ -1,1 +1,1 @@
-"""Where packs are kept: one class for each kind of store."""
+"""Where packs are kept: one module for each kind of store."""

@@ -1,7 +1,7 @@
-"""Object stores: where packs are kept.
+"""What a store of packs is. `opening` makes one from a URL.
 
-To add one: a module here with a class that satisfies `ObjectStore`, a line in `open_url`, and one in the conformance
-tests (tests/test_stores.py).
+To add a kind of store: a module here with a class that satisfies `ObjectStore`, a line in `opening`, and a line in the
+tests that all stores share (tests/test_stores.py).
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from compile_cache.errors import SettingsError
-from compile_cache.settings import PREFIX, Settings, split_url
-
-_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds", "https": "web", "http": "web"}
+from compile_cache.errors import StoreAccessDenied
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One line of a listing. `modified_s` is the store's own clock, seconds since 1970."""
+    """One line of a listing. `modified_s` is the store's own clock, in seconds since 1970."""
 
     name: str
     size_bytes: int
@@ -27,89 +24,63 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """What a cache needs of a store. Every method may be called from several threads at once, and raises `StoreError`,
-    or one of its kinds, and nothing else."""
+    """What a cache needs of a store.
+
+    Several threads may call each method at once. The methods raise `StoreError` and its subclasses only. No call to a
+    remote store takes longer than `deadline.limit_s` allows; a call that does raises `StoreUnavailable`.
+    """
 
     @property
     def location(self) -> str:
-        """Where it is, for people: a path or URL without secrets."""
+        """Where the store is, for people: a path or a URL, without secrets."""
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first. Complete, however many there are."""
+        """All objects whose name begins with `prefix`, oldest first, however many there are."""
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """The object's bytes from `start` on, at most `size_bytes` of them."""
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Store an object whole, or not at all; one of the same name is replaced. Works while the interpreter exits, if
-        called on a thread that was started before."""
+        """Store an object whole or not at all. It replaces an object of the same name.
 
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Store a small object unless there is one of that name; whether it was stored. A store without conditional
-        writes does its best: two writers at once may both be told that they succeeded."""
+        Works while the interpreter exits, on a thread that was started before.
+        """
+
+    def put_if_absent(self, name: str, content: bytes) -> None:
+        """Store a small object, unless one of that name is there. Read it back to see whose it is: two writers at once
+        may both store one where the store has no conditional writes."""
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Remove an object. A missing one is no error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What a boot reads from, layers first, and what it writes to, if anything."""
+    """The store that a boot reads, with all layers, and the store that it writes, if any."""
 
     reading: ObjectStore
     writing: ObjectStore | None
 
 
-def open_stores(settings: Settings) -> Stores:
-    """The layers and the store that `settings` name. Connects to nothing yet.
+class ReadOnly:
+    """The half of `ObjectStore` that a store without writes refuses."""
 
-    Raises:
-        StoreError: an endpoint is no URL.
-        SettingsError: a URL is not one of a known store, or a package that it needs is not installed.
-    """
-    writing = None if settings.store == "off" else open_url(settings.store, settings.s3_endpoint_url)
-    layers = [open_url(layer, settings.s3_endpoint_url) for layer in settings.layers]
-    if not layers and writing is not None:
-        return Stores(writing, writing)
-    from compile_cache.store.layered import LayeredStore
+    @property
+    def location(self) -> str:
+        """Where the store is, for people."""
+        raise NotImplementedError
 
-    return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Refused."""
+        raise self._refusal("put", name)
 
+    def put_if_absent(self, name: str, content: bytes) -> None:
+        """Refused."""
+        raise self._refusal("put", name)
 
-def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
-    """The store at a local folder, `file://`, `s3://`, `gs://`, `az://`, `https://` or `http://`.
+    def delete(self, name: str) -> None:
+        """Refused."""
+        raise self._refusal("delete", name)
 
-    Raises:
-        StoreError: the endpoint is no URL, or credentials cannot be read.
-        SettingsError: the scheme is not known, or a package that it needs is not installed.
-    """
-    try:
-        return _open(url, s3_endpoint_url)
-    except ModuleNotFoundError as error:
-        scheme, _ = split_url(url)
-        package = (error.name or "").partition(".")[0]
-        raise SettingsError(
-            f"{scheme}:// needs the package {package}: pip install 'cog-compile-cache[{_EXTRAS[scheme]}]'"
-        ) from error
-
-
-def _open(url: str, s3_endpoint_url: str | None) -> ObjectStore:
-    scheme, rest = split_url(url)
-    bucket, _, prefix = rest.partition("/")
-    if scheme == "file":
-        from compile_cache.store.local import LocalStore
-
-        return LocalStore(Path(rest).absolute())
-    if scheme == "s3":
-        from compile_cache.store.s3 import S3Store
-
-        return S3Store(bucket, prefix.strip("/"), s3_endpoint_url)
-    if scheme in ("gs", "az"):
-        from compile_cache.store.cloud import open_cloud
-
-        return open_cloud(url)
-    if scheme in ("https", "http"):
-        from compile_cache.store.web import WebStore
-
-        return WebStore(url)
-    raise SettingsError(f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off")
+    def _refusal(self, verb: str, name: str) -> StoreAccessDenied:
+        return StoreAccessDenied(f"cannot {verb} {name}: {self.location} is only read; set COMPILE_CACHE_STORE")

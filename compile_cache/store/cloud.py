@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from obstore.store import AzureStore, GCSStore
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import split_url
 from compile_cache.store.base import StoredObject
+from compile_cache.store.deadline import within_limit
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -26,29 +28,30 @@ _READING: ClientConfig = {
     "read_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=60),
 }
-# reqwest's read timeout runs from the request's start until the answer begins: no upload may take longer than that.
-_UPLOADING: ClientConfig = {"connect_timeout": timedelta(seconds=3), "timeout": timedelta(seconds=600)}
+# reqwest's read timeout runs from the start of a request to the start of its answer: it would cut long uploads off. A
+# call that its caller gave up ends after `timeout`.
+_UPLOADING: ClientConfig = {"connect_timeout": timedelta(seconds=3), "timeout": timedelta(hours=1)}
 _RETRIES: RetryConfig = {
     "max_retries": 2,
     "retry_timeout": timedelta(seconds=30),
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 
-# obstore has exceptions for some of what stores answer; listings, tokens and ranges fail only in words.
+# obstore has exceptions for some failures only; those of listings, tokens and ranges differ in their text alone.
 _STATUS = re.compile(r"status code: (\d{3})")
 _BEYOND_THE_END = re.compile(r"status code: 416|StartTooLarge")
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
-# Before any slash: further on are URLs, with names of objects.
+# Only the text before the first slash: URLs with the names of objects follow.
 _NO_CREDENTIALS = re.compile(
     r"^Generic \w+ error: [^/]*(token request|credential|Account must|Access Key|service account)"
 )
 
 
 class CloudStore:
-    """Objects of one of obstore's stores, whose prefix and credentials are its own."""
+    """Objects of one of obstore's stores, which has a prefix and credentials of its own."""
 
     def __init__(self, objects: Objects, location: str, uploads: Objects | None = None) -> None:
-        """`uploads` is the same store with timeouts for what is large, if it is a remote one."""
+        """`uploads` is the same store with timeouts for large uploads, if it is a remote one."""
         self._objects = objects
         self._uploads = uploads or objects
         self._location = location
@@ -60,64 +63,74 @@ class CloudStore:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose name begins with `prefix`, oldest first. obstore lists whole folders only."""
-        with _translated(f"list {self._location}{prefix}"):
-            entries = self._objects.list(prefix.rpartition("/")[0] or None).collect()
-        found = [
-            StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp())
-            for entry in entries
-            if entry["path"].startswith(prefix)
-        ]
+        what = f"list {self._location}{prefix}"
+        found = []
+        with _translated(what):
+            chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
+            while (chunk := within_limit(what, 0, lambda: next(chunks, None))) is not None:
+                for entry in chunk:
+                    if entry["path"].startswith(prefix):
+                        found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes from `start` on, at most `size_bytes` of them: one GET, ranged if it need not be whole."""
+        """The object's bytes from `start` on, at most `size_bytes` of them: one GET, ranged unless all is read."""
         if size_bytes == 0:
             return b""  # obstore refuses an empty range
         options: GetOptions = {}
         if start or size_bytes is not None:
             options["range"] = {"offset": start} if size_bytes is None else (start, start + size_bytes)
-        with _translated(f"get {name} from {self._location}"):
+        what = f"get {name} from {self._location}"
+        with _translated(what):
             try:
-                return self._objects.get(name, options=options).bytes().to_bytes()
+                return within_limit(what, size_bytes, lambda: self._read(name, options, size_bytes))
             except BaseError as error:
                 if _BEYOND_THE_END.search(str(error)):
                     return b""
                 raise
 
-    def put(self, name: str, content: Path | bytes) -> None:
-        """One PUT, during which a file is in memory whole: several parts could be left behind, half an object."""
-        with _translated(f"put {name} into {self._location}"):
-            self._uploads.put(name, content, use_multipart=False)
+    def _read(self, name: str, options: GetOptions, size_bytes: int | None) -> bytes:
+        answer = self._objects.get(name, options=options)
+        if size_bytes is None:
+            return answer.bytes().to_bytes()
+        # The first chunk is all that was asked for, whatever else a server sends.
+        return bytes(next(answer.stream(min_chunk_size=size_bytes), b""))[:size_bytes]
 
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """One conditional PUT; where the store knows none, a look and then a PUT."""
-        with _translated(f"put {name} into {self._location}"):
+    def put(self, name: str, content: Path | bytes) -> None:
+        """One PUT. A file is in memory whole: an upload in parts could leave some of them behind."""
+        what = f"put {name} into {self._location}"
+        with _translated(what):
+            size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+            within_limit(what, size_bytes, lambda: self._uploads.put(name, content, use_multipart=False))
+
+    def put_if_absent(self, name: str, content: bytes) -> None:
+        """One conditional PUT. Where the store has no conditions, look and then put."""
+        what = f"put {name} into {self._location}"
+        put = partial(self._objects.put, name, content, mode="create", use_multipart=False)
+        with _translated(what):
             try:
-                self._objects.put(name, content, mode="create", use_multipart=False)
+                within_limit(what, len(content), put)
             except AlreadyExistsError:
-                return False
+                return
             except NotImplementedError:
-                pass
-            else:
-                return True
-        if any(entry.name == name for entry in self.list(name)):
-            return False
-        self.put(name, content)
-        return True
+                if all(entry.name != name for entry in self.list(name)):
+                    self.put(name, content)
 
     def delete(self, name: str) -> None:
-        """Remove an object. Some stores of obstore's mind one that is not there, some do not."""
-        with _translated(f"delete {name} from {self._location}"):
+        """Remove an object. Some of obstore's stores raise an error for a missing one, others do not."""
+        what = f"delete {name} from {self._location}"
+        with _translated(what):
             try:
-                self._objects.delete(name)
+                within_limit(what, 0, lambda: self._objects.delete(name))
             except FileNotFoundError as error:
                 if _NO_BUCKET.search(str(error)):
                     raise
 
 
 def open_cloud(url: str) -> CloudStore:
-    """The store at `gs://bucket/prefix` or `az://container/prefix`. Credentials are found as obstore finds them:
-    `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_*`, or those of the machine. Connects to nothing yet.
+    """The store at `gs://bucket/prefix` or `az://container/prefix`. Connects to nothing yet.
+
+    obstore finds the credentials: `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_*`, or those of the machine.
 
     Raises:
         StoreError: the credentials cannot be read, or Azure's account is not named.
@@ -145,7 +158,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
-    """The kind of error that it is for the cache, and what to do about it."""
+    """The store's error that it means, and advice for the user."""
     text = str(error)
     status = int(match[1]) if (match := _STATUS.search(text)) else None
     if _NO_BUCKET.search(text):
@@ -167,6 +180,6 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """obstore's words without the answer's body, the internals below them, and queries: those can hold signatures."""
+    """obstore's text without the answer's body, its internals, and queries, which can hold signatures."""
     line = str(error).partition("\n")[0].partition(": <")[0]
     return re.sub(r"\?[^\s\"')]*", "", line)[:400]

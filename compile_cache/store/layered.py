@@ -1,4 +1,4 @@
-"""Several stores read as one: what is baked into the image, a mirror, then the store that is written."""
+"""Several stores read as one: the layer baked into the image, a mirror, then the store that is written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from compile_cache.errors import ObjectNotFound, StoreError
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.store.readonly import ReadOnly
+from compile_cache.store.base import ObjectStore, ReadOnly, StoredObject
 
 log = logging.getLogger("compile_cache")
 
 
 class LayeredStore(ReadOnly):
-    """Reads from all layers, the first one first. A layer that fails is left out, and said in `problems`."""
+    """Reads from all layers, the first one first. A layer that fails is left out; `problems` names it."""
 
     def __init__(self, layers: Sequence[ObjectStore]) -> None:
         self._layers = layers
@@ -22,17 +21,17 @@ class LayeredStore(ReadOnly):
 
     @property
     def location(self) -> str:
-        """Every layer's."""
+        """The locations of all layers."""
         return " + ".join(layer.location for layer in self._layers)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The layers that could not be listed the last time, and why."""
+        """Why layers could not be listed the last time."""
         return tuple(self._problems.values())
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`: layer by layer, oldest first in each. An object that several
-        layers have is listed once, in the first of them.
+        """All objects whose name begins with `prefix`: layer by layer, oldest first in each layer. An object of several
+        layers is listed once, with the first of them.
 
         Raises:
             StoreError: no layer could be listed.
@@ -61,7 +60,8 @@ class LayeredStore(ReadOnly):
         """The object's bytes, from the layer that listed it, else from the first that has it.
 
         Raises:
-            StoreError: what the layer that listed it said. Where none did, `ObjectNotFound` only if all of them say so.
+            StoreError: the error of the layer that listed the object. If none did, `ObjectNotFound` means that every
+                layer says so.
         """
         origin = self._origins.get(name)
         layers = [origin] if origin is not None else []

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
-import tempfile
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.files import TEMPORARY, replacing, temporary_beside
 from compile_cache.store.base import StoredObject
 
-_TEMPORARY = ".tmp-"
+log = logging.getLogger("compile_cache")
+
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+# A temporary file that nobody has written to for so long has no writer, on this host or another.
+_LEFTOVER_AGE_S = 24 * 60 * 60
 
 
 class LocalStore:
-    """Objects are files below `root`, made on the first put; an object's name is its path."""
+    """Objects are the regular files below `root`, and links to regular files. An object's name is its path."""
 
     def __init__(self, root: Path) -> None:
+        """`root` is made by the first put."""
         self._root = root
 
     @property
@@ -29,81 +36,98 @@ class LocalStore:
         return str(self._root)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first. A folder that is not there has none."""
+        """All objects whose name begins with `prefix`, oldest first. A missing folder has none. A subfolder that this
+        user may not read is left out, with a warning."""
         folder = self._root / prefix.rpartition("/")[0]
         with _translated(f"list {folder}"):
             found = [
-                StoredObject(name, stat.st_size, stat.st_mtime)
-                for name, stat in self._walk(folder)
+                StoredObject(name, status.st_size, status.st_mtime)
+                for name, status in self._walk(folder)
                 if name.startswith(prefix)
             ]
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def _walk(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-        for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
+        def note(error: OSError) -> None:
+            if isinstance(error, PermissionError) and error.filename != str(folder):
+                log.warning("store.unreadable folder=%s: its objects are not listed", error.filename)
+            elif not isinstance(error, FileNotFoundError):
+                raise error
+
+        for parent, _, names in os.walk(folder, onerror=note):
             for name in names:
                 path = Path(parent, name)
-                if not name.startswith(_TEMPORARY):
-                    with suppress(FileNotFoundError):  # deleted since the folder was read
-                        yield path.relative_to(self._root).as_posix(), path.stat()
+                if name.startswith(TEMPORARY):
+                    continue
+                with suppress(OSError):  # deleted since the folder was read, or a link that leads nowhere
+                    status = path.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        yield path.relative_to(self._root).as_posix(), status
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """The file's bytes from `start` on, at most `size_bytes` of them."""
-        with _translated(f"read {self._root / name}"), (self._root / name).open("rb") as file:
+        path = self._root / name
+        with _translated(f"read {path}"), open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise StoreError(f"cannot read {path}: it is not a regular file; remove it from the store")
             file.seek(start)
             return file.read(size_bytes if size_bytes is not None else -1)
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Write beside the place and rename: a reader sees the whole object or none."""
         target = self._root / name
-        with _translated(f"write {target}"), _written_beside(target, content) as temporary:
-            os.replace(temporary, target)
+        with _translated(f"write {target}"):
+            with replacing(target) as file:
+                _write(file, content)
+            _remove_leftovers(target)
 
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Write beside the place and link: whoever links first has stored it (link(2) is atomic, on NFS too). On a file
-        system without links, a look and then a rename."""
+    def put_if_absent(self, name: str, content: bytes) -> None:
+        """Write beside the place and link: the first link wins (link(2) is atomic, on NFS too). Where the file system
+        has no links, look and then rename."""
         target = self._root / name
-        with _translated(f"write {target}"), _written_beside(target, content) as temporary:
+        with _translated(f"write {target}"), temporary_beside(target) as file:
+            _write(file, content)
+            file.close()
             try:
-                os.link(temporary, target)
+                os.link(file.name, target)
             except FileExistsError:
-                return False
+                return
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                if target.exists():
-                    return False
-                os.replace(temporary, target)
-            return True
+                if not target.exists():
+                    os.replace(file.name, target)
 
     def delete(self, name: str) -> None:
-        """Remove the file; one that is not there is no error."""
+        """Remove the file. A missing one is no error."""
         with _translated(f"delete {self._root / name}"):
             (self._root / name).unlink(missing_ok=True)
 
 
-@contextmanager
-def _written_beside(target: Path, content: Path | bytes) -> Iterator[str]:
-    """A temporary file with `content` in the folder of `target`, gone afterwards unless it was renamed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                with content.open("rb") as source:
-                    shutil.copyfileobj(source, file, 1 << 20)
-        os.chmod(temporary, 0o644)
-        yield temporary
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. A FIFO, which blocks `open` until somebody writes to it, is opened without waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
+def _write(file: IO[bytes], content: Path | bytes) -> None:
+    if isinstance(content, bytes):
+        file.write(content)
+        return
+    with content.open("rb") as source:
+        shutil.copyfileobj(source, file, 1 << 20)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove old temporary files of killed writers beside `target`, a file written just now.
+
+    Both times are the file server's: another host's clock may be wrong by hours.
+    """
+    with suppress(OSError):  # the object is stored; somebody else may own the leftovers, or remove them as well
+        newest_s = target.stat().st_mtime - _LEFTOVER_AGE_S
+        for path in target.parent.glob(f"{TEMPORARY}*"):
+            if path.lstat().st_mtime < newest_s:
+                path.unlink()
+                log.info("store.leftover_removed path=%s", path)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""A store in an S3 bucket, or in anything that speaks S3: R2, MinIO, Ceph, GCS interoperability."""
+"""A store in an S3 bucket, or in another service with S3's interface: R2, MinIO, Ceph, Google's interoperability."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import boto3
 from botocore.config import Config
@@ -13,6 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.store.base import StoredObject
+from compile_cache.store.deadline import within_limit
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -24,7 +27,7 @@ _EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConf
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 _UNCONDITIONAL = frozenset({"501", "NotImplemented", "400", "InvalidArgument", "InvalidRequest"})
 
-# R2 and other look-alikes refuse the checksums that boto3 ≥ 1.36 adds; a pack is named by its own digest.
+# R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none: its name is a digest.
 _CHECKSUMS: Literal["when_required"] = "when_required"
 _CONNECT_TIMEOUT_S = 3
 _READ_TIMEOUT_S = 10
@@ -32,7 +35,7 @@ _ATTEMPTS = 3
 
 
 class S3Store:
-    """Objects `<prefix>/<name>` in `bucket`. Credentials and region are found as boto3 always finds them."""
+    """Objects `<prefix>/<name>` in `bucket`. boto3 finds credentials and region as it always does."""
 
     def __init__(self, bucket: str, prefix: str, endpoint_url: str | None) -> None:
         self._bucket = bucket
@@ -42,7 +45,7 @@ class S3Store:
             self._client: S3Client = session.client(
                 "s3",
                 endpoint_url=endpoint_url,
-                # A bucket at an endpoint of one's own needs no region; S3 itself answers for the wrong one.
+                # A bucket at another endpoint than Amazon's needs no region; S3 itself redirects to the right one.
                 region_name=session.region_name or ("auto" if endpoint_url else "us-east-1"),
                 config=Config(
                     connect_timeout=_CONNECT_TIMEOUT_S,
@@ -57,21 +60,21 @@ class S3Store:
 
     @property
     def location(self) -> str:
-        """The URL, with the endpoint where there is one."""
+        """The URL, with the endpoint."""
         return f"s3://{self._bucket}/{self._prefix} at {self._client.meta.endpoint_url}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose name begins with `prefix`, oldest first. One request per thousand."""
+        what = f"list {self.location}{prefix}"
         found = []
-        with _translated(f"list {self.location}{prefix}"):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
-            )
-            for page in pages:
-                # Every listing says whether it goes on. An empty body, or a web page of something in the middle, does
-                # not, and to botocore is a listing of nothing.
+        with _translated(what):
+            paginator = self._client.get_paginator("list_objects_v2")
+            pages = iter(paginator.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix))
+            while (page := within_limit(what, 0, lambda: next(pages, None))) is not None:
+                # Every listing says whether it goes on. botocore takes an empty body, or a web page of some proxy, for
+                # a listing of nothing; neither says so.
                 if "IsTruncated" not in page:
-                    raise StoreUnavailable(f"cannot list {self.location}{prefix}: what was answered is no listing")
+                    raise StoreUnavailable(f"cannot {what}: the answer is not a listing")
                 for entry in page.get("Contents", ()):
                     name = entry["Key"].removeprefix(self._prefix)
                     found.append(StoredObject(name, entry["Size"], entry["LastModified"].timestamp()))
@@ -81,53 +84,62 @@ class S3Store:
         """The object's bytes from `start` on, at most `size_bytes` of them: one ranged GET."""
         if size_bytes == 0:
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
+        what = f"get {name} from {self.location}"
+        with _translated(what):
+            return within_limit(what, size_bytes, lambda: self._read(what, name, start, size_bytes))
+
+    def _read(self, what: str, name: str, start: int, size_bytes: int | None) -> bytes:
         end = "" if size_bytes is None else start + size_bytes - 1
-        with _translated(f"get {name} from {self.location}"):
-            try:
-                answer = self._client.get_object(
-                    Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}"
-                )
-            except ClientError as error:
-                if error.response.get("Error", {}).get("Code") in _BEYOND_THE_END:
-                    return b""
-                raise
-            # Without this, other bytes of the object would be taken for those of a damaged pack.
+        try:
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}")
+        except ClientError as error:
+            if _code(error) in _BEYOND_THE_END:
+                return b""
+            raise
+        with closing(answer["Body"]) as body:  # which ends the connection if the server sends more than was asked for
+            # Unnoticed, another part of the object would look like a damaged pack.
             if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
-                answer["Body"].close()
-                raise StoreUnavailable(f"cannot get {name} from {self.location}: another range of it was answered")
-            return answer["Body"].read()
+                raise StoreUnavailable(f"cannot {what}: the server answered with another range")
+            content = body.read(size_bytes)
+            if size_bytes is not None and len(content) < size_bytes:
+                body.read()  # at the end, botocore compares the length with the one that was stated
+            return content
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """One PUT, of up to 5 GB. Not a transfer manager's upload, which starts threads: at exit that fails."""
+        """One PUT, of up to 5 GB. A transfer manager's upload would start threads, which fails at exit."""
         with _translated(f"put {name} into {self.location}"):
             if isinstance(content, bytes):
-                self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=content)
+                self._put(name, content, len(content))
             else:
                 with content.open("rb") as body:
-                    self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=body)
+                    self._put(name, body, os.fstat(body.fileno()).st_size)
 
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """One PUT with `If-None-Match: *`; where the store does not know that, a look and then a PUT."""
+    def put_if_absent(self, name: str, content: bytes) -> None:
+        """One PUT with `If-None-Match: *`. Where the store does not know this condition, look and then put."""
         with _translated(f"put {name} into {self.location}"):
             try:
-                self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=content, IfNoneMatch="*")
+                self._put(name, content, len(content), IfNoneMatch="*")
             except ClientError as error:
-                code = str(error.response.get("Error", {}).get("Code", ""))
-                if code in _EXISTS:
-                    return False
-                if code not in _UNCONDITIONAL:
+                code = _code(error)
+                if code in _UNCONDITIONAL and all(entry.name != name for entry in self.list(name)):
+                    self.put(name, content)
+                elif code not in _EXISTS | _UNCONDITIONAL:
                     raise
-            else:
-                return True
-        if any(entry.name == name for entry in self.list(name)):
-            return False
-        self.put(name, content)
-        return True
+
+    def _put(self, name: str, body: bytes | BinaryIO, size_bytes: int, **condition: str) -> None:
+        put: Callable[..., object] = self._client.put_object
+        request = partial(put, Bucket=self._bucket, Key=self._prefix + name, Body=body, **condition)
+        within_limit(f"put {name} into {self.location}", size_bytes, request)
 
     def delete(self, name: str) -> None:
-        """Remove an object; S3 does not mind one that is not there."""
-        with _translated(f"delete {name} from {self.location}"):
-            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+        """Remove an object. S3 accepts a missing one."""
+        what = f"delete {name} from {self.location}"
+        with _translated(what):
+            within_limit(what, 0, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name))
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
 
 
 @contextmanager
@@ -138,7 +150,7 @@ def _translated(what: str) -> Iterator[None]:
     except (NoCredentialsError, PartialCredentialsError) as error:
         raise StoreAccessDenied(f"cannot {what}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
     except ClientError as error:
-        code = str(error.response.get("Error", {}).get("Code", ""))
+        code = _code(error)
         if code in _DENIED:
             raise StoreAccessDenied(f"cannot {what}: {code}; check the credentials and the bucket's policy") from error
         if code in _MISSING:
@@ -153,7 +165,7 @@ def _translated(what: str) -> Iterator[None]:
         ) from error
     except BotoCoreError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error
-    except ValueError as error:  # botocore's own, for an endpoint that is no URL
+    except ValueError as error:  # what botocore raises for an endpoint that is not a URL
         raise StoreError(f"cannot {what}: {error}; check COMPILE_CACHE_S3_ENDPOINT_URL") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error

@@ -1,4 +1,4 @@
-"""The listing of a folder that a web server serves, which lists nothing itself that could be relied on.
+"""The listing of a folder behind a web server. Servers list folders in many ways, or not at all.
 
 <folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
 """
@@ -22,11 +22,12 @@ _LATEST_S = 1 << 53
 
 
 def write_index(folder: Path) -> int:
-    """List a local store's objects in its `index.json`, so that a web server can serve the folder; how many they are.
-    Written whole or not at all. What is put later is served after the next time.
+    """List a local store's objects in its `index.json`, so that a web server can serve the folder.
+
+    Returns the number of objects. Objects that are put later need a new index.
 
     Raises:
-        StoreError: the folder is not there, or cannot be read or written.
+        StoreError: the folder is missing, or cannot be read or written.
     """
     if not folder.is_dir():
         raise ObjectNotFound(f"cannot list {folder}: it is not there")
@@ -37,19 +38,19 @@ def write_index(folder: Path) -> int:
 
 
 def parse_index(content: bytes) -> list[StoredObject]:
-    """The objects of an index that anybody may have written.
+    """The objects of an index. Anybody may have written it.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: it is not an index; the message says why.
     """
     if len(content) > MOST_INDEX_BYTES:
         raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
     try:
         objects = json.loads(content)["objects"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("it is no JSON object with `objects`") from None
+        raise ValueError("it is not a JSON object with `objects`") from None
     if not isinstance(objects, list):
-        raise ValueError("its `objects` are no list")
+        raise ValueError("its `objects` are not a list")
     found = [_parse_entry(entry) for entry in objects]
     if len({entry.name for entry in found}) < len(found):
         raise ValueError("it has two objects of one name")

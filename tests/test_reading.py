@@ -73,7 +73,7 @@ def test_a_request_is_for_at_most_4_mib():
 def test_an_object_that_ends_before_it_should_is_the_stores_failure():
     """And not the pack's, which would be remembered as refused."""
     reader = ObjectReader(OneObject(CONTENT), "name", 90, 200)
-    with pytest.raises(StoreUnavailable, match="of 110 bytes from 90 on, 10 were sent"):
+    with pytest.raises(StoreUnavailable, match="sent 10 of 110 bytes from 90 on"):
         reader.read(50)
 
 

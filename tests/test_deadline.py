@@ -1,0 +1,146 @@
+"""The time limit of a call: a store that sends or takes a byte a second holds nobody for longer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import toxic_proxy
+from toxic_proxy import ToxicProxy
+
+from compile_cache.errors import ObjectNotFound, StoreUnavailable
+from compile_cache.store import deadline
+from compile_cache.store.base import ObjectStore
+from compile_cache.store.cloud import CloudStore
+from compile_cache.store.deadline import limit_s, within_limit
+from compile_cache.store.s3 import S3Store
+from compile_cache.store.web import WebStore
+
+MIB = 1 << 20
+ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
+    "list": lambda store: store.list("v1/"),
+    "read": lambda store: store.read("v1/object", 0, 100),
+    "put": lambda store: store.put("v1/object", bytes(100)),
+    "put_if_absent": lambda store: store.put_if_absent("v1/new", bytes(100)),
+    "delete": lambda store: store.delete("v1/object"),
+}
+CALLS = [
+    *((kind, action) for kind in ("s3", "cloud") for action in ACTIONS),
+    *(("web", action) for action in ("list", "read")),
+]
+
+
+@pytest.fixture
+def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
+    """Before a bucket that serves as a mirror, too."""
+    index = {"objects": [{"name": "v1/object", "size_bytes": 1000, "modified_s": 1}]}
+    s3_client.put_object(Bucket=s3_bucket.name, Key="v1/object", Body=bytes(1000), ACL="public-read")
+    s3_client.put_object(Bucket=s3_bucket.name, Key="index.json", Body=json.dumps(index).encode(), ACL="public-read")
+    with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
+        yield proxy
+        proxy.heal()
+        poll(lambda: not calls_under_way())
+
+
+@pytest.fixture
+def open_store(proxy, s3_bucket) -> Callable[[str], ObjectStore]:
+    def open_kind(kind: str) -> ObjectStore:
+        if kind == "s3":
+            return S3Store(s3_bucket.name, "", proxy.url)
+        if kind == "web":
+            return WebStore(f"{proxy.url}/{s3_bucket.name}")
+        from obstore.store import S3Store as Objects
+
+        options = {"allow_http": True, "timeout": "20s"}
+        return CloudStore(Objects(s3_bucket.name, endpoint=proxy.url, client_options=options), "s3://bucket/")
+
+    return open_kind
+
+
+def calls_under_way() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "compile-cache-store"]
+
+
+def poll(condition: Callable[[], object]) -> None:
+    patience = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def be_impatient(monkeypatch) -> Callable[[], None]:
+    """Called, it leaves every call 0.2 s."""
+
+    def act() -> None:
+        monkeypatch.setattr(deadline, "_BASE_S", 0.2)
+        monkeypatch.setattr(deadline, "_LOWEST_BYTES_PER_S", 1 << 40)
+
+    return act
+
+
+@pytest.mark.parametrize("toxin", [toxic_proxy.trickle, toxic_proxy.trickle_the_answer])
+@pytest.mark.parametrize(("kind", "action"), CALLS)
+def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
+    open_store, proxy, be_impatient, kind, action, toxin
+):
+    store = open_store(kind)
+    ACTIONS[action](store)
+    be_impatient()
+    proxy.poison(toxin)
+    with pytest.raises(StoreUnavailable, match=r"cannot .* not done within 0 s; the store or the network is too slow"):
+        ACTIONS[action](store)
+    assert proxy.spoiled
+
+
+@pytest.mark.parametrize(("kind", "action"), [call for call in CALLS if call[0] != "cloud"])
+def test_a_call_that_was_given_up_ends_while_the_store_still_drips(open_store, proxy, be_impatient, kind, action):
+    store = open_store(kind)
+    be_impatient()
+    proxy.poison(toxic_proxy.trickle_the_answer)
+    with pytest.raises(StoreUnavailable):
+        ACTIONS[action](store)
+    poll(lambda: not calls_under_way())
+    assert len(proxy.spoiled) == 1
+
+
+@pytest.mark.parametrize("kind", ["s3", "cloud", "web"])
+def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, monkeypatch, kind):
+    store = open_store(kind)
+    be_impatient()
+    proxy.poison(toxic_proxy.trickle)
+    with pytest.raises(StoreUnavailable):
+        store.read("v1/object", 0, 1000)
+    proxy.heal()
+    monkeypatch.setattr(deadline, "_BASE_S", 60)
+    assert store.read("v1/object", 0, 1000) == bytes(1000)
+
+
+def test_a_larger_transfer_has_more_time():
+    assert limit_s(0) < limit_s(4 * MIB) < limit_s(None) + 1 < limit_s(100 * MIB) < 10 * 60
+
+
+def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
+    from compile_cache.pack.reading import READ_BYTES
+    from compile_cache.settings import Settings
+
+    assert limit_s(READ_BYTES) < Settings().restore_timeout_s
+
+
+def test_what_a_call_returns_or_raises_is_the_callers():
+    assert within_limit("ask", 0, lambda: 7) == 7
+    error = ObjectNotFound("not there")
+    with pytest.raises(ObjectNotFound) as caught:
+        within_limit("ask", 0, mock.Mock(side_effect=error))
+    assert caught.value is error
+
+
+def test_where_no_thread_can_be_started_the_call_is_made_all_the_same():
+    """At exit the interpreter starts none any more."""
+    refusal = RuntimeError("can't start new thread at interpreter shutdown")
+    with mock.patch("threading.Thread.start", side_effect=refusal):
+        assert within_limit("ask", 0, lambda: 7) == 7
