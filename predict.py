@@ -5,24 +5,27 @@ import gc
 import logging
 import os
 import random
-import tempfile
 from typing import Any, Dict, Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
+from models.image.files import PictureFolders
+from models.image.inputs import ImageRequest
+from models.inputs import LARGEST_SEED
 from models.settings import ModelSettings, TextSettings
+from models.text.inputs import TextInputs
 from warmup import warm_up
 
 # torch and the models are imported in setup(), after the restore has started.
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-logging.getLogger("compile_cache").setLevel(logging.INFO)
+for name in ("compile_cache", "models"):
+    logging.getLogger(name).setLevel(logging.INFO)
 
 PROJECT = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
-LARGEST_SEED = 4294967295
 
 
 class Predictor(BaseRunner):
@@ -42,6 +45,7 @@ class Predictor(BaseRunner):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes)
             self.boot.compile(self.model.denoiser)
             warm_up(self.boot, self.model, self.model.warm_up_inputs(settings.warm_up_sizes))
+        self.folders = PictureFolders()
 
     def run(
         self,
@@ -71,19 +75,27 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        from models.image.pipeline import ImageInputs
-        from models.image.sizes import choose_size
-
-        before = self.boot.counts()
-        size = choose_size(self.model.sizes, aspect_ratio, width, height)
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
+        request = ImageRequest(
+            prompt=prompt,
+            seed=seed,
+            negative_prompt=negative_prompt,
+            aspect_ratio=aspect_ratio,
+            width=width,
+            height=height,
+            num_outputs=num_outputs,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            output_format=output_format,
+            output_quality=output_quality,
+        )
+        pictures = request.pictures(self.model.sizes)
         print(f"seed: {seed}")
+        before = self.boot.counts()
+        folder = self.folders.next()
         paths = []
-        for number in range(num_outputs):
-            inputs = ImageInputs(
-                prompt, size, (seed + number) % (LARGEST_SEED + 1), negative_prompt, num_inference_steps, guidance_scale
-            )
-            path = os.path.join(tempfile.mkdtemp(), f"{number}.{output_format}")
+        for number, inputs in enumerate(pictures):
+            path = os.path.join(folder, f"{number}.{output_format}")
             # Pillow knows jpg as JPEG; png ignores the quality.
             self.model.run(inputs).save(path, quality=output_quality)
             paths.append(Path(path))
@@ -149,11 +161,7 @@ class TextPredictor(BaseRunner):
         ),
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
-        from models.text.model import TextInputs
-
-        before = self.boot.counts()
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
-        print(f"seed: {seed}")
         inputs = TextInputs(
             prompt,
             system_prompt,
@@ -165,6 +173,8 @@ class TextPredictor(BaseRunner):
             tuple(stop_sequences or ()),
             seed,
         )
+        print(f"seed: {seed}")
+        before = self.boot.counts()
         answer = self.model.answer(inputs)
         yield from answer
         counts = {"input_token_count": answer.prompt_tokens, "output_token_count": answer.new_tokens}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from models.settings import TextSettings
 from models.text.generation import Generator, Request
+from models.text.inputs import TextInputs
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
 from models.text.stream import TextStream
@@ -61,21 +61,6 @@ def import_model(model: str, revision: str | None) -> None:
     config = AutoConfig.from_pretrained(model, revision=revision)
     for name in getattr(config, "architectures", None) or ():
         getattr(transformers, name, None)
-
-
-@dataclass(frozen=True, slots=True)
-class TextInputs:
-    """One text to go on from. None leaves a value to the model's own generation_config.json."""
-
-    prompt: str
-    system_prompt: str = ""
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-    seed: int = 0
 
 
 class Answer:
@@ -160,7 +145,7 @@ class TextModel:
             ValueError: an input is not one that this model can take.
         """
         request = self.request(inputs)
-        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop, request.prompt)
+        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop_sequences, request.prompt)
         return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
 
     def request(self, inputs: TextInputs) -> Request:
