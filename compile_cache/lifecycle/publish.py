@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from compile_cache.errors import CompileCacheError, StoreError, StoreUnavailable
 from compile_cache.lifecycle.report import CompileCounts, PublishReport
@@ -254,7 +254,7 @@ class Publisher:
 
 
 def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
+    return datetime.now(UTC).date().isoformat()
 
 
 def _retry_s() -> float:

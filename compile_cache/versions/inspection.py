@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, SettingsError, StoreError
 from compile_cache.lifecycle.report import RefusedPack
@@ -25,7 +25,7 @@ _IDENTITY = b"compcach"
 Progress = Callable[[int, int], None]
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """What one pack is found to be. `REFUSED` ones are intact, for all that is known, and not to be used here: by the
     trusted keys, by the limits, or because their format is another version's."""
 

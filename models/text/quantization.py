@@ -25,7 +25,8 @@ def quantize(model: nn.Module, quantization: str) -> None:
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ValueError(f"QUANTIZE={quantization} needs torchao: pip install 'cog-compile-cache[quantize]'") from error
+        remedy = "pip install '.[quantize]' in a checkout of cog-compile-cache"
+        raise ValueError(f"QUANTIZE={quantization} needs torchao: {remedy}") from error
     if quantization == "fp8" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < _LEAST_FP8_CAPABILITY:
