@@ -13,12 +13,13 @@ import compile_cache
 from compile_cache.key.model_version import split_revision
 from models.image.files import PictureFolders
 from models.image.inputs import ImageRequest
+from models.image.settings import ImageSettings
 from models.inputs import LARGEST_SEED
-from models.settings import ModelSettings, TextSettings
 from models.text.inputs import TextInputs
+from models.text.settings import TextSettings
 from warmup import warm_up
 
-# torch and the models are imported in setup(), after the restore has started.
+# setup() imports torch and the models after it has started the restore.
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 for name in ("compile_cache", "models"):
@@ -33,7 +34,7 @@ class Predictor(BaseRunner):
 
     def setup(self) -> None:
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
-        settings = ModelSettings.from_env(os.environ)
+        settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
@@ -50,9 +51,9 @@ class Predictor(BaseRunner):
     def run(
         self,
         prompt: str = Input(description="What to draw"),
-        negative_prompt: str = Input(description="What not to draw, if the model takes it", default=""),
+        negative_prompt: str = Input(description="What not to draw, if the model takes a negative prompt", default=""),
         aspect_ratio: Optional[str] = Input(
-            description="Width to height, if width and height are not given; the model's first size by default",
+            description="Width to height, if width and height are not given; the default is the model's first size",
             default=None,
             choices=["1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21"],
         ),
@@ -128,10 +129,12 @@ class TextPredictor(BaseRunner):
     @streaming
     def run(
         self,
-        prompt: str = Input(description="What to go on from, or what to answer if the model is one for chats"),
-        system_prompt: str = Input(description="How to behave, for a model for chats", default=""),
+        prompt: str = Input(
+            description="The text to continue, or the message to answer if the model is made for chats"
+        ),
+        system_prompt: str = Input(description="How to behave, if the model is made for chats", default=""),
         max_new_tokens: Optional[int] = Input(
-            description="The most tokens to generate; 512 if not given, or what is left of the model's cache",
+            description="The most tokens to generate; the default is 512, or less if the model's cache has less room",
             default=None,
             ge=1,
         ),
@@ -148,13 +151,13 @@ class TextPredictor(BaseRunner):
             le=1,
         ),
         top_k: Optional[int] = Input(
-            description="Choose among so many of the likeliest tokens; 0 is all of them", default=None, ge=0
+            description="Choose among this many of the likeliest tokens; 0 is all", default=None, ge=0
         ),
         repetition_penalty: Optional[float] = Input(
-            description="Above 1, tokens that were there before are less likely", default=None, ge=0.1, le=10
+            description="Above 1, tokens that occurred before are less likely", default=None, ge=0.1, le=10
         ),
         stop_sequences: Optional[List[str]] = Input(
-            description="Texts that end the answer, and are not part of it", default=None
+            description="Texts that end the answer; they are not part of it", default=None
         ),
         seed: Optional[int] = Input(
             description="The same seed chooses the same tokens; random if not given", default=None, ge=0, le=4294967295
@@ -184,8 +187,10 @@ class TextPredictor(BaseRunner):
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Imports without the cyclic garbage collector: it finds nothing among them, and takes an eighth of their time.
-    Later collections pass over what they made."""
+    """Run imports without the cyclic garbage collector, which takes an eighth of their time and finds nothing.
+
+    Later collections skip the objects that the imports made.
+    """
     gc.disable()
     try:
         yield
@@ -195,6 +200,6 @@ def without_collection() -> Iterator[None]:
 
 
 def metrics(boot: compile_cache.Boot, seed: int, before: compile_cache.CompileCounts) -> Dict[str, Any]:
-    """Metrics of a prediction: its seed, what the boot did, and what the prediction itself compiled."""
+    """The metrics of a prediction: its seed, the boot's own, and the number of graphs that the prediction compiled."""
     during = boot.counts().since(before)
     return {"seed": seed, "compile_cache.compiled_now": during.graphs, **boot.report.metrics()}

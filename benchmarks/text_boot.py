@@ -21,7 +21,7 @@ sys.path.append(str(ROOT))
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.settings import TextSettings
+from models.text.settings import TextSettings
 from predict import SOURCES, without_collection
 from warmup import warm_up
 

@@ -1,4 +1,4 @@
-"""Text to image: any diffusers pipeline, by folder or hub id."""
+"""Text to image: any pipeline of diffusers, by folder or hub id."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def import_pipeline(model: str, revision: str | None) -> None:
 
 
 def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """What `DiffusionPipeline.from_pretrained` loads, on `device`; several times as fast if no weight needs a cast.
+    """Load a pipeline to `device` as `DiffusionPipeline.from_pretrained` does.
+
+    It is several times as fast if no weight needs a cast.
 
     Raises:
-        OSError: there is no such folder or repository, or a file of it is missing or damaged.
+        OSError: there is no such folder or repository, or a file is missing or damaged.
     """
     folder = model if os.path.isdir(model) else DiffusionPipeline.download(model, revision=revision)
     if not need_no_cast(Path(folder), dtype):
@@ -54,7 +56,7 @@ def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: 
 
 
 class DiffusionModel:
-    """A loaded pipeline and the sizes it draws."""
+    """A loaded pipeline and the sizes that it draws."""
 
     def __init__(self, pipeline: Any, sizes: Sequence[Size] = ()) -> None:
         """Check that the pipeline draws pictures of these sizes from a prompt; log which inputs it ignores.
@@ -80,7 +82,7 @@ class DiffusionModel:
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: one of `sizes` is not one that the pipeline can draw.
+            ValueError: the pipeline cannot draw one of `sizes`, or not from a prompt alone.
         """
         if torch.cuda.is_available():
             pipeline = load_pipeline(model, revision, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
@@ -90,19 +92,19 @@ class DiffusionModel:
 
     @property
     def takes_negative_prompt(self) -> bool:
-        """Whether the pipeline has one."""
+        """Whether the pipeline has such an input."""
         return "negative_prompt" in self._parameters
 
     def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
-        """Inputs that make predictions of `sizes` compile nothing; of the first size if none is given.
+        """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        A pipeline that runs guidance as a batch of two is warmed up without it as well.
+        A pipeline that runs guidance as a batch of two is also warmed up without guidance.
 
         Raises:
-            ValueError: one of `sizes` is not one that this model draws.
+            ValueError: the model does not draw one of `sizes`.
         """
         if unknown := [size for size in sizes if size not in self.sizes]:
-            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; this model draws {', '.join(map(str, self.sizes))}")
+            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; the model draws {', '.join(map(str, self.sizes))}")
         scales = (None, 1.0) if hasattr(type(self._pipeline), "do_classifier_free_guidance") else (None,)
         return [
             ImageInputs("a warm-up", size, seed=0, num_inference_steps=_WARM_UP_STEPS, guidance_scale=scale)
@@ -111,12 +113,12 @@ class DiffusionModel:
         ]
 
     def run(self, inputs: ImageInputs) -> Image.Image:
-        """Draw one picture. The same inputs give the same picture, on the same kind of machine.
+        """Draw one picture. On the same kind of machine, the same inputs give the same picture.
 
-        Sets all the thread-local state it needs: Cog calls it from changing threads, and the warm-up from another.
+        It sets the thread-local state that it needs, because Cog calls it from changing threads.
 
         Raises:
-            ValueError: a negative prompt for a pipeline that has none.
+            ValueError: the pipeline takes no negative prompt, or does not draw pictures from a prompt alone.
         """
         if inputs.negative_prompt and not self.takes_negative_prompt:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
@@ -173,7 +175,7 @@ class DiffusionModel:
         return self._parameters["guidance_scale"].default if "guidance_scale" in self._parameters else None
 
     def _native_resolution(self) -> int:
-        """Pixels a side that the model was trained for, as its pipeline or its denoiser states them in latents."""
+        """The side, in pixels, of the pictures that the model was trained for."""
         config = getattr(self.denoiser, "config", None)
         candidates = (getattr(self._pipeline, "default_sample_size", None), getattr(config, "sample_size", None), 128)
         latents = next(value for value in candidates if isinstance(value, int))
@@ -181,14 +183,16 @@ class DiffusionModel:
 
     @property
     def _vae_scale_factor(self) -> int:
-        """Pixels a latent, each way."""
+        """Pixels of one latent, along each side."""
         return int(getattr(self._pipeline, "vae_scale_factor", 8))
 
     def _check_sizes(self) -> None:
-        # Transformers take patches of latents as tokens: as configured, or packed 2 x 2 (FLUX and its kin).
+        # A token of a transformer is a patch of latents, of the configured size or packed 2 x 2 (FLUX).
         patch = getattr(getattr(self.denoiser, "config", None), "patch_size", None)
         packed = 2 if hasattr(self._pipeline, "_pack_latents") else 1
         multiple = max(packed, patch if isinstance(patch, int) else 1) * self._vae_scale_factor
         wrong = [size for size in self.sizes if size.width % multiple or size.height % multiple]
         if wrong:
-            raise ValueError(f"IMAGE_SIZES has {wrong[0]}; this model draws widths and heights that {multiple} divides")
+            raise ValueError(
+                f"IMAGE_SIZES has {wrong[0]}; width and height must be multiples of {multiple} for this model"
+            )
