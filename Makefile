@@ -32,6 +32,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
+	$(BIN)/python -m pytest benchmarks
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \

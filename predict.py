@@ -11,7 +11,7 @@ from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.image.files import PictureFolders
+from models.image.files import PictureFiles
 from models.image.inputs import ImageRequest
 from models.image.settings import ImageSettings
 from models.inputs import LARGEST_SEED
@@ -46,7 +46,7 @@ class Predictor(BaseRunner):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes)
             self.boot.compile(self.model.denoiser)
             warm_up(self.boot, self.model, self.model.warm_up_inputs(settings.warm_up_sizes))
-        self.folders = PictureFolders()
+        self.files = PictureFiles()
 
     def run(
         self,
@@ -78,31 +78,26 @@ class Predictor(BaseRunner):
         """Draw `num_outputs` pictures, one file each."""
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
         request = ImageRequest(
-            prompt=prompt,
-            seed=seed,
-            negative_prompt=negative_prompt,
-            aspect_ratio=aspect_ratio,
-            width=width,
-            height=height,
-            num_outputs=num_outputs,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            output_format=output_format,
-            output_quality=output_quality,
+            prompt,
+            negative_prompt,
+            aspect_ratio,
+            width,
+            height,
+            num_outputs,
+            num_inference_steps,
+            guidance_scale,
+            seed,
+            output_format,
+            output_quality,
         )
-        pictures = request.pictures(self.model.sizes)
+        inputs = request.pictures(self.model.sizes)
         print(f"seed: {seed}")
         before = self.boot.counts()
-        folder = self.folders.next()
-        paths = []
-        for number, inputs in enumerate(pictures):
-            path = os.path.join(folder, f"{number}.{output_format}")
-            # Pillow knows jpg as JPEG; png ignores the quality.
-            self.model.run(inputs).save(path, quality=output_quality)
-            paths.append(Path(path))
+        pictures = (self.model.run(one) for one in inputs)
+        paths = self.files.save(pictures, output_format, output_quality)
         for name, value in metrics(self.boot, seed, before).items():
             self.record_metric(name, value)
-        return paths
+        return [Path(path) for path in paths]
 
 
 class TextPredictor(BaseRunner):
@@ -165,16 +160,9 @@ class TextPredictor(BaseRunner):
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
+        stops = tuple(stop_sequences or ())
         inputs = TextInputs(
-            prompt,
-            system_prompt,
-            max_new_tokens,
-            temperature,
-            top_p,
-            top_k,
-            repetition_penalty,
-            tuple(stop_sequences or ()),
-            seed,
+            prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )
         print(f"seed: {seed}")
         before = self.boot.counts()

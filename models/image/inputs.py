@@ -36,12 +36,11 @@ class ImageInputs:
     guidance_scale: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ImageRequest:
     """One prediction: `num_outputs` pictures with seeds counting up."""
 
     prompt: str
-    seed: int
     negative_prompt: str = ""
     aspect_ratio: str | None = None
     width: int | None = None
@@ -49,6 +48,7 @@ class ImageRequest:
     num_outputs: int = 1
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    seed: int = 0
     output_format: str = "webp"
     output_quality: int = 90
 

@@ -81,7 +81,6 @@ def _on_gpu(
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
     overlaps = can_overlap(query.device)
-    options = launch_options(overlaps)
     kernel("attend_part")[(key_heads, _PARTS)](
         query,
         key,
@@ -108,8 +107,14 @@ def _on_gpu(
         OVERLAPS=overlaps,
         num_warps=4,
         num_stages=stages,
-        **options,
+        **launch_options(overlaps),
     )
+    _join_parts(partial, sums, result, overlaps)
+    return result
+
+
+def _join_parts(partial: torch.Tensor, sums: torch.Tensor, result: torch.Tensor, overlaps: bool) -> None:
+    heads, _, value_size = partial.shape
     kernel("join_parts")[(heads,)](
         partial,
         sums,
@@ -120,6 +125,5 @@ def _on_gpu(
         PARTS=_PARTS,
         OVERLAPS=overlaps,
         num_warps=4,
-        **options,
+        **launch_options(overlaps),
     )
-    return result
