@@ -160,7 +160,7 @@ class TextPredictor(BaseRunner):
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
-        stops = tuple(stop_sequences or ())
+        stops = stop_sequences or ()
         inputs = TextInputs(
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )

@@ -86,6 +86,7 @@ def test_image_input_out_of_its_bounds_is_refused_by_name(wrong, reason):
         ({"repetition_penalty": 0}, "repetition_penalty is 0; give a number from 0.1 to 10"),
         ({"seed": 1 << 32}, "seed is 4294967296"),
         ({"system_prompt": 3}, "system_prompt is 3; give a text"),
+        ({"stop_sequences": "ab"}, "stop_sequences is 'ab'; give a list of texts"),
         ({"stop_sequences": ("",)}, "stop_sequences has ''; give texts that are not empty"),
         ({"stop_sequences": (1,)}, "stop_sequences has 1"),
     ],

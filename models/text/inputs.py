@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.inputs import LARGEST_SEED, Bounds, check_inputs
@@ -30,7 +31,7 @@ class TextInputs:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
-    stop_sequences: tuple[str, ...] = ()
+    stop_sequences: Sequence[str] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -40,5 +41,7 @@ class TextInputs:
             ValueError: names each input that is out of its bounds.
         """
         check_inputs(self, BOUNDS)
+        if not isinstance(self.stop_sequences, list | tuple):
+            raise ValueError(f"stop_sequences is {self.stop_sequences!r}; give a list of texts")
         if wrong := [text for text in self.stop_sequences if not isinstance(text, str) or not text]:
             raise ValueError(f"stop_sequences has {wrong[0]!r}; give texts that are not empty")
