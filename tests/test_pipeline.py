@@ -15,7 +15,7 @@ from PIL import Image
 from models.image.inputs import ImageInputs
 from models.image.pipeline import DiffusionModel
 from models.image.sizes import Size
-from models.image.supported import check_pipeline
+from models.image.supported import check_pipeline, ignored_inputs
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SIZES = [Size(64, 64), Size(96, 64)]
@@ -115,6 +115,20 @@ class SteersOnly(FluxPipeline):
 def test_a_negative_prompt_uses_the_guidance_asked_for(parts, asked, scale):
     inputs = ImageInputs("a", SIZES[0], seed=0, negative_prompt="b", guidance_scale=asked)
     assert DiffusionModel(SteersOnly(**parts), SIZES).run(inputs).getpixel((0, 0)) == scale
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("FluxKontextPipeline", "only the aspect ratio from the size asked for: it draws about 1048576 pixels"),
+        ("HunyuanDiTPipeline", "may replace the size asked for"),
+        ("QwenImagePipeline", "ignores guidance_scale without a negative_prompt"),
+        ("HunyuanImagePipeline", "ignores guidance_scale: it has no such parameter"),
+    ],
+)
+def test_inputs_that_a_pipeline_ignores_are_known_from_its_signature(parts, name, reason):
+    pipeline = object.__new__(getattr(diffusers, name))  # its real parts are gigabytes
+    assert any(reason in line for line in ignored_inputs(pipeline, parts["transformer"]))
 
 
 class ChoosesSize(FluxPipeline):

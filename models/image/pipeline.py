@@ -17,7 +17,7 @@ from torch import nn
 
 from models.image.inputs import ImageInputs
 from models.image.sizes import Size, native_sizes
-from models.image.supported import check_pipeline, find_denoiser, ignored_guidance
+from models.image.supported import check_pipeline, find_denoiser, ignored_inputs
 from models.weights import move, need_no_cast
 
 _WARM_UP_STEPS = 2
@@ -73,7 +73,7 @@ class DiffusionModel:
         self.sizes = tuple(sizes) or native_sizes(self._native_resolution())
         self._wrong_sizes: set[Size] = set()
         self._check_sizes()
-        if ignored := ignored_guidance(pipeline, self.denoiser):
+        for ignored in ignored_inputs(pipeline, self.denoiser):
             log.info(ignored)
 
     @classmethod

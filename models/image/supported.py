@@ -54,13 +54,21 @@ def find_denoiser(pipeline: Any) -> nn.Module:
     )
 
 
-def ignored_guidance(pipeline: Any, denoiser: nn.Module) -> str | None:
-    """How the pipeline ignores the input `guidance_scale`; None if it does not."""
+def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
+    """The inputs that the pipeline ignores or changes, a sentence for each."""
     parameters = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
+    found = []
     if "true_cfg_scale" in parameters:
         # There, guidance_scale is an input of the network, if it was trained with one; Qwen-Image's was not.
-        if getattr(getattr(denoiser, "config", None), "guidance_embeds", False) and "guidance_scale" in parameters:
-            return None
-        return f"{name} ignores guidance_scale without a negative_prompt: its network takes no guidance"
-    return None if "guidance_scale" in parameters else f"{name} ignores guidance_scale: it has no such parameter"
+        is_taken = getattr(getattr(denoiser, "config", None), "guidance_embeds", False)
+        if "guidance_scale" not in parameters or not is_taken:
+            found.append(f"{name} ignores guidance_scale without a negative_prompt: its network takes no guidance")
+    elif "guidance_scale" not in parameters:
+        found.append(f"{name} ignores guidance_scale: it has no such parameter")
+    if "max_area" in parameters:
+        area = parameters["max_area"].default
+        found.append(f"{name} takes only the aspect ratio from the size asked for: it draws about {area} pixels")
+    if "use_resolution_binning" in parameters:
+        found.append(f"{name} may replace the size asked for by one that it was trained for (use_resolution_binning)")
+    return found
