@@ -3,13 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What pip finds: on Linux usually the build for CUDA, which runs on a CPU as well.
+# On Linux, pip usually finds the build for CUDA, which runs on a CPU as well.
 TORCH ?= torch==2.13.0
 
-# Where tests find what QUANTIZE needs.
+# The environment is set up again when pyproject.toml or TORCH changes.
+READY := $(VENV)/ready-$(subst /,_,$(TORCH))
+
+# The folder where tests find torchao.
 QUANTIZE := $(VENV)/quantize
 
-# What `make test` does a part of, in full: about half an hour, and root for namespaces.
+# Half an hour as root. `make test` has a small part of it.
 SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py
 
 .PHONY: demo test soak lint types clean
@@ -22,37 +25,38 @@ help:
 	@echo "make lint   ruff"
 	@echo "make types  mypy"
 
-demo: $(VENV)/ready
+demo: $(READY)
 	$(BIN)/python demo/run_demo.py
 
-test: $(VENV)/ready
+test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-soak: $(VENV)/ready
+soak: $(READY)
+	$(BIN)/python -m pytest benchmarks
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-lint: $(VENV)/ready
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/ready
+types: $(READY)
 	$(BIN)/mypy
 
-$(VENV)/ready: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
-	  { echo "Python 3.10 or newer is needed: install it, or name one as in 'make PYTHON=python3.12 test'"; exit 1; }
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Python 3.11 or newer is needed: install it, or name one as in 'make PYTHON=python3.12 test'"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is missing: install python3-venv (Debian, Ubuntu)"; exit 1; }
 	@command -v "$${CXX:-g++}" >/dev/null || \
 	  { echo "A C++ compiler is missing, which torch.compile needs: install g++ (Debian, Ubuntu: build-essential)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23" "setuptools>=77"
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[model,dev]"
-	@# Beside the others: wherever torchao is installed, transformers imports it, in every boot.
+	@rm -f $(VENV)/ready*
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[model,dev]"
+	@# Not among the others: transformers imports torchao in every boot if it finds it.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
 	@touch $@
 

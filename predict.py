@@ -5,24 +5,28 @@ import gc
 import logging
 import os
 import random
-import tempfile
 from typing import Any, Dict, Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.settings import ModelSettings, TextSettings
+from models.image.files import PictureFiles
+from models.image.inputs import ImageRequest
+from models.image.settings import ImageSettings
+from models.inputs import LARGEST_SEED
+from models.text.inputs import TextInputs
+from models.text.settings import TextSettings
 from warmup import warm_up
 
-# torch and the models are imported in setup(), after the restore has started.
+# setup() imports torch and the models after it has started the restore.
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-logging.getLogger("compile_cache").setLevel(logging.INFO)
+for name in ("compile_cache", "models"):
+    logging.getLogger(name).setLevel(logging.INFO)
 
 PROJECT = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
-LARGEST_SEED = 4294967295
 
 
 class Predictor(BaseRunner):
@@ -30,7 +34,7 @@ class Predictor(BaseRunner):
 
     def setup(self) -> None:
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
-        settings = ModelSettings.from_env(os.environ)
+        settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
@@ -42,13 +46,14 @@ class Predictor(BaseRunner):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes)
             self.boot.compile(self.model.denoiser)
             warm_up(self.boot, self.model, self.model.warm_up_inputs(settings.warm_up_sizes))
+        self.files = PictureFiles()
 
     def run(
         self,
         prompt: str = Input(description="What to draw"),
-        negative_prompt: str = Input(description="What not to draw, if the model takes it", default=""),
+        negative_prompt: str = Input(description="What not to draw, if the model takes a negative prompt", default=""),
         aspect_ratio: Optional[str] = Input(
-            description="Width to height, if width and height are not given; the model's first size by default",
+            description="Width to height, if width and height are not given; the default is the model's first size",
             default=None,
             choices=["1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21"],
         ),
@@ -71,25 +76,28 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        from models.image.pipeline import ImageInputs
-        from models.image.sizes import choose_size
-
-        before = self.boot.counts()
-        size = choose_size(self.model.sizes, aspect_ratio, width, height)
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
+        request = ImageRequest(
+            prompt,
+            negative_prompt,
+            aspect_ratio,
+            width,
+            height,
+            num_outputs,
+            num_inference_steps,
+            guidance_scale,
+            seed,
+            output_format,
+            output_quality,
+        )
+        inputs = request.pictures(self.model.sizes)
         print(f"seed: {seed}")
-        paths = []
-        for number in range(num_outputs):
-            inputs = ImageInputs(
-                prompt, size, (seed + number) % (LARGEST_SEED + 1), negative_prompt, num_inference_steps, guidance_scale
-            )
-            path = os.path.join(tempfile.mkdtemp(), f"{number}.{output_format}")
-            # Pillow knows jpg as JPEG; png ignores the quality.
-            self.model.run(inputs).save(path, quality=output_quality)
-            paths.append(Path(path))
+        before = self.boot.counts()
+        pictures = (self.model.run(one) for one in inputs)
+        paths = self.files.save(pictures, output_format, output_quality)
         for name, value in metrics(self.boot, seed, before).items():
             self.record_metric(name, value)
-        return paths
+        return [Path(path) for path in paths]
 
 
 class TextPredictor(BaseRunner):
@@ -116,10 +124,12 @@ class TextPredictor(BaseRunner):
     @streaming
     def run(
         self,
-        prompt: str = Input(description="What to go on from, or what to answer if the model is one for chats"),
-        system_prompt: str = Input(description="How to behave, for a model for chats", default=""),
+        prompt: str = Input(
+            description="The text to continue, or the message to answer if the model is made for chats"
+        ),
+        system_prompt: str = Input(description="How to behave, if the model is made for chats", default=""),
         max_new_tokens: Optional[int] = Input(
-            description="The most tokens to generate; 512 if not given, or what is left of the model's cache",
+            description="The most tokens to generate; the default is 512, or less if the model's cache has less room",
             default=None,
             ge=1,
         ),
@@ -136,35 +146,26 @@ class TextPredictor(BaseRunner):
             le=1,
         ),
         top_k: Optional[int] = Input(
-            description="Choose among so many of the likeliest tokens; 0 is all of them", default=None, ge=0
+            description="Choose among this many of the likeliest tokens; 0 is all", default=None, ge=0
         ),
         repetition_penalty: Optional[float] = Input(
-            description="Above 1, tokens that were there before are less likely", default=None, ge=0.1, le=10
+            description="Above 1, tokens that occurred before are less likely", default=None, ge=0.1, le=10
         ),
         stop_sequences: Optional[List[str]] = Input(
-            description="Texts that end the answer, and are not part of it", default=None
+            description="Texts that end the answer; they are not part of it", default=None
         ),
         seed: Optional[int] = Input(
             description="The same seed chooses the same tokens; random if not given", default=None, ge=0, le=4294967295
         ),
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
-        from models.text.model import TextInputs
-
-        before = self.boot.counts()
         seed = random.randint(0, LARGEST_SEED) if seed is None else seed
-        print(f"seed: {seed}")
+        stops = stop_sequences or ()
         inputs = TextInputs(
-            prompt,
-            system_prompt,
-            max_new_tokens,
-            temperature,
-            top_p,
-            top_k,
-            repetition_penalty,
-            tuple(stop_sequences or ()),
-            seed,
+            prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )
+        print(f"seed: {seed}")
+        before = self.boot.counts()
         answer = self.model.answer(inputs)
         yield from answer
         counts = {"input_token_count": answer.prompt_tokens, "output_token_count": answer.new_tokens}
@@ -174,8 +175,10 @@ class TextPredictor(BaseRunner):
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Imports without the cyclic garbage collector: it finds nothing among them, and takes an eighth of their time.
-    Later collections pass over what they made."""
+    """Run imports without the cyclic garbage collector, which takes an eighth of their time and finds nothing.
+
+    Later collections skip the objects that the imports made.
+    """
     gc.disable()
     try:
         yield
@@ -185,6 +188,6 @@ def without_collection() -> Iterator[None]:
 
 
 def metrics(boot: compile_cache.Boot, seed: int, before: compile_cache.CompileCounts) -> Dict[str, Any]:
-    """Metrics of a prediction: its seed, what the boot did, and what the prediction itself compiled."""
+    """The metrics of a prediction: its seed, the boot's own, and the number of graphs that the prediction compiled."""
     during = boot.counts().since(before)
     return {"seed": seed, "compile_cache.compiled_now": during.graphs, **boot.report.metrics()}

@@ -1,4 +1,4 @@
-"""Make a virtual environment of what `requirements.txt` needs and nothing else, by links to what is installed here.
+"""Make a virtual environment of what `requirements.txt` and cog need and nothing else, by links to what is installed.
 
 Imports depend on all that is installed: transformers and diffusers look through every distribution, and import scikit-
 learn, pandas or peft where they find them. An image that is built from `requirements.txt` has none of those; a machine
@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} exists already")
-    distributions = closure(read_requirements(args.requirements))
+    distributions = closure([Requirement("cog"), *read_requirements(args.requirements)])
     venv.create(args.out, symlinks=True, with_pip=False)
     site = sysconfig.get_path("purelib", "venv", {"base": str(args.out), "platbase": str(args.out)})
     link(distributions.values(), Path(site))

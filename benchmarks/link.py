@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -128,7 +128,7 @@ def _listing(bucket: Path, prefix: str) -> bytes:
     for path in sorted(path for path in bucket.rglob("*") if path.is_file()):
         name, stat = path.relative_to(bucket).as_posix(), path.stat()
         if name.startswith(prefix):
-            modified = datetime.fromtimestamp(int(stat.st_mtime), timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+            modified = datetime.fromtimestamp(int(stat.st_mtime), UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
             entries.append(
                 f"<Contents><Key>{escape(name)}</Key><LastModified>{modified}</LastModified>"
                 f'<ETag>"0"</ETag><Size>{stat.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>'

@@ -3,7 +3,7 @@
     python benchmarks/matrix_vector.py --out matrix_vector.jsonl
 
 For each shape, matrices of more bytes than any cache holds, one after the other in one recorded CUDA graph, so that no
-launch waits for the host: torch's own product, and the operators of matrix_vector.py with several block sizes;
+launch waits for the host: torch's own product, and models/kernels/matrix_vector.py with several block sizes;
 `*` marks those that it uses. Then a chain of all of a token's products and norms. What a large copy moves is measured
 in the same run.
 """

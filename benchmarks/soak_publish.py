@@ -20,14 +20,11 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -36,84 +33,28 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from containers import Artifact, compile_missing, files_in, graph, make_content, open_cache, packs_in, restored_keys
+from containers import Artifact, graph, packs_in, restored_keys
 from exit import CREDENTIALS, s3_server
+from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
 from table import markdown, spread
 
 from compile_cache.errors import PackError, StoreError
-from compile_cache.lifecycle import publish, turns
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport
-from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.store.opening import open_url
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.compaction import compact
-from compile_cache.versions.directory import CacheDirectory, logical_key
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import verify_pack
 
 LEAST_FINISHED = 0.5
-# A publisher's pace, so that a round takes a second, and a lease so short that its holder sometimes loses it alive.
-PACE = {
-    "_POLL_S": 0.05,
-    "_RETRY_S": 0.5,
-    "_LONGEST_LOOK_S": 0.2,
-    "_LONGEST_WAIT_S": 5.0,
-    "_PUBLISH_EXPIRY_S": 0.4,
-}
-_PATIENCE_S = 60.0
-_MOST_PACKS = 3
 _GRAPHS = 20
 _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
 _NEW_GRAPH_BYTES = (2 << 10, 4 << 10, 16 << 10)
 _NEW_ARTIFACTS = 3
 # Kinds of calls to the store, and how many moments, just before or just after one, a process may have of each.
 _CALLS = {"any": 40, "list": 4, "put pack": 2, "put lease": 4, "read pack": 12, "delete pack": 4}
-# Of those that compact whatever others do: the second finds what the first ones are just deleting.
-_COMPACTIONS = 2
 _KILLED = 0.4
-_MOST_LINES = 50
 _STALLED = 0.2
 _STALL_S = (0.1, 0.8)
+_MOST_LINES = 50
 _FORK = get_context("fork")
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The `number`th that is just before or just after such a call to the store."""
-
-    calls: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one process does in a round. `compacts` is `no`, `leased` (as its publisher decides) or `alone` (whatever
-    others do)."""
-
-    number: int
-    round: int
-    seed: int
-    artifacts: tuple[Artifact, ...]
-    boots: bool
-    rewrites: bool
-    is_stopped: bool
-    compacts: str
-    death: Moment | None
-    stall: Moment | None
-    stall_s: float
-    killed_after: float | None  # of the time that the round before took
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a process says: `booted`, `incomplete` (that boot did without a pack), `publishing`, `finished` with its
-    logical keys, `compacted`, `failed` (the store's fault), `wrong` (a violation), `done`."""
-
-    kind: str
-    keys: frozenset[str] = frozenset()
-    text: str = ""
 
 
 @dataclass(slots=True)
@@ -134,167 +75,6 @@ class Round:
     seconds: float = 0.0
     check_s: float = 0.0
     violations: list[str] = field(default_factory=list)
-
-
-class MortalStore:
-    """Another store, in a process that stalls and dies when its turn says so."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._turn: Turn | None = None
-        self._passed: Counter[str] = Counter()
-        self._store = store
-
-    def begin(self, turn: Turn | None) -> None:
-        """What is asked from now on belongs to `turn`."""
-        self._turn = turn
-        self._passed.clear()
-
-    @property
-    def location(self) -> str:
-        """The other store's."""
-        return self._store.location
-
-    def list(self, prefix: str) -> Sequence[StoredObject]:
-        """Mortal."""
-        with self._call("list", prefix):
-            return self._store.list(prefix)
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """Mortal."""
-        with self._call("read", name):
-            return self._store.read(name, start, size_bytes)
-
-    def put(self, name: str, content: Path | bytes) -> None:
-        """Mortal."""
-        with self._call("put", name):
-            self._store.put(name, content)
-
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Mortal."""
-        with self._call("put", name):
-            return self._store.put_if_absent(name, content)
-
-    def delete(self, name: str) -> None:
-        """Mortal."""
-        with self._call("delete", name):
-            self._store.delete(name)
-
-    @contextmanager
-    def _call(self, method: str, name: str) -> Iterator[None]:
-        kinds = ("any", method, f"{method} {name.rpartition('.')[2]}")
-        self._pass(kinds)
-        yield
-        self._pass(kinds)
-
-    def _pass(self, kinds: Sequence[str]) -> None:
-        turn = self._turn
-        if turn is None:
-            return
-        self._passed.update(kinds)
-        now = [Moment(kind, self._passed[kind]) for kind in kinds]
-        if turn.death in now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if turn.stall in now:
-            time.sleep(turn.stall_s)
-
-
-class Container:
-    """What lives in one process: a cache, its directory, and a round's work."""
-
-    def __init__(self, store: MortalStore, root: Path, connection: Connection) -> None:
-        self._store = store
-        self._root = root
-        self._connection = connection
-        self._boots = 0
-        self._cache: CompileCache | None = None
-        self._directory: CacheDirectory | None = None
-
-    def do(self, turn: Turn) -> None:
-        """One round: what goes wrong is told, and is the store's fault or a violation."""
-        self._store.begin(turn)
-        try:
-            self._publish(turn)
-        except StoreError as error:
-            self._say("failed", text=f"{type(error).__name__}: {error}")
-        except Exception:
-            self._say("wrong", text=f"process {turn.number}: {traceback.format_exc()}")
-        self._store.begin(None)
-        self._say("done")
-
-    def _say(self, kind: str, keys: frozenset[str] = frozenset(), text: str = "") -> None:
-        self._connection.send(Event(kind, keys, text))
-
-    def _boot(self) -> None:
-        """Restore into a new directory."""
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._boots += 1
-        self._cache, self._directory = open_cache(self._store, self._root / str(self._boots))
-        fetched = self._cache.fetch()
-        self._cache.install(fetched)
-        self._say("booted")
-        for pack in fetched.refused:
-            self._say("incomplete" if not pack.is_final else "wrong", text=f"{pack.name} is refused: {pack.reason}")
-
-    def _publish(self, turn: Turn) -> None:
-        if turn.boots or self._cache is None or self._directory is None:
-            self._boot()
-        cache, directory = self._cache, self._directory
-        assert cache is not None
-        assert directory is not None
-        compile_missing(directory.path, turn.artifacts, turn.seed)
-        if turn.rewrites:
-            rewrite(directory.path, random.Random(turn.seed))
-        keys = frozenset(logical_key(path) for path in files_in(directory.path))
-        self._say("publishing")
-        boot = BootReport()
-        report = boot.publish
-        most_packs = _MOST_PACKS if turn.compacts == "leased" else 0
-        running = Publisher(cache, boot, Settings(exit_budget_s=_PATIENCE_S, most_packs=most_packs))
-        running.start()
-        if not turn.is_stopped:
-            if running.wait(_PATIENCE_S) and not report.failures:
-                self._say("finished", keys)
-            # What it compacts meanwhile is stopped at some moment.
-            time.sleep(random.Random(turn.seed).uniform(0.0, 0.5) if turn.compacts == "leased" else 0.0)
-        running.flush()
-        for failure in report.failures:
-            self._say("failed", text=failure)
-        if turn.is_stopped and running.wait(0.0) and not report.failures:
-            self._say("finished", keys)
-        if report.compacted_packs:
-            self._say("compacted")
-        if turn.compacts == "alone":
-            self._compact(cache, f"process {turn.number}")
-
-    def _compact(self, cache: CompileCache, creator: str) -> None:
-        for _ in range(_COMPACTIONS):
-            written = cache.of_written_store()
-            if compact(written, written.staging, creator).packs:
-                self._say("compacted")
-
-
-def rewrite(folder: Path, source: random.Random) -> None:
-    """Change a file in place, as Triton's autotuner does: it is published as one that replaces another."""
-    paths = sorted(path for path in files_in(folder) if logical_key(path) == path)
-    if paths:
-        path = source.choice(paths)
-        (folder / path).write_bytes(make_content(path, 4 << 10, source))
-
-
-def serve(url: str, endpoint_url: str, root: Path, connection: Connection) -> None:
-    """A process: turns come in, events go out, until the parent hangs up or is gone."""
-    parent = os.getppid()
-    for name, value in PACE.items():
-        setattr(publish if hasattr(publish, name) else turns, name, value)
-    container = Container(MortalStore(open_url(url, endpoint_url or None)), root, connection)
-    with suppress(EOFError, BrokenPipeError):
-        while os.getppid() == parent:
-            if connection.poll(1.0):
-                turn = connection.recv()
-                if turn is None:
-                    break
-                container.do(turn)
-    os._exit(0)  # publishers have registered exit hooks, and have nothing left
 
 
 @dataclass(slots=True)
@@ -383,7 +163,7 @@ class Soak:
             self._workers[process].connection.send(turn)
             if turn.killed_after is not None:
                 kill_at_s[process] = started_s + turn.killed_after * self._last_s
-        self._follow(done, kill_at_s, started_s + _PATIENCE_S)
+        self._follow(done, kill_at_s, started_s + PATIENCE_S)
         done.seconds = self._last_s = time.monotonic() - started_s
         self.check(done)
         done.keys = len(self.promised)

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT))
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.settings import TextSettings
+from models.text.settings import TextSettings
 from predict import SOURCES, without_collection
 from warmup import warm_up
 
@@ -46,8 +46,8 @@ class Booted:
         return self.model.generator.is_recorded
 
 
-def boot_text(settings: TextSettings, record: bool = True) -> Booted:
-    """`TextPredictor.setup`, line by line. Without `record`, steps are launched kernel by kernel."""
+def boot_text(settings: TextSettings) -> Booted:
+    """`TextPredictor.setup`, line by line."""
     model, revision = split_revision(settings.model)
     with compile_cache.boot(settings.model, sources=SOURCES) as boot:
         with boot.timed("import"), without_collection():
@@ -61,8 +61,7 @@ def boot_text(settings: TextSettings, record: bool = True) -> Booted:
             boot.compile(step, whole=True)
         warm_up(boot, text, text.warm_up_inputs())
         with boot.timed("record"):
-            if record:
-                text.generator.record()
+            text.generator.record()
     return Booted(boot, text)
 
 

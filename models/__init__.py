@@ -1,1 +1,1 @@
-"""Model families: each module loads any model of its family, names what to compile, and runs it."""
+"""Model families. Each folder loads any model of its family, names the modules to compile, and runs it."""

@@ -1,8 +1,8 @@
-"""Weights from safetensors files to the GPU, as fast as the page cache and PCIe give them.
+"""Weights from safetensors files to the GPU, at the speed of the page cache and PCIe.
 
-On the CPU, `from_pretrained` maps the files into memory and reads next to nothing of them. It alone decides which
-weights there are, of what type, tied or computed; `move` then takes them to the GPU as `nn.Module.to` does, but reads
-and copies many pieces at a time (benchmarks/weights.py).
+On the CPU, `from_pretrained` maps the files into memory and reads next to nothing. It decides which weights there are,
+of which type, tied or computed. `move` then takes them to the GPU as `nn.Module.to` does, but reads and copies many
+pieces at a time (benchmarks/weights.py).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-# What diffusers and transformers name a model's weights; with ".index.json" appended, the list of its shards.
+# The names that diffusers and transformers give weights. With ".index.json" appended: the list of shards.
 _WEIGHT_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
-# 128 MB of pinned memory in all. Fewer threads are slower, more threads or larger pieces are no faster.
+# 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
 
 
 def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
-    """Whether all weights of a model or pipeline are in safetensors files, and floating-point ones of `dtype` already.
+    """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
 
-    What else there is `from_pretrained` casts, quantizes or unpickles; on the CPU, into as much memory as it takes.
+    `from_pretrained` casts, quantizes or unpickles all others, on the CPU and in memory.
     """
     try:
         return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
     except (OSError, ValueError, KeyError, SafetensorError):
-        return False  # what is missing or damaged, from_pretrained says best
+        return False  # from_pretrained has the better message for missing and damaged files
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The files of a model, or of every component of a pipeline that has weights, as from_pretrained finds them.
+    """The weight files of a model or of a pipeline's components, as from_pretrained finds them.
 
     Raises:
-        OSError: a component has none that are safetensors.
+        OSError: a component has no safetensors files.
         ValueError: a component is quantized.
     """
     index = folder / "model_index.json"
     for component in [folder / name for name in json.loads(index.read_text())] if index.is_file() else [folder]:
-        if not (component / "config.json").is_file():  # a tokenizer, a scheduler, or no component
+        if not (component / "config.json").is_file():  # a tokenizer or a scheduler
             continue
         if "quantization_config" in json.loads((component / "config.json").read_text()):
             raise ValueError(f"{component} is quantized")
@@ -72,15 +72,15 @@ def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
 
 
 def move(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Like `module.to(device)` for each, but several times as fast for large weights that are on the CPU.
+    """Move modules as `module.to(device)` does, several times as fast for large weights on the CPU.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room for them.
+        torch.OutOfMemoryError: the device has too little memory.
     """
     modules = list(modules)
     weights = {id(weight): weight for module in modules for weight in chain(module.parameters(), module.buffers())}
     plain = [weight for weight in weights.values() if _is_plain(weight)]
-    # One large block, which torch's allocator then splits up, rather than a cudaMalloc for every weight.
+    # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.
     torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
     there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
     _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device)
@@ -103,7 +103,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
-    """Copy each first tensor, which is on the CPU, to the second, which is on `device`; both are bytes."""
+    """Copy each first tensor, on the CPU, to the second, on `device`. Both hold bytes."""
     pieces = deque(piece for pair in pairs for piece in zip(*(side.split(_PIECE_BYTES) for side in pair), strict=True))
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(_THREADS, "weights") as executor:
@@ -111,15 +111,14 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.devi
             for worker in [executor.submit(_copy_pieces, pieces, device, stream) for _ in range(_THREADS)]:
                 worker.result()
         except BaseException:
-            pieces.clear()  # the other workers end with their piece
+            pieces.clear()  # the other workers end after their piece
             raise
 
 
 def _copy_pieces(
     pieces: deque[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
 ) -> None:
-    """Copy pieces until none is left, after what the caller's stream has still to do. Reading and copying release the
-    GIL."""
+    """Copy pieces until none is left, behind the work of the caller's stream. Reading and copying release the GIL."""
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
@@ -135,7 +134,7 @@ def _copy_pieces(
 
 
 class _Buffer:
-    """Pinned memory between a file and the GPU: read into while another one is copied from."""
+    """Pinned memory between a file and the GPU. One buffer is filled while the GPU copies from the other."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
@@ -143,11 +142,11 @@ class _Buffer:
         self._copied = torch.cuda.Event() if stream is not None else None
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Read `source`, and begin to copy it to `target`."""
+        """Read `source` and start to copy it to `target`."""
         if self._copied is not None:
             self._copied.synchronize()
         part = self._memory[: source.nbytes]
-        numpy.copyto(part.numpy(), source.numpy())  # torch would add threads of its own
+        numpy.copyto(part.numpy(), source.numpy())  # torch would start more threads
         with torch.cuda.stream(self._stream):
             target.copy_(part, non_blocking=True)
         if self._copied is not None:

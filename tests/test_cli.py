@@ -813,7 +813,8 @@ def test_without_typer_it_says_how_to_install_it(tmp_path):
     (tmp_path / "typer" / "__init__.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
     done = run_script("ls", PYTHONPATH=str(tmp_path))
     assert (done.code, done.out) == (1, "")
-    assert done.err == "error: compile-cache needs the package typer: pip install 'cog-compile-cache[cli]'\n"
+    remedy = "pip install '.[cli]' in a checkout of cog-compile-cache"
+    assert done.err == f"error: compile-cache needs the package typer: {remedy}\n"
 
 
 def test_commands_import_neither_torch_nor_boto3():

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from compile_cache.settings import Settings
-from models.settings import ModelSettings, TextSettings
+from models.image.settings import ImageSettings
+from models.text.settings import TextSettings
 
 PROJECT = Path(__file__).parent.parent
-CONFIGURATIONS = {"cog.yaml": ModelSettings, "cog.text.yaml": TextSettings}
+CONFIGURATIONS = {"cog.yaml": ImageSettings, "cog.text.yaml": TextSettings}
 
 
 def read(name: str) -> dict:

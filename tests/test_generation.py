@@ -148,9 +148,9 @@ def test_prompt_and_answer_may_fill_the_cache():
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "asks the cache how long it is"),
+        ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "asks the cache for its length"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "asks for s_aux"),
-        ("falcon", {}, "attention of its own"),
+        ("falcon", {}, "its own attention"),
         ("qwen3_next", {"head_dim": 16, "num_experts": 0}, "linear_attention"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 12}, "window of 12 tokens"),
         ("llama", {"is_causal": False}, "later tokens"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _LOAD = """
-from models.settings import TextSettings
+from models.text.settings import TextSettings
 from models.text.model import TextInputs, TextModel
 settings = TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize="{quantization}")
 model = TextModel.load("demo/llama-adder", None, settings)

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.image.pipeline import DiffusionModel, ImageInputs
 from models.image.sizes import Size
-from models.settings import TextSettings
 from models.text.generation import Request
 from models.text.model import TextInputs, TextModel
 from models.text.sampling import Sampling
+from models.text.settings import TextSettings
 
 
 @pytest.fixture(scope="module")

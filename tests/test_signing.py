@@ -182,4 +182,4 @@ def test_without_cryptography_only_what_needs_it_is_refused_with_the_remedy(stat
     program = WITHOUT_CRYPTOGRAPHY.format(statement)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "pip install 'cog-compile-cache[signing]'" in done.stdout
+    assert "pip install '.[signing]' in a checkout of cog-compile-cache" in done.stdout

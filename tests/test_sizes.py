@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.image.settings import DEMO_MODEL, ImageSettings, listed
 from models.image.sizes import ASPECT_RATIOS, Size, choose_size, native_sizes, parse_sizes
-from models.settings import DEMO_MODEL, ModelSettings, listed
 
 SIZES = (Size(1024, 1024), Size(1344, 768), Size(768, 1344))
 
@@ -94,28 +94,28 @@ def test_a_bucket_serves_an_aspect_ratio_that_it_nearly_has():
 
 
 def test_without_variables_the_demo_model_is_served():
-    assert ModelSettings.from_env({}) == ModelSettings(DEMO_MODEL, (), ())
+    assert ImageSettings.from_env({}) == ImageSettings(DEMO_MODEL, (), ())
 
 
 def test_empty_variables_count_as_not_set():
-    assert ModelSettings.from_env({"MODEL": "", "IMAGE_SIZES": "", "WARM_UP_SIZES": " "}) == ModelSettings()
+    assert ImageSettings.from_env({"MODEL": "", "IMAGE_SIZES": "", "WARM_UP_SIZES": " "}) == ImageSettings()
 
 
 def test_variables_set_the_model_and_its_sizes():
     environ = {"MODEL": "org/name@main", "IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "96x64"}
-    assert ModelSettings.from_env(environ) == ModelSettings(
+    assert ImageSettings.from_env(environ) == ImageSettings(
         "org/name@main", (Size(64, 64), Size(96, 64)), (Size(96, 64),)
     )
 
 
 def test_a_warm_up_size_that_is_no_image_size_is_refused():
     with pytest.raises(ValueError, match=r"WARM_UP_SIZES has 32x32, which is not in IMAGE_SIZES: 64x64, 96x64"):
-        ModelSettings.from_env({"IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "64x64,32x32"})
+        ImageSettings.from_env({"IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "64x64,32x32"})
 
 
 def test_a_bad_warm_up_size_names_its_own_variable():
     with pytest.raises(ValueError, match="WARM_UP_SIZES has 'big'"):
-        ModelSettings.from_env({"WARM_UP_SIZES": "big"})
+        ImageSettings.from_env({"WARM_UP_SIZES": "big"})
 
 
 def test_predictor_offers_the_aspect_ratios_that_sizes_know():

@@ -179,7 +179,8 @@ def test_a_process_dies_at_the_moment_that_its_turn_names(store, tmp_path):
     program = f"""
 import dataclasses
 from pathlib import Path
-from soak_publish import Moment, MortalStore, make_turn
+from mortal_container import Moment, MortalStore
+from soak_publish import make_turn
 from compile_cache.store.local import LocalStore
 store = MortalStore(LocalStore(Path({str(tmp_path / "store")!r})))
 store.begin(dataclasses.replace(make_turn(0, 0, 0), death=Moment("put pack", 3), stall=None))

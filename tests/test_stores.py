@@ -586,7 +586,9 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, u
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SettingsError) as caught:
         open_url(url)
-    assert f"needs the package {package}: pip install 'cog-compile-cache[{extra}]'" in str(caught.value)
+    assert f"needs the package {package}: pip install '.[{extra}]' in a checkout of cog-compile-cache" in str(
+        caught.value
+    )
 
 
 def test_without_layers_what_is_written_is_what_is_read(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 from cog_server import CogServer, streaming_project
 from sums import answer, prompt, unseen_sums
 
-from models.settings import TextSettings
 from models.text.model import TextInputs, TextModel
+from models.text.settings import TextSettings
 
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 SUMS = unseen_sums(300)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from models.settings import DEMO_TEXT_MODEL, TextSettings
+from models.text.settings import DEMO_MODEL, TextSettings
 
 
 def test_nothing_set_is_the_demo_model_with_its_own_lengths():
-    assert TextSettings.from_env({}) == TextSettings(DEMO_TEXT_MODEL, None, (), None)
+    assert TextSettings.from_env({}) == TextSettings(DEMO_MODEL, None, (), None)
 
 
 def test_an_empty_variable_counts_as_not_set():

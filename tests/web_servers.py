@@ -49,7 +49,7 @@ def _sign(
 ) -> x509.Certificate:
     """With all that Python 3.13 asks of a certificate (VERIFY_X509_STRICT)."""
     subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in (name, issuer))
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     is_authority = name == issuer
     uses = dict.fromkeys(
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False

@@ -14,5 +14,6 @@ def main() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise
-        sys.exit(f"error: compile-cache needs the package {error.name}: pip install 'cog-compile-cache[cli]'")
+        remedy = "pip install '.[cli]' in a checkout of cog-compile-cache"
+        sys.exit(f"error: compile-cache needs the package {error.name}: {remedy}")
     app()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from compile_cache.cli import terminal as out
@@ -146,7 +146,7 @@ def _signature(pack: VerifiedPack) -> str:
 def _time(time_s: float) -> str:
     """A manifest may claim any time."""
     try:
-        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
         return f"{time_s:g} s after 1970"
 

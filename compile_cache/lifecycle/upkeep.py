@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from compile_cache.lifecycle.report import PublishReport
 from compile_cache.lifecycle.turns import PublishTurn
@@ -74,4 +74,4 @@ class Upkeep:
 
 
 def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
+    return datetime.now(UTC).date().isoformat()

@@ -135,6 +135,6 @@ def _ed25519() -> ModuleType:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise SettingsError(
-            "signed packs need the package cryptography: pip install 'cog-compile-cache[signing]'"
+            "signed packs need the package cryptography: pip install '.[signing]' in a checkout of cog-compile-cache"
         ) from error
     return ed25519

@@ -40,7 +40,8 @@ def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise SettingsError(
-            f"{scheme}:// needs the package {package}: pip install 'cog-compile-cache[{_EXTRAS[scheme]}]'"
+            f"{scheme}:// needs the package {package}: "
+            f"pip install '.[{_EXTRAS[scheme]}]' in a checkout of cog-compile-cache"
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
 from compile_cache.pack.format import runs, unpack_run
@@ -20,7 +20,7 @@ from compile_cache.versions.rules import Rules
 Progress = Callable[[int, int], None]
 
 
-class PackState(str, Enum):
+class PackState(StrEnum):
     """`REFUSED` packs may be intact, and are not used here: the trusted keys, the limits, the pack format or their
     place forbid it. Only their heads were read."""
 

@@ -1,1 +1,1 @@
-"""Text to image: any diffusers pipeline."""
+"""Text to image: any pipeline of diffusers."""

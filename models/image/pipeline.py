@@ -1,11 +1,11 @@
-"""Text to image: any diffusers pipeline, by folder or hub id."""
+"""Text to image: any pipeline of diffusers, by folder or hub id."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,36 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
+from models.image.inputs import ImageInputs
 from models.image.sizes import Size, native_sizes
+from models.image.supported import check_pipeline, find_denoiser, ignored_inputs
 from models.weights import move, need_no_cast
 
 _WARM_UP_STEPS = 2
-# What pipelines call the network that denoises, newest architecture first.
-_DENOISERS = ("transformer", "unet", "prior")
+
+log = logging.getLogger(__name__)
 
 
 def import_pipeline(model: str, revision: str | None) -> None:
-    """Import the classes that `model` is made of, which loading it would import: loading then imports next to nothing.
+    """Import the classes of `model`, so that loading it imports next to nothing.
 
     Raises:
         OSError: there is no such folder or repository.
+        ValueError: the pipeline does not draw from a prompt alone.
     """
     config = DiffusionPipeline.load_config(model, revision=revision)
-    getattr(diffusers, config["_class_name"], None)
+    pipeline = getattr(diffusers, config["_class_name"], None)
+    if pipeline is not None:  # otherwise the repository has code of its own
+        check_pipeline(pipeline)
 
 
 def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """What `DiffusionPipeline.from_pretrained` loads, on `device`; several times as fast if no weight needs a cast.
+    """Load a pipeline to `device` as `DiffusionPipeline.from_pretrained` does.
+
+    It is several times as fast if no weight needs a cast.
 
     Raises:
-        OSError: there is no such folder or repository, or a file of it is missing or damaged.
+        OSError: there is no such folder or repository, or a file is missing or damaged.
     """
     folder = model if os.path.isdir(model) else DiffusionPipeline.download(model, revision=revision)
     if not need_no_cast(Path(folder), dtype):
@@ -48,26 +55,26 @@ def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: 
     return pipeline
 
 
-@dataclass(frozen=True, slots=True)
-class ImageInputs:
-    """One picture to draw. None leaves a value to the pipeline's own default."""
-
-    prompt: str
-    size: Size
-    seed: int
-    negative_prompt: str | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-
-
 class DiffusionModel:
-    """A loaded pipeline and the sizes it draws."""
+    """A loaded pipeline and the sizes that it draws."""
 
     def __init__(self, pipeline: Any, sizes: Sequence[Size] = ()) -> None:
+        """Check that the pipeline draws pictures of these sizes from a prompt; log which inputs it ignores.
+
+        Raises:
+            ValueError: it does not, or it has no network to compile.
+        """
+        check_pipeline(type(pipeline))
         self._pipeline = pipeline
-        self._parameters = frozenset(inspect.signature(pipeline.__call__).parameters)
+        self._name = type(pipeline).__name__
+        self._parameters = inspect.signature(pipeline.__call__).parameters
+        # The network that is called once a step: the one to compile.
+        self.denoiser = find_denoiser(pipeline)
         self.sizes = tuple(sizes) or native_sizes(self._native_resolution())
+        self._wrong_sizes: set[Size] = set()
         self._check_sizes()
+        for ignored in ignored_inputs(pipeline, self.denoiser):
+            log.info(ignored)
 
     @classmethod
     def load(cls, model: str, revision: str | None, sizes: Sequence[Size] = ()) -> DiffusionModel:
@@ -75,7 +82,7 @@ class DiffusionModel:
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: one of `sizes` is not one that the pipeline can draw.
+            ValueError: the pipeline cannot draw one of `sizes`, or not from a prompt alone.
         """
         if torch.cuda.is_available():
             pipeline = load_pipeline(model, revision, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
@@ -84,26 +91,20 @@ class DiffusionModel:
         return cls(pipeline, sizes)
 
     @property
-    def denoiser(self) -> nn.Module:
-        """The network that is called once a step: what to compile."""
-        found = [getattr(self._pipeline, name, None) for name in _DENOISERS]
-        return next(network for network in found if network is not None)
-
-    @property
     def takes_negative_prompt(self) -> bool:
-        """Whether the pipeline has one."""
+        """Whether the pipeline has such an input."""
         return "negative_prompt" in self._parameters
 
     def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
-        """Inputs that make predictions of `sizes` compile nothing; of the first size if none is given.
+        """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        A pipeline that runs guidance as a batch of two is warmed up without it as well.
+        A pipeline that runs guidance as a batch of two is also warmed up without guidance.
 
         Raises:
-            ValueError: one of `sizes` is not one that this model draws.
+            ValueError: the model does not draw one of `sizes`.
         """
         if unknown := [size for size in sizes if size not in self.sizes]:
-            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; this model draws {', '.join(map(str, self.sizes))}")
+            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; the model draws {', '.join(map(str, self.sizes))}")
         scales = (None, 1.0) if hasattr(type(self._pipeline), "do_classifier_free_guidance") else (None,)
         return [
             ImageInputs("a warm-up", size, seed=0, num_inference_steps=_WARM_UP_STEPS, guidance_scale=scale)
@@ -112,20 +113,45 @@ class DiffusionModel:
         ]
 
     def run(self, inputs: ImageInputs) -> Image.Image:
-        """Draw one picture. The same inputs give the same picture, on the same kind of machine.
+        """Draw one picture. On the same kind of machine, the same inputs give the same picture.
 
-        Sets all the thread-local state it needs: Cog calls it from changing threads, and the warm-up from another.
+        It sets the thread-local state that it needs, because Cog calls it from changing threads.
 
         Raises:
-            ValueError: a negative prompt for a pipeline that has none.
+            ValueError: the pipeline takes no negative prompt, or does not draw pictures from a prompt alone.
         """
         if inputs.negative_prompt and not self.takes_negative_prompt:
-            raise ValueError(f"{type(self._pipeline).__name__} takes no negative_prompt; leave it empty")
+            raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
         # On the CPU, so that the same seed starts from the same noise on every device.
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         with torch.inference_mode():
-            result = self._pipeline(generator=generator, output_type="pil", **self._arguments(inputs))
-        return result.images[0]
+            result = self._call(generator=generator, output_type="pil", **self._arguments(inputs))
+        if not hasattr(result, "images"):
+            raise ValueError(
+                f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
+            )
+        picture: Image.Image = result.images[0]
+        self._compare_sizes(inputs.size, Size(*picture.size))
+        return picture
+
+    def _call(self, **arguments: Any) -> Any:
+        try:
+            return self._pipeline(**arguments)
+        except (AttributeError, TypeError, ValueError) as error:
+            if "image" not in self._parameters:
+                raise
+            # Several pipelines of diffusers have an `image` that is optional in their signature alone.
+            raise ValueError(f"{self._name} failed without an image; it may need one ({error})") from error
+
+    def _compare_sizes(self, asked: Size, drawn: Size) -> None:
+        if asked != drawn and asked not in self._wrong_sizes:
+            self._wrong_sizes.add(asked)
+            log.warning(
+                "%s drew %s where %s was asked for: it chooses its own sizes; set IMAGE_SIZES to sizes that it draws",
+                self._name,
+                drawn,
+                asked,
+            )
 
     def _arguments(self, inputs: ImageInputs) -> dict[str, Any]:
         arguments = {
@@ -137,16 +163,19 @@ class DiffusionModel:
         }
         if inputs.negative_prompt:
             arguments["negative_prompt"] = inputs.negative_prompt
-            # Pipelines whose guidance_scale is an input of a distilled network steer away from a negative prompt by
-            # this one instead, and ignore the prompt unless it is above 1.
+            # Where guidance_scale is an input of a distilled network, true_cfg_scale applies a negative prompt, if it
+            # is above 1.
             if "true_cfg_scale" in self._parameters:
-                arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
-                if arguments["true_cfg_scale"] is None:
-                    arguments["true_cfg_scale"] = _default(self._pipeline, "guidance_scale")
+                asked = arguments.pop("guidance_scale")
+                arguments["true_cfg_scale"] = self._default_guidance if asked is None else asked
         return {name: value for name, value in arguments.items() if value is not None and name in self._parameters}
 
+    @property
+    def _default_guidance(self) -> Any:
+        return self._parameters["guidance_scale"].default if "guidance_scale" in self._parameters else None
+
     def _native_resolution(self) -> int:
-        """Pixels a side that the model was trained for, as its pipeline or its denoiser states them in latents."""
+        """The side, in pixels, of the pictures that the model was trained for."""
         config = getattr(self.denoiser, "config", None)
         candidates = (getattr(self._pipeline, "default_sample_size", None), getattr(config, "sample_size", None), 128)
         latents = next(value for value in candidates if isinstance(value, int))
@@ -154,18 +183,16 @@ class DiffusionModel:
 
     @property
     def _vae_scale_factor(self) -> int:
-        """Pixels a latent, each way."""
+        """Pixels of one latent, along each side."""
         return int(getattr(self._pipeline, "vae_scale_factor", 8))
 
     def _check_sizes(self) -> None:
-        # Transformers take patches of latents as tokens: as configured, or packed 2 x 2 (FLUX and its kin).
+        # A token of a transformer is a patch of latents, of the configured size or packed 2 x 2 (FLUX).
         patch = getattr(getattr(self.denoiser, "config", None), "patch_size", None)
         packed = 2 if hasattr(self._pipeline, "_pack_latents") else 1
         multiple = max(packed, patch if isinstance(patch, int) else 1) * self._vae_scale_factor
         wrong = [size for size in self.sizes if size.width % multiple or size.height % multiple]
         if wrong:
-            raise ValueError(f"IMAGE_SIZES has {wrong[0]}; this model draws widths and heights that {multiple} divides")
-
-
-def _default(pipeline: Any, parameter: str) -> Any:
-    return inspect.signature(pipeline.__call__).parameters[parameter].default
+            raise ValueError(
+                f"IMAGE_SIZES has {wrong[0]}; width and height must be multiples of {multiple} for this model"
+            )

@@ -1,4 +1,4 @@
-"""Picture sizes: the buckets that a model draws, each of which is compiled once."""
+"""Picture sizes. A model draws a fixed list of sizes and is compiled once for each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Width : height, as Replicate's image models offer them.
+# Width to height: the choices of Replicate's image models.
 ASPECT_RATIOS = ("1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21")
-# A bucket serves an aspect ratio that it is off by at most this factor: 1152x896 is 4:3 within 4 %.
+# A size serves every aspect ratio within this factor: 1152x896 is 4:3 within 4 %.
 _RATIO_TOLERANCE = 1.05
 _NATIVE_STEP = 64
 
@@ -26,7 +26,7 @@ class Size:
 
 
 def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
-    """`1024x1024,1344x768` → sizes.
+    """Read sizes such as `1024x1024,1344x768`.
 
     Raises:
         ValueError: names `variable` and the part that is not a size.
@@ -39,13 +39,13 @@ def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
 
 
 def native_sizes(resolution: int) -> tuple[Size, ...]:
-    """One size for each aspect ratio, all of about `resolution`² pixels, in steps of 64 pixels."""
+    """A size for each aspect ratio: about `resolution`² pixels, in steps of 64 pixels."""
 
     def step(length: float) -> int:
         return max(1, round(length / _NATIVE_STEP)) * _NATIVE_STEP
 
     def size(ratio: float) -> Size:
-        # The longer side follows from the shorter one as rounded: rounding both alone can miss the ratio by 6 %.
+        # The longer side is computed from the rounded shorter one. Rounding each alone can miss the ratio by 6 %.
         if ratio < 1:
             return Size(size(1 / ratio).height, size(1 / ratio).width)
         height = step(resolution / math.sqrt(ratio))
@@ -55,11 +55,10 @@ def native_sizes(resolution: int) -> tuple[Size, ...]:
 
 
 def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | None, height: int | None) -> Size:
-    """The bucket for what was asked: exactly `width` x `height` if given, else the one nearest to `aspect_ratio`, else
-    the first.
+    """Choose one of `sizes`: exactly `width` x `height` if given, else the nearest to `aspect_ratio`, else the first.
 
     Raises:
-        ValueError: there is no such bucket; names those that there are.
+        ValueError: there is no such size. The error lists the sizes that there are.
     """
     available = "this model draws " + ", ".join(map(str, sizes))
     if width is not None or height is not None:

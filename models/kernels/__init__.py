@@ -1,1 +1,1 @@
-"""Operators of our own, in Triton."""
+"""Our own operators for a single token, with Triton kernels for GPUs, and the graph pass that joins them."""

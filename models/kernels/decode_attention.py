@@ -1,8 +1,8 @@
-"""Attention of one token over a static cache that reads only what is filled: a custom operator.
+"""A custom operator: attention of one token over the filled part of a static cache.
 
-On a GPU it is a Triton kernel that splits the filled part among many programs and joins what they found, because one
-program a head leaves most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How
-much is filled is read on the device, so that one recorded CUDA graph serves every length.
+On a GPU, a Triton kernel splits the filled part among many programs and joins their results, because one program for
+each head leaves most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The
+kernel reads the filled length on the device, so that one recorded CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
 from models.kernels.launch import can_overlap, kernel, launch_options, power_of_2
 
-# A head's keys are split into so many parts.
+# The keys of a head are split into this many parts.
 _PARTS = 16
-# Tokens that a program multiplies at once, and blocks of them that are on their way: as many as shared memory holds.
+# Tokens that a program multiplies at once, and blocks that it loads ahead: as many as shared memory holds.
 _BLOCK_TOKENS, _STAGES = 64, 3
 _LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
 # The least rows that a tensor core multiplies.
@@ -31,11 +31,11 @@ def decode_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """What the token at `position` gathers from the cache's tokens up to and with its own.
+    """Attention of the token at `position` over the tokens up to and including itself.
 
     query: [1, heads, 1, size], key: [1, key-value heads, tokens, size], value: [1, key-value heads, tokens, value
-    size], position: [1]; result: [1, heads, 1, value size]. `window` tokens are looked at, or all for 0; `softcap`
-    bounds the scores, or does not for 0.0.
+    size], position: [1]; result: [1, heads, 1, value size]. `window` is the number of last tokens that count; 0 is all.
+    `softcap` bounds the scores; 0.0 does not.
     """
     if query.is_cuda:
         return _on_gpu(query, key, value, position, scale, window, softcap)
@@ -81,7 +81,6 @@ def _on_gpu(
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
     overlaps = can_overlap(query.device)
-    options = launch_options(overlaps)
     kernel("attend_part")[(key_heads, _PARTS)](
         query,
         key,
@@ -108,8 +107,14 @@ def _on_gpu(
         OVERLAPS=overlaps,
         num_warps=4,
         num_stages=stages,
-        **options,
+        **launch_options(overlaps),
     )
+    _join_parts(partial, sums, result, overlaps)
+    return result
+
+
+def _join_parts(partial: torch.Tensor, sums: torch.Tensor, result: torch.Tensor, overlaps: bool) -> None:
+    heads, _, value_size = partial.shape
     kernel("join_parts")[(heads,)](
         partial,
         sums,
@@ -120,6 +125,5 @@ def _on_gpu(
         PARTS=_PARTS,
         OVERLAPS=overlaps,
         num_warps=4,
-        **options,
+        **launch_options(overlaps),
     )
-    return result

@@ -1,4 +1,4 @@
-"""What the launches of our own Triton kernels have in common."""
+"""How our Triton kernels are launched."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 import torch
 
-# Hopper: the first generation whose kernels can begin before the one before them has ended.
+# Hopper is the first generation whose kernels can start before their predecessor has ended.
 _OVERLAPPING_CAPABILITY = (9, 0)
 
 
 @cache
 def kernel(name: str) -> Any:
-    """One of `models/kernels/decode.py`, which imports Triton: a CPU does without."""
-    from models.kernels import decode as decode_kernels
+    """A kernel of triton_kernels.py, which is imported late: it needs Triton, and a CPU has none."""
+    from models.kernels import triton_kernels
 
-    return getattr(decode_kernels, name)
+    return getattr(triton_kernels, name)
 
 
 def power_of_2(number: int) -> int:
-    """The least that is not smaller."""
+    """The least power of 2 that is not smaller than `number`."""
     return 1 << (number - 1).bit_length()
 
 
 @cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel's programs can begin while those of the kernel before are still at work."""
+    """Whether a kernel can start while its predecessor still runs."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OVERLAPPING_CAPABILITY
 
 
 def launch_options(overlaps: bool) -> dict[str, bool]:
-    """Of a Triton kernel; the option is not known to all of Triton's backends."""
+    """Launch options of a Triton kernel. Some backends of Triton do not know `launch_pdl`."""
     return {"launch_pdl": True} if overlaps else {}

@@ -1,8 +1,8 @@
-"""Products of matrices with one vector, which are most of what a token costs: custom operators.
+"""Custom operators: products of matrices with one vector, which take most of a token's time.
 
-A token reads every weight once and does little with it, so what counts is how many bytes are on their way at any time.
-On a GPU they are Triton kernels whose programs fetch their first weights while the kernel before is still at work
-(programmatic dependent launch, CUDA C++ Programming Guide), where the GPU can.
+A token reads every weight once and computes little with it, so memory bandwidth decides. On GPUs that can, the Triton
+kernels load their first weights while their predecessor still runs (programmatic dependent launch, CUDA C++ Programming
+Guide).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from models.kernels.launch import can_overlap, kernel, launch_options, power_of_
 
 
 class Block(NamedTuple):
-    """What a program multiplies at once of a matrix: so many elements, of so many columns or fewer."""
+    """The part of a matrix that a program multiplies at once: its elements, and its columns at most."""
 
     elements: int
     most_columns: int
 
 
-# Found by benchmarks/matrix_vector.py: of numbers of 16 bits or more, of 8 bits, and of each of two matrices.
+# The fastest by benchmarks/matrix_vector.py: for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
 BLOCK = Block(4096, 2048)
 BLOCK_OF_8_BITS = Block(2048, 1024)
 GATED_BLOCK = Block(4096, 1024)
 _WARPS = 4
-# Matrices that one kernel multiplies by the same vector.
+# One kernel multiplies at most this many matrices by the same vector.
 MOST_MATRICES = 3
 
 
@@ -40,7 +40,7 @@ def matrix_vector(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`matrix @ vector`, times `scale`, plus `bias`; sums are of float32. Rounded to the vector's type, then plus
+    """`matrix @ vector`, times `scale`, plus `bias`, summed in float32; then rounded to the vector's type, plus
     `residual`.
 
     vector: [1, 1, columns], matrix: [rows, columns], contiguous, scale: [rows, 1], bias: [rows], residual and result:
@@ -70,7 +70,7 @@ def _(
 
 @torch.library.custom_op("text::matrix_vectors", mutates_args=())
 def matrix_vectors(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`matrix @ vector` for two or three matrices, in one kernel: small ones do not keep a GPU busy by themselves.
+    """`matrix @ vector` for two or three matrices in one kernel. A small matrix alone does not keep a GPU busy.
 
     vector: [1, 1, columns], matrices: [rows, columns] each, contiguous, of the vector's type; results: [1, 1, rows].
     """
@@ -86,7 +86,7 @@ def _(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tens
 
 @torch.library.custom_op("text::gated_matrix_vector", mutates_args=())
 def gated_matrix_vector(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate @ vector) * (up @ vector)`; sums are of float32, and rounded as those of single operators are.
+    """`silu(gate @ vector) * (up @ vector)`, summed in float32 and rounded after each operator.
 
     vector: [1, 1, columns], gate and up: [rows, columns], contiguous; result: [1, 1, rows].
     """
@@ -110,7 +110,7 @@ def multiply_on_gpu(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The kernel of all of these operators, for one to three matrices; for a single one with what is given by name."""
+    """Launch the kernel of all operators above, for one to three matrices. Arguments by name need a single matrix."""
     columns = matrices[0].shape[1]
     block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns

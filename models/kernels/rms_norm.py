@@ -1,7 +1,7 @@
-"""The norm of one vector, between two products: a custom operator.
+"""A custom operator: the norm of one vector, between two products.
 
-A GPU spends more on launching and ending such a small kernel than on the norm. This one starts while the product before
-it ends, and lets the product after it fetch its first weights meanwhile, where the GPU can.
+A GPU spends more time on launching and ending so small a kernel than on the norm. On GPUs that can, this kernel starts
+before the previous product has ended, and lets the next product load its first weights early.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Text generation: any transformers causal language model."""
+"""Text generation: any causal language model of transformers."""

@@ -1,10 +1,9 @@
-"""Text generation: any transformers causal language model that supports a static cache, by folder or hub id."""
+"""Text generation: any causal language model of transformers that can use a static cache, by folder or hub id."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from models.settings import TextSettings
 from models.text.generation import Generator, Request
+from models.text.inputs import TextInputs
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
+from models.text.settings import TextSettings
 from models.text.stream import TextStream
 from models.text.supported import most_positions
 from models.weights import move, need_no_cast
@@ -24,14 +24,14 @@ from models.weights import move, need_no_cast
 log = logging.getLogger(__name__)
 
 _DEFAULT_NEW_TOKENS = 512
-# Of transformers' generate, where a model's configuration says nothing.
+# The default of transformers' `generate`.
 _DEFAULT_TOP_K = 50
 _WARM_UP_TOKENS = 4
-# What from_pretrained reads, of a repository that may have other formats as well.
+# The files that from_pretrained reads. A repository may also have other formats.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _OTHER_FILES = ("consolidated*", "original/*")
-# Of a generation_config.json, what changes the answer of `generate` and is not followed here; and its neutral values.
-_NOT_FOLLOWED = (
+# Settings of a generation_config.json that `generate` follows and this does not, and their neutral values.
+_IGNORED = (
     "min_p",
     "top_h",
     "typical_p",
@@ -53,7 +53,7 @@ _NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
 
 
 def import_model(model: str, revision: str | None) -> None:
-    """Import the classes that `model` is made of, which loading it would import.
+    """Import the classes of `model`, so that loading it imports next to nothing.
 
     Raises:
         OSError: there is no such folder or repository.
@@ -63,23 +63,8 @@ def import_model(model: str, revision: str | None) -> None:
         getattr(transformers, name, None)
 
 
-@dataclass(frozen=True, slots=True)
-class TextInputs:
-    """One text to go on from. None leaves a value to the model's own generation_config.json."""
-
-    prompt: str
-    system_prompt: str = ""
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-
-
 class Answer:
-    """Text in pieces of whole characters, generated while it is iterated over, once; and how many tokens it took."""
+    """Text in pieces of whole characters, generated during the one iteration over it; and its number of tokens."""
 
     def __init__(self, prompt_tokens: int, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
         self.prompt_tokens = prompt_tokens
@@ -106,10 +91,10 @@ class TextModel:
         """Allocate the cache.
 
         Raises:
-            ValueError: the model or the tokenizer cannot be served, or the settings do not suit the model.
+            ValueError: the model or the tokenizer cannot be served, or the settings do not fit the model.
         """
         if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} cannot stream text: a tokenizer.json is needed")
+            raise ValueError(f"{type(tokenizer).__name__} cannot stream text: the model needs a tokenizer.json")
         self._tokenizer = tokenizer
         self._defaults = model.generation_config
         _check_defaults(model.generation_config)
@@ -117,7 +102,7 @@ class TextModel:
         cache_tokens = _cache_tokens(model, settings)
         buckets = settings.prompt_buckets or default_buckets(cache_tokens)
         if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
-            raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, and CACHE_TOKENS is {cache_tokens}")
+            raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, more than CACHE_TOKENS, which is {cache_tokens}")
         self.generator = Generator(model, cache_tokens, buckets)
 
     @classmethod
@@ -128,8 +113,8 @@ class TextModel:
             OSError: there is no such folder or repository.
             ValueError: the model cannot be served.
         """
-        # First the model: what is precompiled looks at registries that transformers fills when it makes one, and may be
-        # loaded beside this.
+        # The model comes first. Precompiled regions load at the same time, and need registries of transformers that
+        # making a model fills.
         loaded = load_model(model, revision)
         if settings.quantize:
             quantize(loaded, settings.quantize)
@@ -137,11 +122,11 @@ class TextModel:
 
     @property
     def steps(self) -> tuple[nn.Module, ...]:
-        """What to compile, each in one piece."""
+        """The modules to compile, each in one piece."""
         return self.generator.prefill, self.generator.decode
 
     def warm_up_inputs(self) -> list[Request]:
-        """A request for each bucket: greedy and sampled ones take the same steps."""
+        """A request for each bucket. Greedy and sampled requests take the same steps."""
         cache, buckets = self.generator.cache_tokens, self.generator.buckets
         requests = []
         for shorter, bucket in zip((0, *buckets), buckets, strict=False):
@@ -150,24 +135,24 @@ class TextModel:
         return requests
 
     def run(self, request: Request) -> list[int]:
-        """The tokens that follow a tokenized prompt."""
+        """Generate the tokens that follow a tokenized prompt."""
         return list(self.generator.tokens(request))
 
     def answer(self, inputs: TextInputs) -> Answer:
-        """The text that follows, not generated yet: iterate over it.
+        """The text that follows. Iterating over it generates it.
 
         Raises:
-            ValueError: an input is not one that this model can take.
+            ValueError: the model cannot take an input.
         """
         request = self.request(inputs)
-        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop, request.prompt)
+        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop_sequences, request.prompt)
         return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
 
     def request(self, inputs: TextInputs) -> Request:
-        """The tokenized prompt, and what the inputs leave open from the model's own defaults.
+        """Tokenize the prompt, and take the model's defaults for inputs that are None.
 
         Raises:
-            ValueError: an input is not one that this model can take.
+            ValueError: the model cannot take an input.
         """
         prompt = self._tokenize(inputs)
         defaults = self._defaults
@@ -187,7 +172,7 @@ class TextModel:
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
             if inputs.system_prompt:
-                raise ValueError("this model's tokenizer has no chat template: put the system_prompt into the prompt")
+                raise ValueError("the model's tokenizer has no chat template: put the system_prompt into the prompt")
             return tuple(self._tokenizer(inputs.prompt)["input_ids"])
         messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
         messages.append({"role": "user", "content": inputs.prompt})
@@ -196,19 +181,20 @@ class TextModel:
 
 
 def load_model(model: str, revision: str | None) -> PreTrainedModel:
-    """What `AutoModelForCausalLM.from_pretrained` loads, where it is to run; several times as fast if no weight needs a
-    cast.
+    """Load a model to its device as `AutoModelForCausalLM.from_pretrained` does.
+
+    It is several times as fast if no weight needs a cast.
 
     Raises:
-        OSError: there is no such folder or repository, or a file of it is missing or damaged.
-        ValueError: its weights are quantized already.
+        OSError: there is no such folder or repository, or a file is missing or damaged.
+        ValueError: the weights are quantized already.
     """
     config = AutoConfig.from_pretrained(model, revision=revision)
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ValueError(
-            f"{model} is quantized already ({method}), for kernels that cannot be compiled here: serve the model that "
-            "it was made from, with QUANTIZE=int8 or fp8"
+            f"{model} is quantized already ({method}), for kernels that cannot be compiled here: serve the original "
+            "model with QUANTIZE=int8 or fp8"
         )
     if not torch.cuda.is_available():
         return AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32).eval()
@@ -223,8 +209,10 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
 
 
 def _is_converted(config: Any) -> bool:
-    """Whether weights are made of several stored ones while a model is loaded, as those of experts are: on the CPU, in
-    memory, and slowly."""
+    """Whether from_pretrained makes weights, such as those of experts, from several stored ones.
+
+    On a CPU, it does so slowly and in memory.
+    """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -240,7 +228,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def default_buckets(cache_tokens: int) -> tuple[int, ...]:
-    """128, 512, 2048 …, as far as they are shorter than the cache, and the cache's own length."""
+    """128, 512, 2048 … below the length of the cache, and that length."""
     buckets = []
     size = 128
     while size < cache_tokens:
@@ -254,15 +242,15 @@ def _cache_tokens(model: PreTrainedModel, settings: TextSettings) -> int:
     if settings.cache_tokens is None:
         return min(4096, positions or 4096)
     if positions is not None and settings.cache_tokens > positions:
-        raise ValueError(f"CACHE_TOKENS is {settings.cache_tokens}; this model has {positions} positions")
+        raise ValueError(f"CACHE_TOKENS is {settings.cache_tokens}; the model has {positions} positions")
     return settings.cache_tokens
 
 
 def _check_defaults(defaults: Any) -> None:
-    """Say which of a model's own settings are not followed.
+    """Log which of a model's settings are ignored.
 
     Raises:
-        ValueError: one that is followed has no meaning.
+        ValueError: another setting is out of its range.
     """
     Sampling(
         _given(getattr(defaults, "temperature", None), None, 0.0),
@@ -270,8 +258,10 @@ def _check_defaults(defaults: Any) -> None:
         _given(getattr(defaults, "top_k", None), None, 0),
         _given(getattr(defaults, "repetition_penalty", None), None, 1.0),
     )
-    if ignored := [name for name in _NOT_FOLLOWED if getattr(defaults, name, None) not in _NEUTRAL]:
-        log.warning("generation_config.json sets %s, which is not followed", ", ".join(ignored))
+    if ignored := [name for name in _IGNORED if getattr(defaults, name, None) not in _NEUTRAL]:
+        log.warning(
+            "generation_config.json sets %s, which is ignored here: answers differ from `generate`", ", ".join(ignored)
+        )
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

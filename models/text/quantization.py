@@ -1,4 +1,4 @@
-"""Weights of 8 bits, by torchao: half the bytes of bf16, and other numbers than the model was published with."""
+"""Weights of 8 bits, made by torchao: half the bytes of bf16, and other numbers than the model's authors published."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ _LEAST_FP8_CAPABILITY = (8, 9)
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
-    """Quantize the weights of all linear layers in place to int8 or fp8, one scale a row; activations stay as they are.
+    """Quantize the weights of all linear layers in place to int8 or fp8, with a scale for each row.
 
-    The layer that gives the logits is left out: it weighs little, and a wrong logit is a wrong token.
+    Activations keep their type. The layer of the logits keeps its weights: it is small, and a wrong logit is a wrong
+    token.
 
     Raises:
-        ValueError: torchao is not installed, or the GPU has no such numbers.
+        ValueError: torchao is not installed, or the GPU has no fp8.
     """
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ValueError(f"QUANTIZE={quantization} needs torchao: pip install 'cog-compile-cache[quantize]'") from error
+        remedy = "pip install '.[quantize]' in a checkout of cog-compile-cache"
+        raise ValueError(f"QUANTIZE={quantization} needs torchao: {remedy}") from error
     if quantization == "fp8" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < _LEAST_FP8_CAPABILITY:
             name = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
             raise ValueError(f"QUANTIZE=fp8 needs compute capability 8.9; this is {name}. Use int8.")
-    # torchao would change Inductor's settings for the whole process, after they have gone into the key.
+    # torchao would otherwise change Inductor's settings of the process, which are in the key already.
     config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
     output = model.get_output_embeddings()  # type: ignore[operator]
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output)
@@ -42,9 +44,9 @@ def quantize(model: nn.Module, quantization: str) -> None:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight, of a class of torchao's, is kept as the plain tensors that it consists of.
+    """A linear layer that keeps a weight of torchao's class as the plain tensors inside it.
 
-    Guards on those torch can store, so that what uses them can be precompiled; on the class it cannot.
+    torch can store guards on plain tensors, but not on that class. So a region with this layer can be precompiled.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -63,7 +65,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """torchao's tensor, put together."""
+        """The tensor of torchao's class."""
         parts = {name: getattr(self, name) for name in self._names}
         weight: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
         return weight

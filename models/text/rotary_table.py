@@ -1,7 +1,7 @@
-"""Rotary embeddings from a table: cosines and sines of all positions, computed once.
+"""Rotary embeddings from a table: the cosines and sines of all positions, computed once.
 
-torch.compile would compute them again wherever they are used, in every layer and for every head: cheap operations are
-copied to their users, and it takes a cosine for one.
+torch.compile takes a cosine for a cheap operation and copies it to its users, so that every head of every layer would
+compute it again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 
 from models.text.token_layers import is_as_its_class
 
-# What an embedding is asked for: one that gives the same type for both does not round to its input's.
+# An embedding that gives the same type for both inputs does not round to the type of its input.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Table(NamedTuple):
-    """cos and sin: [tokens, size], float32, before the embedding rounds them, if it does: `follows_input`."""
+    """cos and sin: [tokens, size], float32. With `follows_input`, the embedding rounds them to its input's type."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -27,8 +27,10 @@ class _Table(NamedTuple):
 
 
 def use_rotary_tables(model: nn.Module, tokens: int) -> None:
-    """Let the rotary embeddings of `model` that depend on nothing but the position be looked up, for positions 0 to
-    `tokens` - 1. Call it when the model is where it will run; again, for other positions."""
+    """Replace the rotary embeddings of `model` that depend on the position alone, for positions 0 to `tokens` - 1.
+
+    Call it when the model is on its device. Call it again for another number of positions.
+    """
     for parent in list(model.modules()):
         if isinstance(parent, RotaryTable):
             continue
@@ -39,7 +41,7 @@ def use_rotary_tables(model: nn.Module, tokens: int) -> None:
 
 
 class RotaryTable(nn.Module):
-    """What a rotary embedding of transformers gives for its positions; models also read its settings."""
+    """Gives the same as a rotary embedding of transformers, and has its settings, which models read."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -54,16 +56,16 @@ class RotaryTable(nn.Module):
         self._follows_input = table.follows_input
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """position_ids: [1, tokens]; two results: [1, tokens, size], of the type that the embedding gives."""
-        if position_ids.dim() != 2:  # some models give each token several
+        """position_ids: [1, tokens]; both results: [1, tokens, size], of the embedding's own type."""
+        if position_ids.dim() != 2:  # some models have several positions for each token
             return self.rotary(x, position_ids)
         cos, sin = self.cos[position_ids], self.sin[position_ids]
         return (cos.to(x.dtype), sin.to(x.dtype)) if self._follows_input else (cos, sin)
 
 
 def _is_rotary(module: Any) -> bool:
-    """Whether it is called as those of transformers are, with frequencies that stay (`suitability.settle_rope`), and
-    nobody has hooked it."""
+    """Whether a module is called as transformers' rotary embeddings are, with frequencies that stay the same
+    (`supported.settle_rope`), and without hooks."""
     return (
         isinstance(getattr(module, "rope_type", None), str)
         and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
@@ -74,7 +76,7 @@ def _is_rotary(module: Any) -> bool:
 
 @torch.no_grad()
 def _table(rotary: Any, tokens: int) -> _Table | None:
-    """Cosines and sines, if that is what the embedding gives."""
+    """The cosines and sines; None if the embedding gives something else."""
     device = rotary.inv_freq.device
     positions = torch.arange(tokens, device=device)[None]
     exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)

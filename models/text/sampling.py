@@ -1,7 +1,6 @@
-"""How the next token is chosen: the processors of transformers' `generate`, in one function of fixed shapes.
+"""The choice of the next token: the processors of transformers' `generate`, in one function of fixed shapes.
 
-Everything that a request may ask for is in tensors on the device, so that one compiled step, and one recorded CUDA
-graph, serves every request.
+Every option of a request is in a tensor on the device, so that one compiled step and one CUDA graph serve all requests.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-# Below it, scores divided by it leave the range of float32; the likeliest token has all the probability by then.
+# Scores divided by less leave the range of float32. By then, the likeliest token has all the probability.
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-9
-# Probabilities that one program of a GPU compares.
+# One program of a GPU compares this many probabilities.
 _ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What one request asks for. A temperature of 0 takes the likeliest token; `top_k` 0, `top_p` 1 and
+    """The options of one request. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 and
     `repetition_penalty` 1 change nothing."""
 
     temperature: float = 0.0
@@ -31,7 +30,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
+        """Refuse values without a meaning.
 
         Raises:
             ValueError: names the value.
@@ -48,8 +47,11 @@ class Sampling:
 
 @torch.library.custom_op("text::running_sum", mutates_args=())
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """`values.cumsum(0)`, of shape [values], where Inductor does not see it: together with a sum over the same values
-    it would make a kernel of both on a GPU, and fails (torch 2.11, "NYI TritonSplitDimKernel reductions")."""
+    """`values.cumsum(0)`, hidden from Inductor. values and result: [values].
+
+    On a GPU, Inductor of torch 2.11 joins it with a sum over the same values, and fails ("NYI TritonSplitDimKernel
+    reductions").
+    """
     return values.cumsum(0)
 
 
@@ -59,10 +61,10 @@ def _(values: torch.Tensor) -> torch.Tensor:
 
 
 class Sampler(nn.Module):
-    """Chooses `chosen` from logits, as the last `set` and `see` have told.
+    """Chooses `chosen` from logits, with the options of the last `set` and the tokens of every `see` since.
 
-    Runs inside compiled steps: it writes to its buffers what depends on its inputs alone, so that the same call twice
-    does the same. The random numbers are drawn outside, by `draw`.
+    It runs inside compiled steps, where the same call twice must do the same. So random numbers are drawn outside, by
+    `draw`.
     """
 
     temperature: torch.Tensor
@@ -92,11 +94,11 @@ class Sampler(nn.Module):
             self.register_buffer(name, buffer.to(device), persistent=False)
 
     def set(self, sampling: Sampling, prompt: torch.Tensor) -> None:
-        """Sample as a request asks, whose prompt of shape [tokens] counts as seen."""
+        """Take the options of a request. The tokens of its prompt, of shape [tokens], count as seen."""
         is_greedy = sampling.temperature < _LEAST_TEMPERATURE
         self.is_greedy.fill_(is_greedy)
         self.temperature.fill_(1.0 if is_greedy else sampling.temperature)
-        # Sums of probabilities reach 1 before the last token is in, by rounding; and the first token is always in.
+        # By rounding, sums of probabilities reach 1 before the last token. The first token always stays.
         self.top_p.fill_(max(sampling.top_p, _LEAST_TOP_P) if sampling.top_p < 1 else float("inf"))
         self.top_k.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary))
         self.repetition_penalty.fill_(sampling.repetition_penalty)
@@ -105,11 +107,11 @@ class Sampler(nn.Module):
         self.seen.index_fill_(0, prompt, True)
 
     def draw(self) -> None:
-        """New random numbers for the next choice."""
+        """Draw random numbers for the next choice."""
         self.noise.exponential_(generator=self.generator)
 
     def see(self, token: torch.Tensor) -> None:
-        """`token`, of shape [1], has been chosen and counts for the repetition penalty from now on."""
+        """Let `token`, of shape [1], count for the repetition penalty from now on."""
         self.seen.index_fill_(0, token, True)
 
     def forward(self, logits: torch.Tensor) -> None:
@@ -117,22 +119,23 @@ class Sampler(nn.Module):
         scores = logits[0].float()
         penalty = self.repetition_penalty
         scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-        # While greedy, the temperature is 1: the first in order is the first of the likeliest.
+        # A greedy request has temperature 1, so that the first in this order is the first of the likeliest.
         ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
         # Ties with the last of the top k stay, as in TopKLogitsWarper.
         is_kept = ordered >= ordered.gather(0, self.top_k - 1)
         weights = torch.where(is_kept, torch.exp(ordered - ordered[0]), 0.0)
         sums = running_sum(weights)
         weights = torch.where(sums - weights < self.top_p * sums[-1], weights, 0.0)
-        # The largest p / e, for e of an exponential distribution, is a draw from p: each p / e comes first with
-        # probability p (the exponential race). No sum has to be inverted.
+        # The exponential race: with e from an exponential distribution, p / e is the largest with probability p.
         drawn = order.gather(0, _first_largest(weights / self.noise))
         self.chosen.copy_(torch.where(self.is_greedy, order[:1], drawn)[None])
 
 
 def _first_largest(values: torch.Tensor) -> torch.Tensor:
-    """`values.argmax(0, keepdim=True)` of shape [1], for values from 0 on, in two steps: Inductor gives the whole of
-    one to a single program of a GPU."""
+    """`values.argmax(0, keepdim=True)`, of shape [1], for values that are not negative.
+
+    It takes two steps, because Inductor gives the whole of one argmax to a single program of a GPU.
+    """
     rows = F.pad(values, (0, -len(values) % _ROW), value=-1.0).view(-1, _ROW)
     largest, places = rows.max(dim=1)
     row = largest.argmax(0, keepdim=True)

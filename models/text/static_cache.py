@@ -1,6 +1,6 @@
 """A static key-value cache: allocated once for one sequence, written in place, reused by every request.
 
-Attention over it is registered with transformers under `ATTENTION`, builds no mask, and reads only what is filled.
+Its attention is registered with transformers as `ATTENTION`. It builds no mask and reads only the filled part.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LARGEST_FLASH_SIZE = 256
 class StaticCache(Cache):  # type: ignore[misc]
     """Keys and values of one sequence of up to `tokens` tokens, for every layer of a model.
 
-    Layers with a sliding window have room for all tokens as well, and attend to those in the window.
+    Layers with a sliding window also have room for all tokens, and attend to the tokens in the window.
     """
 
     def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
-        # Of the token that is decoded next; the one tensor that tells where it is, for all layers.
+        # The position of the token that is decoded next. All layers share this tensor.
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])
 
@@ -45,8 +45,10 @@ class _Layer(StaticLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a prompt from the beginning on, or one token at the position; the keys and values to attend to, of a
-        prompt those of the prompt itself."""
+        """Write a prompt from the beginning, or one token at the position; return the keys and values to attend to.
+
+        A prompt attends to itself alone.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
@@ -59,15 +61,15 @@ class _Layer(StaticLayer):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Not asked for: positions are given."""
-        raise NotImplementedError("it asks the cache how long it is, although it is given the positions")
+        """Refuse: models are given the positions."""
+        raise NotImplementedError("it asks the cache for its length, although it is given the positions")
 
 
 def use_static_cache(model: PreTrainedModel) -> None:
-    """Let `model` attend over a StaticCache, as long as it is called with `position=`, the cache's own.
+    """Let `model` attend over a StaticCache. Each call of the model then needs `position=`, the cache's tensor.
 
     Raises:
-        ValueError: it would not compute the same.
+        ValueError: the model would compute something else than without the cache.
     """
     check_model(model)
     AttentionInterface.register(ATTENTION, attend)
@@ -76,7 +78,7 @@ def use_static_cache(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def watch_windows() -> Iterator[list[int | None]]:
-    """The sliding window that each layer gives to its attention, in their order, of one call in the context."""
+    """Collect the sliding window that each layer passes to its attention, in order, in one call in the context."""
     windows: list[int | None] = []
 
     def watch(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
@@ -103,13 +105,13 @@ def attend(
     position: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of a whole prompt, or of the one token at `position`, for transformers' AttentionInterface.
+    """Causal attention of a whole prompt, or of the token at `position`, for transformers' AttentionInterface.
 
     query: [1, heads, queries, size], key and value: [1, key-value heads, tokens, size]; result: [1, queries, heads,
-    size]. A prompt may be padded on its right: what follows a token does not reach it.
+    size]. A prompt may be padded on its right, because no token attends to later ones.
 
     Raises:
-        ValueError: the model asks for what is not supported here, or does not pass `position` on.
+        ValueError: the model needs an option that is not supported here, or does not pass `position` on.
     """
     if position is None:
         raise ValueError(f"{type(module).__name__} does not pass its arguments on to the attention function")
@@ -134,7 +136,7 @@ def _attend_prompt(
     tokens = query.shape[2]
     is_windowed = window is not None and window < tokens
     is_plain = not softcap and not is_windowed
-    # CUDA's fast kernels take groups of heads only where there is no mask, and sizes are these.
+    # CUDA's fast kernels take groups of heads only without a mask, and only for these sizes.
     takes_groups = is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE
     if not takes_groups:
         groups = query.shape[1] // key.shape[1]

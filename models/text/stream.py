@@ -1,4 +1,4 @@
-"""Text from tokens, as it is generated: whole characters only, and nothing of a stop sequence."""
+"""Text from tokens as they are generated: whole characters only, and no part of a stop sequence."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-# What stands for bytes that make no character.
+# It stands for bytes that are no character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has four bytes at most (RFC 3629): what more tokens have not made whole will not become one.
+# A character has at most four bytes (RFC 3629). Four tokens without a whole character never make one.
 _MOST_PARTS = 4
-# How a text goes on may depend on what is before it, a space for one; on the last few tokens.
+# The text of a token, such as its leading space, may depend on this many tokens before it.
 _CONTEXT = 6
 
 
 class TextStream:
     """Turns tokens, one at a time, into text that will not change any more.
 
-    A character's bytes may be spread over several tokens, and what looks like the beginning of a stop sequence is held
-    back until it is none. `has_stopped` once a stop sequence is complete; it and what follows it are never given out.
+    The bytes of a character may be spread over several tokens. Text that may begin a stop sequence is held back. Once a
+    stop sequence is complete, `has_stopped` is true; the sequence and the text after it are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
-        """`prompt` are the tokens before: whether a text begins with a space may depend on them.
+        """`prompt` are the tokens before: a leading space may depend on them.
 
         Raises:
             ValueError: a stop sequence is empty.
@@ -35,7 +35,7 @@ class TextStream:
         self._decoder = _Decoder(tokenizer, prompt)
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token; often empty."""
+        """The text that this token completes; often empty."""
         if self.has_stopped:
             return ""
         self._held += self._decoder.add(token)
@@ -46,11 +46,11 @@ class TextStream:
         return self._release(len(self._held) - self._beginning())
 
     def end(self) -> str:
-        """What was held back and turned out to be no stop sequence. A character that is not whole is left out."""
+        """The text that was held back. A character that is not whole is left out."""
         return "" if self.has_stopped else self._release(len(self._held))
 
     def _beginning(self) -> int:
-        """How many characters at the end may be the beginning of a stop sequence."""
+        """The number of characters at the end that may begin a stop sequence."""
         longest = max((len(sequence) - 1 for sequence in self._stop), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(sequence.startswith(self._held[-length:]) for sequence in self._stop):
@@ -63,8 +63,10 @@ class TextStream:
 
 
 class _Decoder:
-    """Whole characters from tokens. tokenizers' own `DecodeStream` gives a prompt out again that ends in U+FFFD, and
-    raises where bytes make no character (0.23)."""
+    """Whole characters from tokens.
+
+    `DecodeStream` of tokenizers 0.23 repeats a prompt that ends in U+FFFD, and raises where bytes are no character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +76,7 @@ class _Decoder:
         self._new: list[int] = []
 
     def add(self, token: int) -> str:
-        """The characters that are whole with this token."""
+        """The characters that this token completes."""
         self._new.append(token)
         before, now = self._text(self._known), self._text([*self._known, *self._new])
         if now.endswith(_REPLACEMENT) and len(self._new) < _MOST_PARTS:

@@ -1,7 +1,6 @@
-"""Which models compute the same with a static cache as without one; the others would be wrong silently.
+"""Which models compute the same with a static cache as without one. The others would give wrong tokens silently.
 
-Checked before anything is compiled: tests compare whole families with `generate`, and this refuses what those showed to
-differ.
+Tests compare whole families of models with `generate`; the checks refuse the families that differed.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# A layer of another type keeps other things than the keys and values of all tokens.
+# Layers of other types keep something else than the keys and values of all tokens.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Rotary embeddings that change with the longest position of a call, which padding would raise: what they are called.
+# Types of rotary embeddings that change with the largest position of a call, which padding would raise.
 _CHANGING_ROPE = ("dynamic", "longrope")
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The kind of each layer of the text part of a model."""
+    """The type of each layer of the text part of a model."""
     text = config.get_text_config(decoder=True)
     return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that keeps something else than keys and values, or looks ahead.
+    """Refuse a model that keeps something else than keys and values, or attends to later tokens.
 
     Raises:
-        ValueError: says what.
+        ValueError: names the model and the reason.
     """
     text = model.config.get_text_config(decoder=True)
     name = type(model).__name__
@@ -37,15 +36,15 @@ def check_model(model: PreTrainedModel) -> None:
     if unknown := sorted(map(str, kinds - _LAYER_TYPES)):
         raise ValueError(f"{name} has layers of type {', '.join(unknown)}, which have no static cache")
     if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a state of its own from token to token")
+        raise ValueError(f"{name} keeps a state of its own between tokens")
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
         raise ValueError(f"{name} attends to later tokens as well")
     if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} has an attention of its own, which knows no static cache")
+        raise ValueError(f"{name} has its own attention, which cannot use a static cache")
 
 
 def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[int | None]) -> None:
-    """Refuse a model that keeps a sliding window in its mask alone. `passed` is what each layer has given to its
+    """Refuse a model whose sliding window is in its mask alone. `passed` has the window that each layer passes to its
     attention.
 
     Raises:
@@ -58,14 +57,13 @@ def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[in
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(passed)
     if any(kind == "sliding_attention" and not given for kind, given in zip(kinds, passed, strict=False)):
         raise ValueError(
-            f"{type(model).__name__} has a sliding window of {window} tokens that its attention is not told: set "
-            f"CACHE_TOKENS to {window} at most"
+            f"{type(model).__name__} has a sliding window of {window} tokens that it does not pass to its "
+            f"attention: set CACHE_TOKENS to {window} at most"
         )
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model computes alike, however long the prompts before and the padding; None if it does not
-    say."""
+    """The number of tokens for which a model's rotary embeddings stay the same; None if its configuration has none."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
     for parameters in _rope_parameters(text):
@@ -75,8 +73,10 @@ def most_positions(config: PreTrainedConfig) -> int | None:
 
 
 def settle_rope(model: PreTrainedModel) -> None:
-    """Let rotary embeddings be those of up to `most_positions` tokens: which they are is otherwise decided anew in
-    every call, by the largest position, and no such call can be compiled whole."""
+    """Fix rotary embeddings to their values for up to `most_positions` tokens.
+
+    Otherwise every call chooses them by its largest position, and cannot be compiled in one piece.
+    """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -90,7 +90,7 @@ def _settled(kind: str) -> str:
 
 
 def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """The one dictionary of them, or one for each type of layer."""
+    """The dictionary of all layers, or one for each type of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         yield parameters

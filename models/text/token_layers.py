@@ -1,7 +1,6 @@
-"""Layers for a model that serves one token at a time: they keep the weights of those they replace, and compute the
-same, a single token by operators of our own.
+"""Layers that replace those of a model: same weights, same results, with our own operators for a single token.
 
-A class of transformers is recognised by the source of its `forward`: models have their own copies of the same code.
+A class of transformers is recognised by the source of its `forward`, because models have copies of the same code.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ return self.weight * hidden_states.to(input_dtype)
 
 
 def use_token_layers(model: nn.Module) -> None:
-    """Replace the plain linear layers in `model`, the feed-forward parts that are made of them, and the norms."""
+    """Replace the plain linear layers of `model`, the feed-forward parts made of them, and the norms."""
     _replace(model, _is_plain, TokenLinear)
     _replace(model, _is_gated, GatedMLP)
     _replace(model, _is_norm, TokenNorm)
 
 
 class TokenLinear(nn.Linear):
-    """A linear layer that multiplies one token by `matrix_vector`, and more of them as every other does."""
+    """A linear layer that uses `matrix_vector` for a single token."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -57,7 +56,7 @@ class TokenLinear(nn.Linear):
 
 
 class GatedMLP(nn.Module):
-    """The feed-forward part of Llama and of more than a hundred models after it, in two products for one token."""
+    """The feed-forward part of Llama and of more than a hundred other models: two kernels for a single token."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class GatedMLP(nn.Module):
 
 
 class TokenNorm(nn.Module):
-    """The norm of Llama and of most models after it, by `rms_norm` for one token."""
+    """The norm of Llama and of most later models. It uses `rms_norm` for a single token."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -97,14 +96,18 @@ def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
 
 
 def is_as_its_class(module: nn.Module) -> bool:
-    """Whether a module does what its class does: nobody has hooked it, or given it a `forward` of its own."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" not in vars(module) and not any(vars(module)[name] for name in hooks)
+    """Whether a call of a module does only what its class says: the instance has no hooks and no `forward` of its own.
+
+    torch keeps the hooks of a call in private attributes such as `_forward_pre_hooks`.
+    """
+    own = vars(module)
+    hooks = [name for name in own if name.endswith("_hooks") and ("forward" in name or "backward" in name)]
+    return "forward" not in own and not any(own[name] for name in hooks)
 
 
 @cache
 def _computes(kind: type[nn.Module], argument: str, source: str) -> bool:
-    """Whether the `forward` of a class has this source and this one argument."""
+    """Whether the `forward` of a class has this source and this single argument."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, SyntaxError):

@@ -1,6 +1,6 @@
-"""What of a token's graph is joined before it becomes kernels: sums after products, and products of the same vector.
+"""A pass over torch.compile's graphs that joins operators of a token: sums after products, and products of one vector.
 
-A pass over torch.compile's graph sees them in every model, however its layers are written.
+It finds them in every model, however the layers are written. torch keeps the interface of such passes private.
 """
 
 from __future__ import annotations
@@ -11,42 +11,47 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 from models.kernels import matrix_vector
 from models.kernels.matrix_vector import MOST_MATRICES
 
+if not hasattr(config, "post_grad_custom_pre_pass"):
+    raise ImportError("torch._inductor.config has no post_grad_custom_pre_pass")
+
 
 def join_operators() -> None:
-    """Let torch.compile apply the pass to all that it compiles, which changes nothing but our own operators: in the
-    calling thread, because on torch 2.13 settings belong to one. A pass that somebody else has set stays, and is the
-    only one."""
-    if torch._inductor.config.post_grad_custom_pre_pass is None:
-        torch._inductor.config.post_grad_custom_pre_pass = JoinOperators()
+    """Let torch.compile apply the pass to every graph that the calling thread compiles.
+
+    The pass changes only operators of models/kernels. A pass that somebody else has set is kept instead. On torch 2.13,
+    each thread has settings of its own.
+    """
+    if config.post_grad_custom_pre_pass is None:
+        config.post_grad_custom_pre_pass = JoinOperators()
 
 
 class JoinOperators(CustomGraphPass):
-    """`residual + matrix_vector(…)` as one operator, then products of plain matrices with the same vector as one."""
+    """Joins `residual + matrix_vector(…)`, then the products of several plain matrices with the same vector."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change `graph`, as it is after differentiation, in place."""
+        """Change a graph in place. torch.compile has differentiated it before."""
         for node in _products(graph):
             _join_sum(node)
         together: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
         for node in _products(graph):
             product = _Product.of(node)
-            # A parameter is there before any of them is computed.
-            are_there = all(one is None or one.op == "placeholder" for one in (product.matrix, product.bias))
-            if are_there and product.scale is None and product.residual is None:
+            # Inputs of the graph exist before the first product; other matrices may be computed later.
+            are_inputs = all(one is None or one.op == "placeholder" for one in (product.matrix, product.bias))
+            if are_inputs and product.scale is None and product.residual is None:
                 together[product.vector, product.matrix.meta["val"].dtype].append(node)
         for nodes in together.values():
             for first in range(0, len(nodes), MOST_MATRICES):
                 _join_products(nodes[first : first + MOST_MATRICES])
 
     def uuid(self) -> Any:
-        """What torch's cache, and that of precompiled regions, distinguish graphs by."""
+        """The name of this version of the pass, in the keys of compiled graphs."""
         return get_hash_for_files((__file__, matrix_vector.__file__))
 
 
@@ -61,7 +66,7 @@ class _Product(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> _Product:
-        """Those of a call, which has no others by name: torch's graphs are normalized."""
+        """The arguments of a call. In torch's graphs, all of them are positional."""
         return cls(*node.args)  # type: ignore[arg-type]
 
 
@@ -70,7 +75,7 @@ def _products(graph: Graph) -> Iterable[Node]:
 
 
 def _join_sum(node: Node) -> None:
-    """Let a product add what its only user adds to it."""
+    """Move a sum into the product, if the sum is the only user of the product."""
     product, users = _Product.of(node), list(node.users)
     if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
         return
@@ -88,7 +93,7 @@ def _join_sum(node: Node) -> None:
 
 
 def _are_alike(*terms: Any) -> bool:
-    """Whether all are tensors of the same shape, type and device; no shape that only a call tells."""
+    """Whether all are tensors of one shape, type and device, with no symbolic size."""
     values = [term.meta.get("val") if isinstance(term, Node) else None for term in terms]
     if not all(isinstance(value, torch.Tensor) for value in values):
         return False
@@ -97,14 +102,16 @@ def _are_alike(*terms: Any) -> bool:
 
 
 def _described(origin: Node, value: Any) -> dict[str, Any]:
-    """What torch.compile wants to know of a new node. The rest of `origin`'s is about its own arguments."""
+    """The metadata of a new node. The rest of `origin`'s metadata is about the arguments of `origin`."""
     trace = origin.meta.get("stack_trace")
     return {"val": value} if trace is None else {"val": value, "stack_trace": trace}
 
 
 def _join_products(nodes: list[Node]) -> None:
-    """Let one operator give what several give, in place of the first of them. Biases are added afterwards, to products
-    that are rounded by then, by whatever kernel uses them."""
+    """Replace several products by one operator, at the place of the first one.
+
+    Biases become sums after it: they are added to products that are rounded already.
+    """
     if len(nodes) < 2:
         return
     products = list(map(_Product.of, nodes))

@@ -1,8 +1,8 @@
-"""The Triton kernels of a token: those of matrix_vector.py, rms_norm.py and decode_attention.py.
+"""The Triton kernels of matrix_vector.py, rms_norm.py and decode_attention.py.
 
-With `OVERLAPS`, a kernel is launched while the one before is still at work, waits for its end before it reads what that
-one has written, and only then lets the next one begin: so all kernels before the one before have ended as well. To let
-the next one begin earlier takes longer: its programs wait where those of this one could run.
+With `OVERLAPS`, a kernel starts while its predecessor still runs. It waits for the predecessor's end before it reads
+results, and only then lets its successor start. So all earlier kernels have ended as well. Letting the successor start
+earlier is slower: its waiting programs take the place of working ones.
 """
 
 # No "from __future__ import annotations": Triton reads the annotations as objects.
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_others(OVERLAPS: tl.constexpr):
-    """Call it before anything is read or written but weights, which no kernel writes."""
+    """Wait for the predecessor. Before this call, a kernel may read only weights, which no kernel writes."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -40,9 +40,10 @@ def multiply(
     BLOCK_COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """`matrix @ vector`, and of a `second` and a `third` matrix; or, of one, times `scale`, plus `bias`, plus
-    `residual`; or `silu(matrix @ vector) * (up @ vector)`. What is not wanted is None. Grid: blocks of rows, those of
-    one matrix after those of the other.
+    """One of three products: `matrix @ vector` for up to three matrices; for one matrix, times `scale`, plus `bias`,
+    plus `residual`; or `silu(matrix @ vector) * (up @ vector)`. Unused arguments are None.
+
+    Grid: blocks of rows, one matrix after the other.
 
     vector: [COLUMNS], matrices and up: [rows, COLUMNS], results, scale, bias and residual: [rows].
     """
@@ -71,7 +72,7 @@ def multiply(
     wait_for_others(OVERLAPS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for first in tl.static_range(0, COLUMNS, BLOCK_COLUMNS):
-        if first + BLOCK_COLUMNS < COLUMNS:  # on their way while the ones before are multiplied
+        if first + BLOCK_COLUMNS < COLUMNS:  # load the next block while this one is multiplied
             next_place = place + first + BLOCK_COLUMNS
             is_next = is_row[:, None] & (column[None, :] < COLUMNS - first - BLOCK_COLUMNS)
             next_block = tl.load(matrix + next_place, mask=is_next, other=0.0)
@@ -103,7 +104,7 @@ def multiply(
 
 @triton.jit
 def normalize(vector, weight, result, epsilon, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
-    """`vector` by its root mean square, rounded, times `weight`. Grid: (1,). All of them: [SIZE]."""
+    """`vector` divided by its root mean square, rounded, times `weight`. Grid: (1,). Every tensor: [SIZE]."""
     column = tl.arange(0, PADDED_SIZE)
     is_column = column < SIZE
     factors = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
@@ -142,8 +143,8 @@ def attend_part(
 ):
     """Attention of the `GROUP` query heads of one key-value head over one of `PARTS` parts of the filled tokens.
 
-    Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE], the largest score
-    to sums[0] and the sum of weights to sums[1], [heads, PARTS] each: minus infinity and 0 where a part is empty.
+    Grid: (key-value heads, PARTS). Writes weighted values to partial, [heads, PARTS, VALUE_SIZE]; the largest score to
+    sums[0] and the sum of weights to sums[1], [heads, PARTS] each. An empty part has minus infinity and 0.
     """
     wait_for_others(OVERLAPS)
     key_head = tl.program_id(0)
@@ -212,7 +213,7 @@ def join_parts(
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The parts of one head, joined: result is [heads, VALUE_SIZE]. Grid: (heads,)."""
+    """Join the parts of one head. Result: [heads, VALUE_SIZE]. Grid: (heads,)."""
     wait_for_others(OVERLAPS)
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)

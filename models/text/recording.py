@@ -1,0 +1,56 @@
+"""CUDA graphs of calls, and tokens on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class Recorder:
+    """Records calls as CUDA graphs that share their memory.
+
+    Only one graph at a time may be replayed, and its results must be outside that memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
+        """Record one call, which draws random numbers from `generator`.
+
+        Raises:
+            RuntimeError: CUDA cannot record something in the call.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # the first call allocates memory, which must not be recorded
+            call()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        # Other threads may use the GPU during the recording.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            call()
+        return graph
+
+
+class Reading:
+    """One token on its way from the device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._token = torch.zeros(1, 1, dtype=torch.long, pin_memory=self._is_cuda)
+        self._arrived = torch.cuda.Event() if self._is_cuda else None
+
+    def start(self, token: torch.Tensor) -> None:
+        """Queue the copy behind the work of the device."""
+        self._token.copy_(token, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> int:
+        """Wait for the token, and for no work that was queued after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._token)

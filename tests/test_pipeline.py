@@ -1,0 +1,147 @@
+"""Pipelines that can and cannot be served: the demo model's parts in other pipelines of diffusers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeline
+from diffusers.utils import BaseOutput
+from PIL import Image
+
+from models.image.inputs import ImageInputs
+from models.image.pipeline import DiffusionModel
+from models.image.sizes import Size
+from models.image.supported import check_pipeline, ignored_inputs
+
+DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
+SIZES = [Size(64, 64), Size(96, 64)]
+PICTURE = ImageInputs("a handwritten one", SIZES[0], seed=0, num_inference_steps=1)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return DiffusionPipeline.from_pretrained(DEMO).components
+
+
+def test_a_pipeline_without_a_known_network_is_named_with_what_it_has(parts):
+    with pytest.raises(ValueError, match=r"FluxPipeline has no transformer, unet or prior.*it has .*text_encoder.*vae"):
+        DiffusionModel(FluxPipeline(**{**parts, "transformer": None}), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("FluxImg2ImgPipeline", "strength"),
+        ("FluxInpaintPipeline", "mask_image"),
+        ("FluxFillPipeline", "mask_image"),
+        ("FluxControlPipeline", "control_image"),
+        ("Kandinsky5I2IPipeline", "image"),
+    ],
+)
+def test_a_pipeline_that_needs_a_picture_is_refused_before_it_is_loaded(name, needed):
+    with pytest.raises(ValueError, match=rf"{name} needs more than a prompt .*{needed}"):
+        check_pipeline(getattr(diffusers, name))
+
+
+def test_a_loaded_pipeline_that_needs_a_picture_is_refused(parts):
+    """A pipeline of the repository's own code is known only once it is loaded."""
+    with pytest.raises(ValueError, match=r"FluxImg2ImgPipeline .*strength"):
+        DiffusionModel(diffusers.FluxImg2ImgPipeline(**parts), SIZES)
+
+
+def test_a_pipeline_without_prompts_is_refused():
+    with pytest.raises(ValueError, match="DDPMPipeline takes no prompt"):
+        DiffusionModel(DDPMPipeline(None, DDPMScheduler()), SIZES)
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "FluxKontextPipeline", "QwenImagePipeline", "StableDiffusionPipeline"]
+)
+def test_a_pipeline_that_can_draw_from_a_prompt_alone_is_served(name):
+    check_pipeline(getattr(diffusers, name))
+
+
+class NeedsPicture(FluxPipeline):
+    """As InstructPix2Pix: the picture is optional in its signature, and needed."""
+
+    def __call__(self, prompt: str, image: Any = None, **_: Any) -> Any:
+        raise TypeError(f"image has incorrect format: {type(image)}")
+
+
+def test_an_error_of_a_pipeline_that_was_given_no_picture_says_so(parts):
+    with pytest.raises(ValueError, match=r"NeedsPicture failed without an image.*incorrect format"):
+        DiffusionModel(NeedsPicture(**parts), SIZES).run(PICTURE)
+
+
+class DrawsVideo(FluxPipeline):
+    """As Wan: it gives frames."""
+
+    def __call__(self, prompt: str, **_: Any) -> Any:
+        return BaseOutput(frames=[[Image.new("RGB", (64, 64))]])
+
+
+def test_a_pipeline_that_draws_no_pictures_says_so(parts):
+    with pytest.raises(ValueError, match="DrawsVideo gives frames, and no images"):
+        DiffusionModel(DrawsVideo(**parts), SIZES).run(PICTURE)
+
+
+def test_ignored_guidance_is_in_the_log_of_the_setup(parts, caplog):
+    """The demo model's network takes no guidance, as Qwen-Image's does not."""
+    with caplog.at_level(logging.INFO):
+        DiffusionModel(FluxPipeline(**parts), SIZES)
+    assert "FluxPipeline ignores guidance_scale without a negative_prompt" in caplog.text
+
+
+def test_guidance_that_a_network_takes_is_not_in_the_log(parts, caplog):
+    network = parts["transformer"]
+    taking = type(network).from_config({**network.config, "guidance_embeds": True})
+    with caplog.at_level(logging.INFO):
+        DiffusionModel(FluxPipeline(**{**parts, "transformer": taking}), SIZES)
+    assert "guidance_scale" not in caplog.text
+
+
+class SteersOnly(FluxPipeline):
+    """As Qwen-Image 2.1: `true_cfg_scale` alone."""
+
+    def __call__(self, prompt: str, negative_prompt: str | None = None, true_cfg_scale: float = 2.0, **_: Any) -> Any:
+        return BaseOutput(images=[Image.new("L", (64, 64), round(true_cfg_scale))])
+
+
+@pytest.mark.parametrize(("asked", "scale"), [(None, 2), (0, 0), (5.0, 5)])
+def test_a_negative_prompt_uses_the_guidance_asked_for(parts, asked, scale):
+    inputs = ImageInputs("a", SIZES[0], seed=0, negative_prompt="b", guidance_scale=asked)
+    assert DiffusionModel(SteersOnly(**parts), SIZES).run(inputs).getpixel((0, 0)) == scale
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("FluxKontextPipeline", "only the aspect ratio from the size asked for: it draws about 1048576 pixels"),
+        ("HunyuanDiTPipeline", "may replace the size asked for"),
+        ("QwenImagePipeline", "ignores guidance_scale without a negative_prompt"),
+        ("HunyuanImagePipeline", "ignores guidance_scale: it has no such parameter"),
+    ],
+)
+def test_inputs_that_a_pipeline_ignores_are_known_from_its_signature(parts, name, reason):
+    pipeline = object.__new__(getattr(diffusers, name))  # its real parts are gigabytes
+    assert any(reason in line for line in ignored_inputs(pipeline, parts["transformer"]))
+
+
+class ChoosesSize(FluxPipeline):
+    """As Kontext and HunyuanDiT: a size of its own for the one asked for."""
+
+    def __call__(self, prompt: str, **_: Any) -> Any:
+        return BaseOutput(images=[Image.new("RGB", (64, 64))])
+
+
+def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog):
+    model = DiffusionModel(ChoosesSize(**parts), SIZES)
+    for size in (SIZES[0], SIZES[1], SIZES[1]):
+        model.run(ImageInputs("a", size, seed=0))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "ChoosesSize drew 64x64 where 96x64 was asked for" in warnings[0]
