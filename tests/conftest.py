@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -49,6 +52,27 @@ _AWS_VARIABLES = {
     "NO_PROXY": "127.0.0.1",
 }
 _AWS_VARIABLES_UNSET = ("AWS_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put a `g++` into PATH that compiles nothing twice, for the whole run and all processes that it starts."""
+    compiler = shutil.which("g++")
+    if hasattr(config, "workerinput") or compiler is None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="compile-once-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    once = shlex.join(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("compile_once.py")), str(folder), compiler]
+    )
+    wrapper = folder / "bin" / "g++"
+    wrapper.parent.mkdir()
+    # Only what has an output: Inductor asks for the version in each process, and a Python takes longer to answer.
+    wrapper.write_text(f"""#!/bin/sh
+case "$*" in *" -o "*) exec {once} "$@" ;; esac
+exec {shlex.quote(compiler)} "$@"
+""")
+    wrapper.chmod(0o755)
+    os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @dataclass(frozen=True)
