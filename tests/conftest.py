@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from boots import Booted, boot_once, settings
 from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
@@ -163,6 +164,13 @@ def trusted_certificates(certificates, monkeypatch) -> Certificates:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return certificates
+
+
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory) -> tuple[Path, Booted]:
+    """A folder whose store a cold boot of the toy model has filled, and that boot."""
+    folder = tmp_path_factory.mktemp("cold")
+    return folder, boot_once(settings(folder))
 
 
 @pytest.fixture(params=["local", "s3"])
