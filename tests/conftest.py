@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 # Inductor tries each set of vector instructions with a compile of its own, 10 of a cold boot's 25 seconds; what the CPU
 # says it has is enough here. Before torch is imported, and for the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# As compile_cache sets it for a boot. compile_once.py shares one header among all of them.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
 # long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +45,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
+
+_LONGEST_FIRST = (
+    "test_text_server",
+    "test_boot",
+    "test_demo",
+    "test_cog_server",
+    "test_toxic",
+    "test_token_graph",
+    "test_quantization",
+    "test_boot_fleet",
+    "test_compiler",
+    "test_boot_s3",
+    "test_stores",
+    "test_cache",
+    "test_precompiled",
+    "test_artifacts",
+    "test_union",
+)
 
 _AWS_VARIABLES = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -74,6 +95,11 @@ exec {shlex.quote(compiler)} "$@"
 """)
     wrapper.chmod(0o755)
     os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: each process takes the next file, and no long one is begun last."""
+    items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
 
 
 @dataclass(frozen=True)
@@ -132,7 +158,10 @@ def aws_variables(monkeypatch) -> None:
 def s3_client(s3_server) -> Iterator[S3Client]:
     """boto3's own client of the server: to prepare what the code under test then meets."""
     import boto3
+    import botocore.session
 
+    # Else each client of each test parses the same megabytes of JSON.
+    botocore.session.create_loader = functools.cache(botocore.session.create_loader)
     client = boto3.client(
         "s3",
         endpoint_url=s3_server,
