@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from boots import Booted, boot_once, settings
 from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 # Inductor tries each set of vector instructions with a compile of its own, 10 of a cold boot's 25 seconds; what the CPU
 # says it has is enough here. Before torch is imported, and for the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# As compile_cache sets it for a boot. compile_once.py shares one header among all of them.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
 # long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +45,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
+
+_LONGEST_FIRST = (
+    "test_text_server",
+    "test_boot",
+    "test_demo",
+    "test_cog_server",
+    "test_toxic",
+    "test_token_graph",
+    "test_quantization",
+    "test_boot_fleet",
+    "test_compiler",
+    "test_boot_s3",
+    "test_stores",
+    "test_cache",
+    "test_precompiled",
+    "test_artifacts",
+    "test_union",
+)
 
 _AWS_VARIABLES = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -49,6 +74,32 @@ _AWS_VARIABLES = {
     "NO_PROXY": "127.0.0.1",
 }
 _AWS_VARIABLES_UNSET = ("AWS_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put a `g++` into PATH that compiles nothing twice, for the whole run and all processes that it starts."""
+    compiler = shutil.which("g++")
+    if hasattr(config, "workerinput") or compiler is None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="compile-once-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    once = shlex.join(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("compile_once.py")), str(folder), compiler]
+    )
+    wrapper = folder / "bin" / "g++"
+    wrapper.parent.mkdir()
+    # Only what has an output: Inductor asks for the version in each process, and a Python takes longer to answer.
+    wrapper.write_text(f"""#!/bin/sh
+case "$*" in *" -o "*) exec {once} "$@" ;; esac
+exec {shlex.quote(compiler)} "$@"
+""")
+    wrapper.chmod(0o755)
+    os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: each process takes the next file, and no long one is begun last."""
+    items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
 
 
 @dataclass(frozen=True)
@@ -107,7 +158,10 @@ def aws_variables(monkeypatch) -> None:
 def s3_client(s3_server) -> Iterator[S3Client]:
     """boto3's own client of the server: to prepare what the code under test then meets."""
     import boto3
+    import botocore.session
 
+    # Else each client of each test parses the same megabytes of JSON.
+    botocore.session.create_loader = functools.cache(botocore.session.create_loader)
     client = boto3.client(
         "s3",
         endpoint_url=s3_server,
@@ -139,6 +193,13 @@ def trusted_certificates(certificates, monkeypatch) -> Certificates:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return certificates
+
+
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory) -> tuple[Path, Booted]:
+    """A folder whose store a cold boot of the toy model has filled, and that boot."""
+    folder = tmp_path_factory.mktemp("cold")
+    return folder, boot_once(settings(folder))
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -1,4 +1,4 @@
-"""What a boot does, each in a process of its own: restored, faulty, or sharing a host."""
+"""Boots, each in a process of its own: restored, faulty, or sharing a host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ import pytest
 from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
 
 RAN_COMPILER = "ran.log"
-
-
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory):
-    """A folder whose store a cold boot has filled, and that boot."""
-    folder = tmp_path_factory.mktemp("cold")
-    return folder, boot_once(settings(folder))
 
 
 def seeded(cold, folder: Path) -> dict[str, str]:
@@ -49,8 +42,7 @@ def test_cold_boot_compiles_and_publishes_everything(cold):
 
 def test_restored_boot_compiles_nothing_and_computes_the_same(cold, tmp_path):
     _, first = cold
-    environ = seeded(cold, tmp_path)
-    again = boot_once(environ)
+    again = boot_once(seeded(cold, tmp_path), forked=False)
     assert_fully_warm(again)
     assert again.output == first.output
     assert again.report["publish"]["packs"] == 0
@@ -100,11 +92,11 @@ def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publ
 
 def test_restored_boot_runs_the_compiler_for_nothing_but_its_version(tmp_path):
     environ = {**settings(tmp_path), "CXX": counting_compiler(tmp_path)}
-    boot_once(environ)
+    boot_once(environ, forked=False)
     log = tmp_path / RAN_COMPILER
     assert any(".main.cpp" in line for line in log.read_text().splitlines()), "the wrapper sees a cold boot's compiles"
     log.unlink()
-    assert_fully_warm(boot_once(environ))
+    assert_fully_warm(boot_once(environ, forked=False))
     assert set(log.read_text().split("\n")) <= {"--version", "-v", ""}
 
 
@@ -148,21 +140,21 @@ def test_region_that_computes_something_else_serves_eager_and_is_not_published(t
 
 def test_compiler_that_is_missing_leaves_those_regions_eager_that_need_one(tmp_path, cold):
     _, honest = cold
-    booted = boot_once({**settings(tmp_path), "CXX": "/nowhere/g++"})
+    booted = boot_once({**settings(tmp_path), "CXX": "/nowhere/g++"}, forked=False)
     assert booted.steps == {"WideBlock": "cold", "NormBlock": "eager"}
     assert "InvalidCxxCompiler" in next(r["reason"] for r in booted.report["regions"] if r["name"] == "NormBlock")
     assert booted.output == pytest.approx(honest.output, rel=1e-3)
 
 
 def test_dynamo_that_is_switched_off_is_not_taken_for_compiled(tmp_path):
-    booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"})
+    booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"}, forked=False)
     assert set(booted.steps.values()) == {"eager"}
     assert not booted.report["fully_cached"]
 
 
 def test_torch_compile_that_is_disabled_serves_eager_though_precompiled_regions_are_there(cold, tmp_path):
     _, first = cold
-    booted = boot_once({**seeded(cold, tmp_path), "TORCH_COMPILE_DISABLE": "1"})
+    booted = boot_once({**seeded(cold, tmp_path), "TORCH_COMPILE_DISABLE": "1"}, forked=False)
     assert set(booted.steps.values()) == {"eager"}
     assert booted.report["counts"]["precompiled_loaded"] == 0
     assert booted.output == pytest.approx(first.output, rel=1e-3)

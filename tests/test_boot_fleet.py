@@ -94,7 +94,8 @@ def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_
 
 def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path):
     source, _, _ = signed
-    booted = boot_once(settings(tmp_path, layers=str(source / "store")), "--restore-alone")
+    # The explanation is looked for while a boot imports torch.
+    booted = boot_once(settings(tmp_path, layers=str(source / "store")), "--restore-alone", forked=False)
     assert booted.report["restore"]["outcome"] == "miss"
     assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
 

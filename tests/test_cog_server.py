@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from boots import stored
+from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 
 from compile_cache.store.local import LocalStore
@@ -24,13 +24,15 @@ PREDICTOR = "tests/toy_predictor.py:Predictor"
 COG_LIMIT_S = 10
 
 
-def settings(folder: Path, **variables: str) -> dict[str, str]:
-    given = {"store": str(folder / "store"), "dir": str(folder / "cache"), "report": str(folder / "report.json")}
-    return {f"COMPILE_CACHE_{name.upper()}": value for name, value in {**given, **variables}.items()}
+def server(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> CogServer:
+    return CogServer(PREDICTOR, folder / "server.log", environ, wrapper=wrapper)
 
 
-def server(folder: Path, environ: dict[str, str] | None = None, wrapper: tuple[str, ...] = ()) -> CogServer:
-    return CogServer(PREDICTOR, folder / "server.log", environ or settings(folder), wrapper=wrapper)
+@pytest.fixture
+def toy_store(cold):
+    """A folder whose store a cold boot has filled; its cache directory is that of all other boots here."""
+    folder, _ = cold
+    return folder
 
 
 @pytest.fixture
@@ -40,33 +42,12 @@ def warm(tmp_path, toy_store):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def toy_store(tmp_path_factory):
-    """A folder whose store a cold boot in a Cog server has filled; its cache directory is that of all others here."""
-    folder = tmp_path_factory.mktemp("toy")
-    with server(folder) as booting:
-        booting.wait_ready()
-    assert packs(folder)
-    return folder
-
-
 def shared(warm: Path, toy_store: Path) -> dict[str, str]:
     return settings(warm, dir=str(toy_store / "cache"))
 
 
 def packs(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
-
-
-def assert_boots_warm(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> None:
-    """A following boot restores everything, and its first prediction compiles nothing."""
-    with server(folder, environ, wrapper) as booting:
-        booting.wait_ready()
-        prediction = booting.predict()
-    assert prediction["status"] == "succeeded"
-    assert prediction["metrics"]["compiled_now"] == 0
-    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
-    assert report["fully_cached"], report
 
 
 def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: float = 2.0) -> None:
@@ -87,7 +68,14 @@ def in_pid_namespace() -> tuple[str, ...]:
 
 
 def test_first_prediction_after_ready_compiles_nothing(warm, toy_store):
-    assert_boots_warm(warm, shared(warm, toy_store))
+    environ = shared(warm, toy_store)
+    with server(warm, environ) as running:
+        running.wait_ready()
+        prediction = running.predict()
+    assert prediction["status"] == "succeeded"
+    assert prediction["metrics"]["compiled_now"] == 0
+    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
+    assert report["fully_precompiled"], report
 
 
 def test_shape_that_was_not_warmed_up_is_compiled_once_and_published(warm, toy_store):
@@ -105,7 +93,7 @@ def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     with server(tmp_path, environ, in_pid_namespace()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
-    assert_boots_warm(tmp_path, environ, in_pid_namespace())
+    assert_fully_warm(boot_once(environ))
 
 
 def test_term_while_a_prediction_runs_lets_it_finish_and_flushes(warm, toy_store):
@@ -116,7 +104,7 @@ def test_term_while_a_prediction_runs_lets_it_finish_and_flushes(warm, toy_store
         time.sleep(1.0)
         assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
     assert packs(toy_store).items() <= packs(warm).items()
-    assert_boots_warm(warm, environ)
+    assert_fully_warm(boot_once(environ))
 
 
 def test_term_during_setup_changes_nothing_stored(warm, toy_store):
@@ -127,7 +115,7 @@ def test_term_during_setup_changes_nothing_stored(warm, toy_store):
         assert_ends_in_time(running, signal.SIGTERM)
     assert stored(warm / "store") == before
     wait_for(lambda: not owners(toy_store / "cache"))
-    assert_boots_warm(warm, environ)
+    assert_fully_warm(boot_once(environ))
 
 
 def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
@@ -141,7 +129,7 @@ def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
         wait_for(lambda: not owners(toy_store / "cache"))
         assert time.monotonic() - started < COG_LIMIT_S
     assert packs(tmp_path)
-    assert_boots_warm(tmp_path, environ)
+    assert_fully_warm(boot_once(environ))
 
 
 def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
@@ -153,10 +141,8 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
     for entry in left.list("v1/"):
         if entry.name.endswith(".pack"):
             verify_pack(left, entry.name, entry.size_bytes, Rules())
-    with server(tmp_path, environ) as running:
-        running.wait_ready()
-        assert running.predict()["metrics"]["compiled_now"] == 0
-    assert_boots_warm(tmp_path, environ)
+    assert boot_once(environ).compiled_now == 0
+    assert_fully_warm(boot_once(environ))
 
 
 def wait_for(condition, timeout_s: float = 30.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,18 +35,24 @@ def corpus() -> Corpus:
     return Corpus()
 
 
-def violations(jail, corpus: Corpus, kind: str, restore_pack=restore, cases: int = 100) -> str:
+def violations(jail, corpus: Corpus, kind: str, restore_pack=restore, cases: int = 1) -> Iterable[str]:
+    """Those of each case in turn."""
     corpus.outside = str(jail.root)
-    outcomes = [jail.try_case(make_case(kind, 0, number, corpus), restore_pack) for number in range(cases)]
-    return "\n".join(violation for outcome in outcomes for violation in outcome.violations)
+    for number in range(cases):
+        yield from jail.try_case(make_case(kind, 0, number, corpus), restore_pack).violations
+
+
+def has(found: Iterable[str], violation: str) -> bool:
+    """Whether one of them is found; no case is tried after it."""
+    return any(violation in one for one in found)
 
 
 def test_no_hostile_pack_does_harm():
     """Every kind of `make soak`, in small numbers."""
-    command = [sys.executable, ROOT / "benchmarks" / "fuzz_packs.py", "--cases", "1500", "--seed", "1"]
+    command = [sys.executable, ROOT / "benchmarks" / "fuzz_packs.py", "--cases", "300", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 violations in 1500 cases" in done.stdout
+    assert "0 violations in 300 cases" in done.stdout
     assert all(f"| {kind} |" in done.stdout for kind in KINDS)
 
 
@@ -58,7 +65,7 @@ def test_a_case_is_the_same_for_the_same_seed(corpus):
 
 def test_without_checks_of_paths_the_fuzzer_sees_an_escape(jail, corpus, monkeypatch):
     monkeypatch.setattr("compile_cache.pack.manifest.check_paths", lambda paths: None)
-    assert "outside of its folder" in violations(jail, corpus, "forged paths", cases=300)
+    assert has(violations(jail, corpus, "forged paths", cases=300), "outside of its folder")
 
 
 def test_without_digests_the_fuzzer_sees_a_forged_content(jail, corpus, monkeypatch):
@@ -68,13 +75,13 @@ def test_without_digests_the_fuzzer_sees_a_forged_content(jail, corpus, monkeypa
 
     blind = SimpleNamespace(update=lambda part: None, hexdigest=EqualToAll)
     monkeypatch.setattr("compile_cache.pack.format.hashlib", SimpleNamespace(sha256=lambda: blind))
-    assert "gave what no honest pack gives" in violations(jail, corpus, "frames replaced")
+    assert has(violations(jail, corpus, "frames replaced", cases=100), "gave what no honest pack gives")
 
 
 def test_without_signatures_the_fuzzer_sees_a_foreign_pack(jail, corpus, monkeypatch):
     monkeypatch.setattr("compile_cache.pack.signing.TrustedKeys.check_signer", lambda self, signature: None)
     monkeypatch.setattr("compile_cache.pack.signing.TrustedKeys.verify", lambda self, manifest, signature: None)
-    assert "gave what no honest pack gives" in violations(jail, corpus, "signatures")
+    assert has(violations(jail, corpus, "signatures", cases=100), "gave what no honest pack gives")
 
 
 @pytest.mark.parametrize("error", [ValueError, RecursionError, StopIteration, MemoryError, OSError, KeyboardInterrupt])
@@ -82,7 +89,7 @@ def test_any_other_exception_is_a_violation(jail, corpus, error):
     def fail(*_: object) -> None:
         raise error("a bug")
 
-    assert f"not refused but failed: {error.__name__}" in violations(jail, corpus, "cut short", fail, cases=1)
+    assert has(violations(jail, corpus, "cut short", fail), f"not refused but failed: {error.__name__}")
 
 
 @pytest.mark.parametrize("reason", ["", "two\nlines", "\x1b[2J", "\ud800", "x" * 1000], ids=ascii)
@@ -90,7 +97,7 @@ def test_a_reason_that_is_no_short_line_is_a_violation(jail, corpus, reason):
     def refuse(*_: object) -> None:
         raise PackError(reason)
 
-    assert "a reason that is no short line" in violations(jail, corpus, "cut short", refuse, cases=1)
+    assert has(violations(jail, corpus, "cut short", refuse), "a reason that is no short line")
 
 
 def test_a_link_is_a_violation_and_so_is_a_file_that_was_changed_outside(jail, corpus):
@@ -99,9 +106,9 @@ def test_a_link_is_a_violation_and_so_is_a_file_that_was_changed_outside(jail, c
         (folder / "link").symlink_to(jail.root / "canary")
         (folder / "link").write_text("canary")
 
-    found = violations(jail, corpus, "cut short", link, cases=1)
-    assert "neither file nor folder: 'link'" in found
-    assert "outside of its folder" in found
+    found = list(violations(jail, corpus, "cut short", link))
+    assert has(found, "neither file nor folder: 'link'")
+    assert has(found, "outside of its folder")
 
 
 def test_too_much_memory_is_a_violation(fuzz, corpus, tmp_path, capsys):

@@ -41,23 +41,13 @@ def run(quantization: str, script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "torch.int8"), ("fp8", "torch.float8_e4m3fn")])
-def test_a_quantized_model_adds_as_well(quantization, dtype):
-    """The speed mode's effect on quality, on the one task whose answers are known; 200 of 200 before."""
-    script = """
+_ADD = """
 from sums import answer, prompt, unseen_sums
-print(sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in unseen_sums(200)))
+print(sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in unseen_sums(80)))
 print(*{weight.dtype for weight in block.down_proj.buffers()})
 print(type(model.generator.decode.model.lm_head.weight).__name__)
 """
-    right, dtypes, output = run(quantization, script)
-    assert int(right) >= 195
-    assert dtype in dtypes
-    assert output == "Parameter"
-
-
-def test_quantized_weights_can_be_precompiled():
-    script = """
+_PRECOMPILE = """
 import torch
 from compile_cache.aot.adapter import Precompiled, compile_ahead
 from compile_cache.regions.torch_settings import configure_torch
@@ -68,4 +58,22 @@ with torch.inference_mode():
     print(repr(loaded.misfit(block, inputs, {})))
     print((loaded(block, inputs, {}) - block(*inputs)).abs().max().item() < 1e-5)
 """
-    assert run("int8", script) == ["''", "True"]
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[str]]:
+    """What a process for each quantization printed; that of int8 precompiles a block as well."""
+    return {"int8": run("int8", _ADD + _PRECOMPILE), "fp8": run("fp8", _ADD)}
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "torch.int8"), ("fp8", "torch.float8_e4m3fn")])
+def test_a_quantized_model_adds_as_well(printed, quantization, dtype):
+    """The speed mode's effect on quality, on the one task whose answers are known."""
+    right, dtypes, output = printed[quantization][:3]
+    assert int(right) >= 78
+    assert dtype in dtypes
+    assert output == "Parameter"
+
+
+def test_quantized_weights_can_be_precompiled(printed):
+    assert printed["int8"][3:] == ["''", "True"]

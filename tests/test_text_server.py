@@ -16,7 +16,8 @@ from models.text.model import TextInputs, TextModel
 from models.text.settings import TextSettings
 
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
-SUMS = unseen_sums(300)
+SUMS = unseen_sums(25)
+MIXED_REQUESTS = 15
 RAMBLING = {"prompt": "ab", "temperature": 3.0, "seed": 4}
 
 
@@ -93,7 +94,7 @@ def restored(cold, tmp_path_factory):
         answers["cancelled"] = cancelled(server)
         answers["after it"] = server.predict(**RAMBLING)
         sums = tuple("".join(server.predict(prompt=prompt(a, b))["output"]) for a, b in SUMS)
-        mixed = tuple(server.predict(**inputs) for inputs in mixed_requests(50))
+        mixed = tuple(server.predict(**inputs) for inputs in mixed_requests(MIXED_REQUESTS))
     return Served(report(folder), first, answers, sums, mixed, events)
 
 
@@ -134,8 +135,7 @@ def test_restored_boot_traces_and_compiles_nothing(restored):
 def test_answers_are_right(cold, restored):
     _, first = cold
     assert text(first.first) == text(restored.first) == "68"
-    right = sum(found == answer(a, b) for found, (a, b) in zip(restored.sums, SUMS, strict=True))
-    assert right >= 0.99 * len(SUMS)
+    assert list(restored.sums) == [answer(a, b) for a, b in SUMS]
 
 
 def test_compiled_answers_are_the_eager_ones(restored):
@@ -151,7 +151,8 @@ def test_cold_and_restored_boots_sample_the_same_text(cold, restored):
 def test_no_prediction_compiles_anything(cold, restored):
     _, first = cold
     everything = [first.first, restored.first, *restored.mixed, restored.answers["rambling"]]
-    assert [prediction["metrics"]["compile_cache"]["compiled_now"] for prediction in everything] == [0] * 53
+    compiled = [prediction["metrics"]["compile_cache"]["compiled_now"] for prediction in everything]
+    assert compiled == [0] * (MIXED_REQUESTS + 3)
     assert all(prediction["status"] == "succeeded" for prediction in restored.mixed)
 
 

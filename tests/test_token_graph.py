@@ -188,18 +188,20 @@ def test_a_compiled_step_has_them_joined_and_finds_the_same_tokens():
         def uuid(self):
             return None
 
-    model = make("qwen2")
+    model = make("qwen2", num_hidden_layers=2)
     use_token_layers(model)
     generator = Generator(model, 64, (48,))
     generator.decode = torch.compile(generator.decode, fullgraph=True)
     with config.patch(post_grad_custom_pre_pass=Counting()):
-        assert list(generator.tokens(Request(prompt(20), 20))) == greedy(make("qwen2"), prompt(20), 20)
+        assert list(generator.tokens(Request(prompt(20), 20))) == greedy(
+            make("qwen2", num_hidden_layers=2), prompt(20), 20
+        )
     layers = model.config.num_hidden_layers
     assert (seen[JOINED], seen[PRODUCT], seen["text.gated_matrix_vector.default"]) == (layers, 2 * layers + 1, layers)
 
 
 def test_a_step_with_joined_operators_is_cached_and_precompiled():
-    model = make("llama")
+    model = make("llama", num_hidden_layers=2)
     use_token_layers(model)
     step = Generator(model, 64, (48,)).decode
     with torch.inference_mode(), fresh_cache(), config.patch(post_grad_custom_pre_pass=JoinOperators()):

@@ -1,0 +1,72 @@
+"""A C++ compiler that compiles nothing twice: what `g++` is for the tests and all the processes that they start.
+
+    compile_once.py FOLDER COMPILER ARGUMENTS
+
+Two boots compile the same kernels, and each kernel begins with the same megabytes of torch's headers: parsing them is
+three quarters of a compile. Results are kept in FOLDER, under a digest of the arguments and of the source, and so are
+the headers, precompiled, from the third kernel on. conftest.py makes FOLDER, which lasts for one run of the suite.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_HEADER = "torch/csrc/inductor/cpp_prefix.h"
+_KERNELS_WITHOUT_HEADER = 2
+
+
+def main() -> int:
+    folder, compiler, *arguments = sys.argv[1:]
+    output = Path(arguments[arguments.index("-o") + 1])
+    sources = [argument for argument in arguments if argument.endswith(".cpp")]
+    if len(sources) != 1 or "-shared" not in arguments:
+        return subprocess.call([compiler, *arguments])
+    content = Path(sources[0]).read_bytes()
+    options = [argument for argument in arguments if argument not in (sources[0], "-o", str(output))]
+    is_kernel = _HEADER.encode() in content
+    kind = "kernel" if is_kernel else "other"
+    known = Path(folder, f"{hashlib.sha256(repr(options).encode() + content).hexdigest()}.{kind}")
+    if not known.exists():
+        header = _precompiled_header(Path(folder), compiler, options) if is_kernel else []
+        made = known.with_suffix(f".{os.getpid()}.so")
+        failure = subprocess.call([compiler, *header, sources[0], *options, "-o", str(made)])
+        if failure:
+            return failure
+        made.replace(known)
+    output.write_bytes(known.read_bytes())
+    output.chmod(0o755)
+    return 0
+
+
+def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list[str]:
+    """The options with which a kernel is compiled on top of the precompiled header; none while that is not made."""
+    header = folder / f"{hashlib.sha256(repr(options).encode()).hexdigest()}.h"
+    made = header.with_suffix(".h.gch")
+    if not made.exists():
+        if len(list(folder.glob("*.kernel"))) < _KERNELS_WITHOUT_HEADER:
+            return []
+        with header.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return []
+            if not made.exists():
+                _precompile(header, compiler, options)
+    return ["-include", str(header)]
+
+
+def _precompile(header: Path, compiler: str, options: list[str]) -> None:
+    header.write_text(f"#include <{_HEADER}>\n")
+    made = header.with_suffix(".partial")
+    own = [option for option in options if option != "-shared" and not option.startswith(("-l", "-L"))]
+    subprocess.run([compiler, "-x", "c++-header", str(header), *own, "-o", str(made)], check=True)
+    made.replace(header.with_suffix(".h.gch"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

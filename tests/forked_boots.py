@@ -1,0 +1,45 @@
+"""Fork a process for each boot that a line of stdin asks for; boots.py starts this and writes the lines.
+
+Importing torch and its compiler takes longer than everything else in a boot of the toy model. Both are imported here,
+and nothing of compile_cache. A boot still has a process of its own: its environment, its locks, its exit hooks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import torch._inductor.compile_fx
+
+
+def requested_boot() -> dict[str, Any]:
+    """Return in each forked process, with its request; in the parent, answer with the exit status of each boot."""
+    assert torch.get_num_threads() == 1, "threads do not survive a fork"
+    gc.freeze()  # else each child's collections copy the memory of all imported modules
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            return json.loads(line)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take the environment, the arguments and the output files of `request`."""
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv[1:] = request["arguments"]
+    for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+
+
+if __name__ == "__main__":
+    become(requested_boot())
+    from boot_once import main
+
+    main()
