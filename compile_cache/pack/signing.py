@@ -1,7 +1,7 @@
 """Signatures: who made a pack. Ed25519 (RFC 8032) over the exact bytes of a manifest.
 
-A stored signature is the public key (32 bytes), then the signature (64 bytes). So it names the trusted key that verifies
-it. A key is one line of text that begins with its kind: a private key where a public one belongs is refused.
+A stored signature is the public key (32 bytes), then the signature (64 bytes). So it names the trusted key that
+verifies it. A key is one line of text that begins with its kind: a private key where a public one belongs is refused.
 """
 
 from __future__ import annotations
