@@ -107,6 +107,18 @@ def test_an_answer_that_is_cut_is_store_unavailable(action):
         assert type(raised_by(action, open_at(served.url))) is StoreUnavailable
 
 
+def test_an_answer_with_more_than_was_asked_for_is_cut():
+    more = answer(
+        "206 Partial Content",
+        b"0123456789",
+        Content_Range="bytes 0-4/10",
+        ETag='"x"',
+        Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT",
+    )
+    with answering(more) as served:
+        assert open_at(served.url).read("v1/a", 0, 5) == b"01234"
+
+
 def test_an_answer_without_the_range_that_was_asked_for_is_a_store_error():
     whole = answer("200 OK", b"0123456789", ETag='"x"', Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT")
     with answering(whole) as served:
