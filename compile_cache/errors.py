@@ -1,22 +1,22 @@
 """Every error this library raises.
 
 CompileCacheError
-├── SettingsError            a setting has a value it cannot have
+├── SettingsError            a setting is unknown or has an invalid value
 ├── NotAModuleError          boot.compile() was given something that is no torch.nn.Module
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
 │   └── PackForbidden        a pack may be intact, but these settings, or its place, forbid its use
 │       ├── ManifestTooLarge it names more than the limits allow
 │       └── TooManyPacks     the other packs of its key leave no room for it
-├── NotPrecompilable         a region cannot be compiled ahead of time, or not so that it is surely right elsewhere
+├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
-└── StoreError               the object store did not do what was asked
+└── StoreError               a request to the object store failed
     ├── StoreUnavailable     it did not answer, or not in time
     ├── StoreAccessDenied    it answered that these credentials may not
     └── ObjectNotFound       the object, or the bucket itself, is not there
 
-Each message says what happened, where, and what to do about it. A boot lets only `SettingsError` through: it is the
-user's own input. Every other one costs speed, not the boot.
+Each message says what happened, where, and what to do about it. A boot raises only `SettingsError`, because settings
+are the user's own input. Every other error costs speed, not the boot.
 """
 
 
@@ -25,7 +25,7 @@ class CompileCacheError(Exception):
 
 
 class SettingsError(CompileCacheError, ValueError):
-    """A setting has a value it cannot have. The message names the variable."""
+    """A setting is unknown or has an invalid value. The message names the variable."""
 
 
 class NotAModuleError(CompileCacheError, TypeError):
@@ -53,7 +53,7 @@ class TooManyPacks(PackForbidden):
 
 
 class NotPrecompilable(CompileCacheError):
-    """A region cannot be compiled ahead of time, or not so that it is surely right in another process."""
+    """A region cannot be compiled ahead of time, or its artifact might be wrong in another process."""
 
 
 class ArtifactError(CompileCacheError):
@@ -61,7 +61,7 @@ class ArtifactError(CompileCacheError):
 
 
 class StoreError(CompileCacheError):
-    """The object store did not do what was asked."""
+    """A request to the object store failed."""
 
 
 class StoreUnavailable(StoreError):

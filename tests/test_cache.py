@@ -541,7 +541,7 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
     published_pair(store, machine)
     booted, abandoned = machine(store), threading.Event()
     abandoned.set()
-    with pytest.raises(StoreError, match="the time was up"):
+    with pytest.raises(StoreError, match="the time is up"):
         booted.cache.fetch(abandoned)
     assert booted.files() == {}
 
@@ -562,7 +562,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
             return super().read(name, start, size_bytes)
 
     booted = machine(AbandonedOnTheThirdRead(Path(local.location)))
-    with pytest.raises(StoreError, match="the time was up"):
+    with pytest.raises(StoreError, match="the time is up"):
         booted.cache.fetch(abandoned)
     assert booted.files() == {}
     assert len(reads) == 3

@@ -1,7 +1,7 @@
 """The environment: everything a compiled artifact depends on that the model's version does not name.
 
 It is read from package files, the CUDA driver and /proc before torch is imported, so that the restore can start at
-once, and compared with what torch itself says before anything restored is used.
+once. It is compared with torch's own values before any restored file is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
-# Variables with these prefixes change generated code, all but those that say where or how fast.
+# Variables with these prefixes change generated code, except those that decide only where or how fast.
 _CODE_VARIABLES = ("TORCHINDUCTOR_", "TRITON_", "INDUCTOR_", "TORCH_COMPILE_")
 _NEUTRAL_VARIABLES = frozenset(
     {
@@ -36,7 +36,7 @@ _NEUTRAL_VARIABLES = frozenset(
         "TORCH_COMPILE_DEBUG",
     }
 )
-# The flags from which a C++ compiler under `-march=native`, as Inductor calls it, generates instructions by itself.
+# The flags from which a C++ compiler generates instructions under `-march=native`, with which Inductor calls it.
 _INSTRUCTION_FLAGS = re.compile(
     r"^(pni|ssse3|sse\w*|avx\w*|amx\w*|fma4?|f16c|bmi\d|abm|lzcnt|popcnt|movbe|adx|gfni|xop|tbm|asimd\w*|sve\w*|i8mm|bf16)$"
 )
@@ -110,8 +110,8 @@ def _difference(ours: Any, theirs: Any) -> str:
 
 
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
-    """The environment as far as it can be known without importing torch. Takes milliseconds, and the CUDA driver's own
-    initialisation where there is a GPU, which torch then does not pay again."""
+    """The environment as far as it can be known without importing torch. Takes milliseconds; where there is a GPU, also
+    the CUDA driver's initialisation, which torch then need not do."""
     torch_build = _installed_torch()
     gpu = _cuda_device() if torch_build["cuda"] else _NO_GPU
     return Environment(
@@ -134,7 +134,7 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
 
 
 def observe_environment(detected: Environment) -> Environment:
-    """`detected` with every field that torch itself can tell replaced by what torch says. Imports torch."""
+    """`detected` with torch's own value in every field that torch knows. Imports torch."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -152,10 +152,10 @@ def observe_environment(detected: Environment) -> Environment:
 
 
 def cpu_threads(environ: Mapping[str, str]) -> int:
-    """The number of threads torch will use on the CPU: as asked for, else the physical cores it may run on.
+    """The number of threads that torch will use on the CPU: the variables' number, else the physical cores available.
 
-    Inductor puts the number into every CPU lookup, so a boot that has it wrong finds nothing. On x86 torch takes it
-    from MKL, which prefers its own variable and, unless `MKL_DYNAMIC` is off, uses no more than the machine's cores.
+    Inductor puts the number into every CPU lookup, so a boot with a wrong number finds nothing. On x86 torch takes the
+    number from MKL. MKL prefers its own variable, and uses at most the machine's cores unless `MKL_DYNAMIC` is off.
     """
     with_mkl = platform.machine() == "x86_64"
     for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS") if with_mkl else ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -232,7 +232,7 @@ def _cuda_device() -> dict[str, str]:
 
 
 def _instruction_flags() -> str:
-    """The CPU's instruction set extensions, sorted: CPU artifacts are built for exactly this machine's."""
+    """The CPU's instruction set extensions, sorted. CPU artifacts are built for exactly these."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = [line for line in file if line.startswith(("flags", "Features"))]

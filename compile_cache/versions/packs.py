@@ -111,7 +111,7 @@ class PacksOfKey:
 
         def look(entry: StoredObject) -> None:
             if abandoned is not None and abandoned.is_set():
-                raise Abandoned(f"{entry.name} was not read: the time was up")
+                raise Abandoned(f"{entry.name} was not read: the time is up")
             try:
                 if reason := self._earlier.reason(entry):
                     raise PackError(reason)
