@@ -315,7 +315,7 @@ class Published:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
         fetched = self.healthy.fetch()
         assert fetched.refused == ()
-        return {path: staged.read_bytes() for path, (staged, _) in fetched.files.items()}
+        return {path: Path(staged.local).read_bytes() for path, staged in fetched.files.items()}
 
 
 @pytest.fixture
