@@ -377,13 +377,24 @@ def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
         tell(before)
 
 
+@contextlib.contextmanager
+def coarse_products() -> Iterator[None]:
+    """Have torch multiply at a lower precision; afterwards none is set, as in a new process."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 SWITCHES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "deterministic algorithms": lambda: told(torch.use_deterministic_algorithms, True, False),
     "flash attention": lambda: told(torch.backends.cuda.enable_flash_sdp, False, True),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "attention priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
-    "float32 matmul precision": lambda: told(torch.set_float32_matmul_precision, "medium", "highest"),
+    "float32 matmul precision": coarse_products,
     "default dtype": lambda: told(torch.set_default_dtype, torch.float64, torch.float32),
     "threads": lambda: told(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "function modes": lambda: torch.device("cpu"),
@@ -459,8 +470,9 @@ def test_numbers_in_arguments_have_an_artifact_each(directory):
 def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boot(made, tmp_path):
     expected = caches()
     answer = eager(build(Layers), tensor(), expected)
-    with activated(tmp_path / "cold") as cold, copied(made, tmp_path / "restored") as restored:
-        for directory, step in ((cold, "cold"), (restored, "precompiled")):
+    boots = (activated(tmp_path / "cold"), "cold"), (copied(made, tmp_path / "restored"), "precompiled")
+    for context, step in boots:
+        with context as directory:
             layers, written = build(Layers), caches()
             compiler = boot(directory, layers)
             close(warm_up(compiler, lambda layers=layers, written=written: layers(tensor(), written)), answer)

@@ -16,12 +16,13 @@ from torch import nn
 
 from compile_cache.aot.adapter import is_switched_off
 from compile_cache.aot.artifacts import Artifacts
+from compile_cache.aot.files import PRECOMPILED
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.region import Region
 from compile_cache.regions.torch_settings import configure_torch
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
+from compile_cache.versions.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 
@@ -38,7 +39,7 @@ class Compiler:
         self.withheld: set[str] = set()
         self._precompiled: Artifacts | None = None
         if settings.precompile and not is_switched_off():
-            self._precompiled = Artifacts(settings, directory)
+            self._precompiled = Artifacts(settings, directory.path)
         self._compiling = threading.Event()
         torch._dynamo.callback.on_compile_start(lambda _: self._compiling.set())
         torch._dynamo.callback.on_compile_end(lambda _: self._compiling.clear())

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from compile_cache.aot.artifacts import Artifacts, Found, Made
-from compile_cache.aot.describe import with_plain_strides
+from compile_cache.aot.calls import with_plain_strides
 from compile_cache.lifecycle.report import CompileCounts, RegionReport
 from compile_cache.regions.check import PeakMemory, largest_relative_error
-from compile_cache.regions.counters import count_precompiled, read_counts
+from compile_cache.regions.counters import count_precompiled, read_counts, uncounted
 from compile_cache.regions.torch_settings import RECOMPILE_LIMIT, configure_torch
 
 log = logging.getLogger("compile_cache")
@@ -208,7 +208,8 @@ class Region:
         started = time.perf_counter()
         try:
             configure_torch()
-            made = self._artifacts.make(module, args, kwargs)
+            with uncounted():  # it is for another boot
+                made = self._artifacts.make(module, args, kwargs)
         except Exception as error:  # a full or read-only disk, or an input that nobody has thought of
             log.warning("precompiled.not_made region=%s error=%r", self.report.name, error)
             made = f"{type(error).__name__}: {_first_line(error)}"

@@ -16,9 +16,6 @@ from pathlib import Path
 
 from compile_cache.errors import CacheDirectoryError
 
-# The folder, inside a cache directory, of what artifacts.py writes.
-PRECOMPILED = "precompiled"
-
 _MOST_DIRECTORIES = 64
 # Lock files, files still being written, and precompiled headers, useless without a compile.
 _LEFT_OUT_FOLDERS = frozenset({"locks"})

@@ -13,17 +13,17 @@ import pytest
 import torch
 from boots import TESTS
 
+from compile_cache.aot.calls import with_plain_strides
 from compile_cache.aot.describe import (
     NotDescribedError,
     changed_switches,
     code_digest,
     describe,
     describe_switches,
-    digest,
     signature,
     switches,
-    with_plain_strides,
 )
+from compile_cache.aot.files import digest
 
 
 def first(x):
@@ -80,7 +80,7 @@ def same_as_first():
 
 def digest_in_a_process_of_its_own(hash_seed: str) -> str:
     code = (
-        f"import sys; sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]; import test_fingerprint as t; "
+        f"import sys; sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]; import test_describe as t; "
         "print(t.code_digest(t.first.__code__))"
     )
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -233,13 +233,13 @@ def test_keywords_have_plain_strides_as_well():
 
 
 def test_switch_that_is_changed_is_named_with_both_values():
-    before = switches()
+    before = switches(on_gpu=False)
     with torch.no_grad():
-        now = switches()
+        now = switches(on_gpu=False)
     assert "gradients True → False" in changed_switches(before, now)
     assert changed_switches(before, before) == ""
 
 
 def test_every_switch_has_a_name():
-    assert describe_switches(switches())["default dtype"] == "torch.float32"
-    assert len(describe_switches(switches())) == len(switches())
+    assert describe_switches(switches(on_gpu=False))["default dtype"] == "torch.float32"
+    assert len(describe_switches(switches(on_gpu=False))) == len(switches(on_gpu=False))
