@@ -11,7 +11,7 @@ from typing import Any
 import blocks
 import pytest
 import torch
-from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair
+from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +30,7 @@ def made(tmp_path_factory):
         warm_up(compiler, lambda: layers(tensor(), caches()))
         warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
         warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
-        for module_class in (Global, Environ, Beside):
+        for module_class in (Global, Environ, Beside, Tunable):
             module = build(module_class)
             compiler.compile(module)
             warm_up(compiler, lambda module=module: module(tensor()))
@@ -43,6 +43,7 @@ def made(tmp_path_factory):
             "Global": ("cold", 1),
             "Environ": ("cold", 1),
             "Beside": ("cold", 1),
+            "Tunable": ("cold", 1),
         }
         yield directory
 
@@ -256,6 +257,41 @@ CHANGES_BEFORE = {
 ANSWERED = ("hook of a child", "adapter", "training", "class attribute", "function", "constant")
 
 
+def gradient_hook(module: Any, *gradients: Any) -> None:
+    """A hook that changes no answer."""
+
+
+# Every way in which torch can be told to call something beside a module.
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "hook with keywords": lambda module: module.register_forward_hook(lambda *_: None, with_kwargs=True),
+    "hook that is always called": lambda module: module.register_forward_hook(times_weight, always_call=True),
+    "hook before others": lambda module: module.register_forward_hook(times_weight, prepend=True),
+    "pre-hook with keywords": lambda module: module.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+    "gradient hook": lambda module: module.register_full_backward_hook(gradient_hook),
+    "gradient pre-hook": lambda module: module.register_full_backward_pre_hook(gradient_hook),
+    "global hook": lambda module: module_hooks.register_module_forward_hook(times_weight),
+    "global hook with keywords": lambda module: module_hooks.register_module_forward_hook(
+        lambda *_: None, with_kwargs=True
+    ),
+    "global pre-hook": lambda module: module_hooks.register_module_forward_pre_hook(times_weight),
+    "global gradient hook": lambda module: module_hooks.register_module_full_backward_hook(gradient_hook),
+    "global gradient pre-hook": lambda module: module_hooks.register_module_full_backward_pre_hook(gradient_hook),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_call_with_a_hook_is_never_served_precompiled(made, hook):
+    for part in (lambda block: block, lambda block: block.inner):
+        block = build(Block)
+        found = find(made, block, tensor())
+        with hooked(HOOKS[hook](part(block))):
+            assert "hook" in find(made, block, tensor())
+            with torch.inference_mode():
+                assert not found.function.fits(block, (tensor(),), {})
+        with torch.inference_mode():
+            assert found.function.fits(block, (tensor(),), {})
+
+
 @pytest.mark.parametrize("change", CHANGES_BEFORE)
 def test_block_that_was_changed_before_the_load_is_not_served(made, change):
     block, unchanged = build(Block), eager_unchanged()
@@ -359,6 +395,52 @@ def test_block_that_reads_a_global_which_is_changed_in_place_after_the_load_is_n
             assert not found.function.fits(module, (tensor(),), {})
     finally:
         undo()
+
+
+def with_part(function: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    """A function with another part while the context lasts."""
+    return told(lambda part: setattr(function, name, part), value, getattr(function, name))
+
+
+def with_keyword(function: Any, value: float) -> contextlib.AbstractContextManager[None]:
+    """A function with another default of its keyword, set in place."""
+    return told(lambda more: function.__kwdefaults__.update(more=more), value, function.__kwdefaults__["more"])
+
+
+def with_other_code(function: Any) -> contextlib.AbstractContextManager[None]:
+    return with_part(function, "__code__", function.__code__.replace(co_name="another"))
+
+
+TUNED: dict[str, Callable[[Tunable], Any]] = {
+    "closure variable": lambda module: told(blocks.tune, 5.0, 1.5),
+    "default": lambda module: with_part(blocks.tunable, "__defaults__", (5.0,)),
+    "keyword's default": lambda module: with_keyword(blocks.tunable, 5.0),
+    "code": lambda module: with_other_code(blocks.tunable),
+    "closure variable of its own": lambda module: told(module.tune, 5.0, 1.5),
+    "default of its own": lambda module: with_part(module.own, "__defaults__", (5.0,)),
+    "keyword's default of its own": lambda module: with_keyword(module.own, 5.0),
+}
+
+
+@pytest.mark.parametrize("change", TUNED)
+def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
+    module = build(Tunable)
+    found = find(made, module, tensor())
+    with TUNED[change](module), torch.inference_mode():
+        assert not found.function.fits(module, (tensor(),), {})
+    with torch.inference_mode():
+        assert found.function.fits(module, (tensor(),), {})
+
+
+@pytest.mark.parametrize("change", ["closure variable", "default"])
+def test_function_that_is_tuned_after_the_load_answers_as_in_eager(directory, change):
+    module = build(Tunable)
+    compiler = boot(directory, module)
+    warm_up(compiler, lambda: module(tensor()))
+    assert only_report(compiler).step == "precompiled"
+    with TUNED[change](module):
+        expected = eager(build(Tunable), tensor())
+        close(eager(module, tensor()), expected)
 
 
 def test_block_that_reads_an_environment_variable_is_not_served_with_another_value(made, monkeypatch):

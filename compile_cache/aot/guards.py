@@ -284,10 +284,11 @@ class _Condition:
         self._terms[term] = None
 
     def add_same(self, expression: str, value: Any) -> None:
-        """Demand that the expression is this very object."""
+        """Demand that the expression is this very object, and a function's code the same."""
         name = self._constant(value)
         self._terms[f"{self._shortened(expression)} is {name}"] = None
         if isinstance(value, types.FunctionType):
+            self._terms[f"{name}.__code__ is {self._constant(value.__code__)}"] = None
             self._names.setdefault(expression, name)
 
     def _constant(self, value: Any) -> str:
