@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor
-import torch._inductor.codecache
 import torch._inductor.config
 import torch.nn.modules.module as module_hooks
 import torch.utils._triton as torch_triton

@@ -17,6 +17,7 @@ from torch import nn
 from compile_cache.aot.adapter import is_switched_off
 from compile_cache.aot.artifacts import Artifacts
 from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.region import Region
@@ -32,6 +33,7 @@ class Compiler:
 
     def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
         configure_torch()
+        remember_toolchain(directory.path)
         self._settings = settings
         self._directory = directory
         self._seen = set(directory.scan())
