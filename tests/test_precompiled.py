@@ -12,10 +12,12 @@ import blocks
 import pytest
 import torch
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
-from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
+
+from compile_cache.aot.files import read_artifact
 
 close = torch.testing.assert_close
 
@@ -565,6 +567,13 @@ def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boo
                 close(layers(tensor(), again), answer)
             close(again, expected)
     assert only_report(compiler).loaded == 2
+
+
+def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
+    records = [read_artifact(path)[:2] for path in artifacts(made)]
+    hosts = [record["host"] for key, record in records if key["class"] == "blocks.Layer"]
+    assert [set(host) for host in hosts] == [{"instructions", "threads"}] * 2
+    assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
 def test_artifact_of_one_layer_does_not_serve_another(made):

@@ -57,6 +57,11 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 ALIGNMENT_BYTES = 16
 
 _precision = torch._C._get_fp32_precision_getter
+_mode_options: Any = torch._inductor.list_mode_options
+_options: Any = torch._inductor.config.save_config_portable
+_load: Any = torch.compiler.load_compiled_function
+_has_triton: Any = torch_triton.has_triton
+_hash_triton: Any = torch_triton.triton_hash_with_backend
 
 
 def _matmul_precision() -> tuple[str, str]:
@@ -101,8 +106,7 @@ def is_switched_off() -> bool:
 
 def inductor_options(names: tuple[str, ...]) -> dict[str, Any]:
     """Inductor's options as they are in this thread, and those of `names`, which torch does not list."""
-    config: Any = torch._inductor.config
-    return {**config.save_config_portable(), **{name: getattr(config, name, None) for name in names}}
+    return {**_options(), **{name: getattr(torch._inductor.config, name, None) for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ def compile_function(
         Exception: torch can refuse with any.
     """
     check_kernels()
-    options = {**torch._inductor.list_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
+    options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
     with _configured():
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
         compiled = compiled.aot_compile((inputs, {}))
@@ -178,7 +182,7 @@ def load_function(payload: bytes, externals: dict[str, Any], triton_hash: str) -
     """
     # One thread at a time: what is replaced meanwhile is put back.
     with _loading, _configured(), _no_workers(), without_compiler(), _known_triton_hash(triton_hash):
-        loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(payload), f_globals=externals)
+        loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
 
 
@@ -203,7 +207,7 @@ def _no_workers() -> contextlib.AbstractContextManager[Any]:
 def triton_hash() -> str:
     """Triton's digest of its own files and its back end; empty where Triton is not used."""
     try:
-        return str(torch_triton.triton_hash_with_backend()) if torch_triton.has_triton() else ""
+        return str(_hash_triton()) if _has_triton() else ""
     except RuntimeError:  # as torch does where there is no driver (torch/_inductor/runtime/autotune_cache.py)
         return ""
 
@@ -214,11 +218,9 @@ def _known_triton_hash(recorded: str) -> Iterator[None]:
 
     Computing it takes 0.3 to 0.4 s: it reads Triton's compiler, some hundred megabytes.
     """
-    name = "triton_hash_with_backend"
-    original = getattr(torch_triton, name)
     if recorded:
-        setattr(torch_triton, name, lambda: recorded)
+        setattr(torch_triton, "triton_hash_with_backend", lambda: recorded)  # noqa: B010
     try:
         yield
     finally:
-        setattr(torch_triton, name, original)
+        torch_triton.triton_hash_with_backend = _hash_triton

@@ -54,7 +54,8 @@ def describe(value: Any) -> Description:
     if isinstance(value, type):
         return ["class", class_name(value)]
     if (origin := typing.get_origin(value)) is not None:  # `int | None`, `list[int]`, `typing.Optional[int]`
-        return ["generic", describe(origin), *(describe(part) for part in typing.get_args(value))]
+        kind = class_name(type(value))
+        return ["generic", kind, describe(origin), *(describe(part) for part in typing.get_args(value))]
     if isinstance(value, _SPECIAL_FORM):
         return ["special form", repr(value)]
     if isinstance(value, types.ModuleType):
