@@ -17,7 +17,6 @@ import torch
 from boots import TESTS
 from torch import nn
 
-from compile_cache.aot.calls import with_plain_strides
 from compile_cache.aot.describe import (
     NotDescribedError,
     changed_switches,
@@ -27,6 +26,7 @@ from compile_cache.aot.describe import (
     on_gpu,
     signature,
     switches,
+    with_plain_strides,
 )
 from compile_cache.aot.files import digest
 

@@ -193,6 +193,32 @@ def _strides(tensor: torch.Tensor) -> Iterator[int]:
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
+def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same tensors, those of the arguments themselves, with the strides that a contiguous tensor has in dimensions
+    of size 1: no address depends on them, and torch would compile, and guard, each variant by itself.
+
+    A slice of a batch of one is such a tensor. Where gradients are recorded nothing is changed, because a view would
+    be recorded.
+    """
+    if torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
+        return value
+    if value.dim() > 3:  # these strides say whether a picture is stored channels first or last
+        return value
+    strides, plain = value.stride(), []
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(strides), strict=True):
+        plain.append(step if size == 1 else stride)
+        step = size * plain[-1]
+    plain.reverse()
+    return value if tuple(plain) == strides else value.as_strided(value.shape, plain)
+
+
 _READERS = tuple(SWITCHES.values())
 _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
 

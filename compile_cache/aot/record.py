@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from compile_cache.aot import calls
 from compile_cache.aot.adapter import Compilation, triton_hash
 from compile_cache.aot.describe import code_digest
 from compile_cache.aot.guards import RecordedGuard, importable, resolve
+from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.key import environment
 
@@ -131,9 +131,9 @@ def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:
 def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
     """Of each module: the checksum of its file, and of each of the functions."""
     return {
-        # Of this package, the function that was traced is enough.
+        # Of the module of `call_region`, that function is enough.
         name: {
-            "file": "" if name == calls.__name__ else _file_digest(name),
+            "file": "" if name == call_region.__module__ else _file_digest(name),
             "functions": {
                 qualified: code_digest(code)
                 for qualified, code in sorted(functions.items())

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from compile_cache.aot.artifacts import Artifacts, Found, Made
-from compile_cache.aot.calls import with_plain_strides
+from compile_cache.aot.describe import with_plain_strides
 from compile_cache.lifecycle.report import CompileCounts, RegionReport
 from compile_cache.regions.check import PeakMemory, largest_relative_error
 from compile_cache.regions.counters import count_precompiled, read_counts, uncounted

@@ -1,0 +1,19 @@
+"""The function that is traced: by `torch.compile`, and ahead of time.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call that torch makes of a module that is not compiled, hooks included.
+
+    It is a function of a module's own: a method or a decorated `forward` cannot be stored, and Dynamo skips the methods
+    of torch's own classes.
+    """
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
