@@ -145,7 +145,7 @@ class Artifacts:
                 stored = self._parse(path)
                 if stored.key.items() >= self._fixed_key().items() and stored.record.is_imported:
                     # Guards are made for the thread-local state that they are made under.
-                    with torch.no_grad(), torch.inference_mode(is_inference(stored.key["switches"])):
+                    with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
                         self._prefetched[path] = replace(stored, function=stored.load())
             except (ArtifactError, OSError) as error:  # `find` meets it again, and says so
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)

@@ -241,9 +241,9 @@ def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
     return {name: str(value) for name, value in zip(SWITCHES, values, strict=False)}
 
 
-def is_inference(described: Mapping[str, str]) -> bool:
-    """Whether inference mode was on, in what `describe_switches` gave."""
-    return described.get("inference mode") == "True"
+def is_inference(described: Any) -> bool:
+    """Whether inference mode was on, in what `describe_switches` gave and was read from a file."""
+    return isinstance(described, Mapping) and described.get("inference mode") == "True"
 
 
 def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
