@@ -5,12 +5,14 @@
 
 The first boot fills the store. Each round is a fresh process that imports what loading needs, and loads, when the
 weights are there; in a boot, that runs beside the weights, and shares Python's lock with them. To compare two states of
-the code, run it in both checkouts, each with a store of its own, in turn.
+the code, run it in both checkouts, each with a store of its own, in turn. With `--without` it also loads without one of
+the library's patches of torch, in turn, which is what the patch is worth.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -23,6 +25,16 @@ from text_boot import boot_text, describe_boot, text_environment, text_settings
 
 from compile_cache.lifecycle.preload import Preloading
 
+# The library's patches of torch that are only for speed, as contexts of `load_function`.
+PATCHES = {"workers": "_no_workers", "triton-hash": "_known_triton_hash", "compiler": "without_compiler"}
+
+
+def leave_out(patch: str) -> None:
+    """Load without one of the patches."""
+    from compile_cache.aot import adapter
+
+    setattr(adapter, PATCHES[patch], lambda *_: contextlib.nullcontext())
+
 
 def boot_loading_late(model: str) -> None:
     """One boot that loads its artifacts when the weights are there, and meanwhile nothing else; prints the seconds."""
@@ -30,6 +42,8 @@ def boot_loading_late(model: str) -> None:
 
     def load(preloading: Preloading) -> None:
         if not seconds:
+            if patch := os.environ.get("_WITHOUT_PATCH"):
+                leave_out(patch)
             started = time.perf_counter()
             preloading._run()
             seconds.append(time.perf_counter() - started)
@@ -49,6 +63,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="folder of the store, cache directory and logs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one process")
+    parser.add_argument("--without", choices=PATCHES, help="a patch of torch to measure")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
@@ -61,12 +76,17 @@ def main() -> None:
     environ = text_environment(work, "warm", work / "store", False)
     command = [sys.executable, __file__, "--in-process", "--model", str(args.model.resolve()), "--store", str(work)]
 
-    def load() -> float:
-        return float(run_process("warm", command, environ, new_log(work, "warm"), args.timeout))
+    def load(without: str = "") -> float:
+        given = {**environ, "_WITHOUT_PATCH": without}
+        return float(run_process("warm", command, given, new_log(work, "warm"), args.timeout))
 
     load()
     print(f"machine: {describe_machine()}")
-    print(f"artifacts loaded in {spread([load() for _ in range(args.rounds)], 2)} s, n = {args.rounds}")
+    names = ["", args.without] if args.without else [""]
+    seconds = [[load(name) for name in names] for _ in range(args.rounds)]
+    for name, taken in zip(names, zip(*seconds, strict=True), strict=True):
+        without = f" without {name}" if name else ""
+        print(f"artifacts loaded{without} in {spread(list(taken), 2)} s, n = {args.rounds}")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,35 @@ class Global(nn.Module):
         return torch.addmm(x, x, self.weight, alpha=factor)
 
 
+def make_tunable() -> tuple[Callable[..., float], Callable[[float], None]]:
+    """A function with a default, a keyword's default and a closure variable, and what sets that variable."""
+    gain = 1.5
+
+    def tunable(by: float = 2.0, *, more: float = 3.0) -> float:
+        return gain * by * more
+
+    def tune(value: float) -> None:
+        nonlocal gain
+        gain = value
+
+    return tunable, tune
+
+
+tunable, tune = make_tunable()
+
+
+class Tunable(nn.Module):
+    """The answer of a global function is a factor of the result, and so is that of one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.own, self.tune = make_tunable()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, self.weight, alpha=tunable() * self.own())
+
+
 class Environ(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,11 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.aot.artifacts import _LENGTH, _MAGIC, Artifacts, Found
+from compile_cache.aot import artifacts as aot_artifacts
+from compile_cache.aot import compiling, precompiled
+from compile_cache.aot.artifacts import Artifacts, Found
+from compile_cache.aot.files import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.aot.record import _instructions
 from compile_cache.settings import Settings
 
 close = torch.testing.assert_close
@@ -121,6 +125,54 @@ def test_damaged_artifact_is_not_unpickled(directory):
     Executed.traces.clear()
     find(directory, build(Block), tensor())
     assert Executed.traces == []
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ({"instructions": "avx9", "threads": str(torch.get_num_threads())}, "for a host with instructions 'avx9'"),
+        ({"instructions": _instructions(), "threads": "77"}, "for a host with threads '77'"),
+    ],
+)
+def test_artifact_with_kernels_for_another_host_is_refused_alone(directory, host, reason):
+    path = artifact_of(directory, Block)
+    key, record, payload = read_artifact(path)
+    path.unlink()
+    write_artifact(path.parent, key, {**record, "host": host}, payload)
+    assert reason in find(directory, build(Block), tensor())
+    assert isinstance(find(directory, build(Batched), tensor(1, 4, 16)), Found)
+
+
+def test_artifact_with_kernels_for_this_host_serves(directory):
+    path = artifact_of(directory, Block)
+    key, record, payload = read_artifact(path)
+    assert record["host"] == {}, "it calls torch's own kernels only"
+    path.unlink()
+    host = {"instructions": _instructions(), "threads": str(torch.get_num_threads())}
+    write_artifact(path.parent, key, {**record, "host": host}, payload)
+    assert isinstance(find(directory, build(Block), tensor()), Found)
+
+
+def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
+    """There is no GPU here: the call is said to be on one."""
+    for module in (aot_artifacts, compiling, precompiled):
+        monkeypatch.setattr(module, "on_gpu", lambda *_: True)
+    threads = torch.get_num_threads()
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        warm_up(boot(directory, block), lambda: block(tensor()))
+        (path,) = artifacts(directory)
+        assert "threads" not in header_of(path)["key"]["switches"]
+        try:
+            torch.set_num_threads(threads + 1)
+            found = find(directory, build(Block), tensor())
+        finally:
+            torch.set_num_threads(threads)
+    assert isinstance(found, Found), found
+    with torch.inference_mode():
+        assert not found.function.misfit(block, (tensor(),), {})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not found.function.fits(block, (tensor(),), {})
 
 
 def test_artifact_that_is_missing_is_no_error(directory):
@@ -249,7 +301,7 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
     ("module_class", "reason"),
     [
         (Breaking, "with graph breaks"),
-        (ReadsGlobalTensor, "cannot be precompiled: nothing can stand in for a guard of the kind TENSOR_MATCH"),
+        (ReadsGlobalTensor, "cannot be precompiled: it reads tensors from global variables or a closure"),
     ],
 )
 def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(made, tmp_path, module_class, reason):

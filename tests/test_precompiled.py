@@ -11,11 +11,13 @@ from typing import Any
 import blocks
 import pytest
 import torch
-from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair
-from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
+from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
+
+from compile_cache.aot.files import read_artifact
 
 close = torch.testing.assert_close
 
@@ -30,7 +32,7 @@ def made(tmp_path_factory):
         warm_up(compiler, lambda: layers(tensor(), caches()))
         warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
         warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
-        for module_class in (Global, Environ, Beside):
+        for module_class in (Global, Environ, Beside, Tunable):
             module = build(module_class)
             compiler.compile(module)
             warm_up(compiler, lambda module=module: module(tensor()))
@@ -43,6 +45,7 @@ def made(tmp_path_factory):
             "Global": ("cold", 1),
             "Environ": ("cold", 1),
             "Beside": ("cold", 1),
+            "Tunable": ("cold", 1),
         }
         yield directory
 
@@ -256,6 +259,41 @@ CHANGES_BEFORE = {
 ANSWERED = ("hook of a child", "adapter", "training", "class attribute", "function", "constant")
 
 
+def gradient_hook(module: Any, *gradients: Any) -> None:
+    """A hook that changes no answer."""
+
+
+# Every way in which torch can be told to call something beside a module.
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "hook with keywords": lambda module: module.register_forward_hook(lambda *_: None, with_kwargs=True),
+    "hook that is always called": lambda module: module.register_forward_hook(times_weight, always_call=True),
+    "hook before others": lambda module: module.register_forward_hook(times_weight, prepend=True),
+    "pre-hook with keywords": lambda module: module.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+    "gradient hook": lambda module: module.register_full_backward_hook(gradient_hook),
+    "gradient pre-hook": lambda module: module.register_full_backward_pre_hook(gradient_hook),
+    "global hook": lambda module: module_hooks.register_module_forward_hook(times_weight),
+    "global hook with keywords": lambda module: module_hooks.register_module_forward_hook(
+        lambda *_: None, with_kwargs=True
+    ),
+    "global pre-hook": lambda module: module_hooks.register_module_forward_pre_hook(times_weight),
+    "global gradient hook": lambda module: module_hooks.register_module_full_backward_hook(gradient_hook),
+    "global gradient pre-hook": lambda module: module_hooks.register_module_full_backward_pre_hook(gradient_hook),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_call_with_a_hook_is_never_served_precompiled(made, hook):
+    for part in (lambda block: block, lambda block: block.inner):
+        block = build(Block)
+        found = find(made, block, tensor())
+        with hooked(HOOKS[hook](part(block))):
+            assert "hook" in find(made, block, tensor())
+            with torch.inference_mode():
+                assert not found.function.fits(block, (tensor(),), {})
+        with torch.inference_mode():
+            assert found.function.fits(block, (tensor(),), {})
+
+
 @pytest.mark.parametrize("change", CHANGES_BEFORE)
 def test_block_that_was_changed_before_the_load_is_not_served(made, change):
     block, unchanged = build(Block), eager_unchanged()
@@ -361,6 +399,58 @@ def test_block_that_reads_a_global_which_is_changed_in_place_after_the_load_is_n
         undo()
 
 
+def with_part(function: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    """A function with another part while the context lasts."""
+    return told(lambda part: setattr(function, name, part), value, getattr(function, name))
+
+
+def with_keyword(function: Any, value: float) -> contextlib.AbstractContextManager[None]:
+    """A function with another default of its keyword, set in place."""
+    return told(lambda more: function.__kwdefaults__.update(more=more), value, function.__kwdefaults__["more"])
+
+
+def with_other_code(function: Any) -> contextlib.AbstractContextManager[None]:
+    return with_part(function, "__code__", function.__code__.replace(co_name="another"))
+
+
+TUNED: dict[str, Callable[[Tunable], Any]] = {
+    "closure variable": lambda module: told(blocks.tune, 5.0, 1.5),
+    "default": lambda module: with_part(blocks.tunable, "__defaults__", (5.0,)),
+    "keyword's default": lambda module: with_keyword(blocks.tunable, 5.0),
+    "code": lambda module: with_other_code(blocks.tunable),
+    "closure variable of its own": lambda module: told(module.tune, 5.0, 1.5),
+    "default of its own": lambda module: with_part(module.own, "__defaults__", (5.0,)),
+    "keyword's default of its own": lambda module: with_keyword(module.own, 5.0),
+}
+
+
+# torch 2.11's own compiler does not notice these either.
+NOT_GUARDED_BY_2_11 = ("default", "default of its own", "closure variable of its own")
+
+
+@pytest.mark.parametrize("change", TUNED)
+def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
+    if torch.__version__ < "2.12" and change in NOT_GUARDED_BY_2_11:
+        pytest.skip("torch 2.11 has no guard for it")
+    module = build(Tunable)
+    found = find(made, module, tensor())
+    with TUNED[change](module), torch.inference_mode():
+        assert not found.function.fits(module, (tensor(),), {})
+    with torch.inference_mode():
+        assert found.function.fits(module, (tensor(),), {})
+
+
+@pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
+def test_function_that_is_tuned_after_the_load_answers_as_in_eager(directory, change):
+    module = build(Tunable)
+    compiler = boot(directory, module)
+    warm_up(compiler, lambda: module(tensor()))
+    assert only_report(compiler).step == "precompiled"
+    with TUNED[change](module):
+        expected = eager(build(Tunable), tensor())
+        close(eager(module, tensor()), expected)
+
+
 def test_block_that_reads_an_environment_variable_is_not_served_with_another_value(made, monkeypatch):
     """As far as it was set before the load: torch.compile itself does not see it set between two calls."""
     monkeypatch.setenv("BLOCK_GAIN", "1")
@@ -377,13 +467,24 @@ def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
         tell(before)
 
 
+@contextlib.contextmanager
+def coarse_products() -> Iterator[None]:
+    """Have torch multiply at a lower precision; afterwards none is set, as in a new process."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 SWITCHES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "deterministic algorithms": lambda: told(torch.use_deterministic_algorithms, True, False),
     "flash attention": lambda: told(torch.backends.cuda.enable_flash_sdp, False, True),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "attention priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
-    "float32 matmul precision": lambda: told(torch.set_float32_matmul_precision, "medium", "highest"),
+    "float32 matmul precision": coarse_products,
     "default dtype": lambda: told(torch.set_default_dtype, torch.float64, torch.float32),
     "threads": lambda: told(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "function modes": lambda: torch.device("cpu"),
@@ -459,8 +560,9 @@ def test_numbers_in_arguments_have_an_artifact_each(directory):
 def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boot(made, tmp_path):
     expected = caches()
     answer = eager(build(Layers), tensor(), expected)
-    with activated(tmp_path / "cold") as cold, copied(made, tmp_path / "restored") as restored:
-        for directory, step in ((cold, "cold"), (restored, "precompiled")):
+    boots = (activated(tmp_path / "cold"), "cold"), (copied(made, tmp_path / "restored"), "precompiled")
+    for context, step in boots:
+        with context as directory:
             layers, written = build(Layers), caches()
             compiler = boot(directory, layers)
             close(warm_up(compiler, lambda layers=layers, written=written: layers(tensor(), written)), answer)
@@ -471,6 +573,13 @@ def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boo
                 close(layers(tensor(), again), answer)
             close(again, expected)
     assert only_report(compiler).loaded == 2
+
+
+def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
+    records = [read_artifact(path)[:2] for path in artifacts(made)]
+    hosts = [record["host"] for key, record in records if key["class"] == "blocks.Layer"]
+    assert [set(host) for host in hosts] == [{"instructions", "threads"}] * 2
+    assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
 def test_artifact_of_one_layer_does_not_serve_another(made):

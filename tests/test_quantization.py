@@ -49,7 +49,8 @@ print(type(model.generator.decode.model.lm_head.weight).__name__)
 """
 _PRECOMPILE = """
 import torch
-from compile_cache.aot.adapter import Precompiled, compile_ahead
+from compile_cache.aot.compiling import compile_ahead
+from compile_cache.aot.precompiled import Precompiled
 from compile_cache.regions.torch_settings import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)

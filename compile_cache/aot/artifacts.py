@@ -1,61 +1,50 @@
-"""Precompiled regions as files of the cache directory: `precompiled/<group>/<artifact>.aot`.
+"""The functions compiled ahead of time of one boot: found for a call, or made.
 
 A group is a class, its structure, a kind of inputs, and everything else that is known before a call: options,
 versions, torch's switches. An artifact of it also names the code that was traced and what its guards say, and may fit
-some of the group's modules and not others. Both names are digests of what they stand for, so that two cold boots write
-the same names.
+some of the group's modules and not others.
 
-    8 bytes magic, 4 bytes length of the header (big endian), header (JSON), compiled function (torch's pickle)
-
-The header is read, and compared with this process, before anything is unpickled. This module imports torch, and is
-itself imported only when a boot has torch.
+Importing this module fails where `adapter.py` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import os
 import platform
 import shutil
-import struct
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 
-from compile_cache.aot.adapter import Precompiled, Record, compile_ahead, obstacle
+from compile_cache.aot.adapter import inductor_options
+from compile_cache.aot.compiling import compile_ahead
 from compile_cache.aot.describe import (
     Description,
     NotDescribedError,
     class_name,
     describe,
     describe_switches,
-    digest,
     is_inference,
+    on_gpu,
     signature,
     structure,
     structure_digest,
     switches,
 )
+from compile_cache.aot.files import PRECOMPILED, SUFFIX, digest, read_artifact, write_artifact
+from compile_cache.aot.precompiled import Precompiled, obstacle
+from compile_cache.aot.record import Record
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
 
 log = logging.getLogger("compile_cache")
 
-_MAGIC = b"CCPRE\x00\x00\x01"
-_LENGTH = struct.Struct(">I")
-_LARGEST_HEADER_BYTES = 16 << 20
-_SUFFIX = ".aot"
 # As many as Dynamo may make graphs of a function.
 MOST_OF_A_GROUP = 64
 _MOST_PREFETCHED = 256
@@ -126,7 +115,7 @@ class Made:
 class Artifacts:
     """All precompiled regions of a boot."""
 
-    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
+    def __init__(self, settings: Settings, directory: Path) -> None:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
@@ -149,16 +138,16 @@ class Artifacts:
         On a thread beside the loading of the weights, this takes no time from the boot. It imports nothing of the
         caller's, which another thread may be importing.
         """
-        folder = self._directory.path / PRECOMPILED
-        paths = sorted(path.relative_to(self._directory.path).as_posix() for path in folder.glob(f"*/*{_SUFFIX}"))
+        folder = self._directory / PRECOMPILED
+        paths = sorted(path.relative_to(self._directory).as_posix() for path in folder.glob(f"*/*{SUFFIX}"))
         for path in paths[:_MOST_PREFETCHED]:
             try:
                 stored = self._parse(path)
                 if stored.key.items() >= self._fixed_key().items() and stored.record.is_imported:
                     # Guards are made for the thread-local state that they are made under.
-                    with torch.no_grad(), torch.inference_mode(is_inference(stored.key["switches"])):
+                    with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
                         self._prefetched[path] = replace(stored, function=stored.load())
-            except Exception as error:  # `find` meets it again, and says so
+            except (ArtifactError, OSError) as error:  # `find` meets it again, and says so
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
@@ -202,7 +191,8 @@ class Artifacts:
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
             return group.not_precompilable
-        path = self._write(group, record, payload)
+        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
+        path = f"{group.path}/{name}"
         if path in group.loaded:
             group.not_precompilable = "the artifact of this call is there, and does not fit it"
             return group.not_precompilable
@@ -217,7 +207,7 @@ class Artifacts:
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
         """Remove the entries that torch adds to its AOTAutograd cache meanwhile: under a key that nothing looks up."""
-        folder = self._directory.path / "aotautograd"
+        folder = self._directory / "aotautograd"
         before = set(folder.iterdir()) if folder.is_dir() else set()
         try:
             yield
@@ -239,7 +229,7 @@ class Artifacts:
             "class": class_name(type(module)),
             "structure": structure_digest(structure(module)),
             "inputs": signature(args, kwargs, with_sizes=self._dynamic is False),
-            "switches": describe_switches(switches()),
+            "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
         }
         name = digest(key)
         if name not in self._groups:
@@ -251,8 +241,8 @@ class Artifacts:
 
     def _read_all(self, group: _Group) -> None:
         group.is_read = True
-        folder = self._directory.path / group.path
-        names = sorted(entry.name for entry in folder.glob(f"*{_SUFFIX}")) if folder.is_dir() else []
+        folder = self._directory / group.path
+        names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         for name in names:
             path = f"{group.path}/{name}"
             if len(group.loaded) < MOST_OF_A_GROUP:
@@ -272,48 +262,9 @@ class Artifacts:
         return function
 
     def _parse(self, path: str) -> _Stored:
-        """An artifact that is what its name says. Nothing is unpickled."""
-        header, payload = _split((self._directory.path / path).read_bytes())
-        if _artifact_name(header["key"], header["record"]) != Path(path).name:
-            raise ArtifactError("its name is not that of its content")
-        return _Stored(header["key"], Record.from_json(header["record"]), payload)
-
-    def _write(self, group: _Group, record: Record, payload: bytes) -> str:
-        plain = record.to_json()
-        path = f"{group.path}/{_artifact_name(group.key, plain)}"
-        target = self._directory.path / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        header = {"key": group.key, "record": plain, "sha256": hashlib.sha256(payload).hexdigest()}
-        encoded = json.dumps(header, sort_keys=True).encode()
-        # A hidden name is no artifact, should this process be killed.
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".")
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload)
-        os.replace(temporary, target)
-        return path
-
-
-def _artifact_name(key: Mapping[str, Description], record: Mapping[str, Any]) -> str:
-    return digest([dict(key), dict(record)]) + _SUFFIX
-
-
-def _split(content: bytes) -> tuple[Mapping[str, Any], bytes]:
-    """Raises ArtifactError where it is damaged."""
-    start = len(_MAGIC) + _LENGTH.size
-    if len(content) < start or content[: len(_MAGIC)] != _MAGIC:
-        raise ArtifactError("it is damaged, or not of this version's format")
-    (length,) = _LENGTH.unpack(content[len(_MAGIC) : start])
-    payload = content[start + length :]
-    try:
-        header = json.loads(content[start : start + min(length, _LARGEST_HEADER_BYTES)])
-    except ValueError as error:
-        raise ArtifactError("it is damaged: its header is not readable") from error
-    is_header = (
-        isinstance(header, dict) and isinstance(header.get("key"), dict) and isinstance(header.get("record"), dict)
-    )
-    if not is_header or header.get("sha256") != hashlib.sha256(payload).hexdigest():
-        raise ArtifactError("it is damaged: its content is not what its header says")
-    return header, payload
+        """Nothing is unpickled."""
+        key, record, payload = read_artifact(self._directory / path)
+        return _Stored(key, Record.from_json(record), payload)
 
 
 def _versions() -> Mapping[str, str]:
@@ -325,9 +276,7 @@ def _versions() -> Mapping[str, str]:
 
 def _options_digest() -> str:
     """Of Inductor's options, as set in the program; those from the environment are in the environment's key."""
-    config: Any = torch._inductor.config
-    passes = {name: getattr(config, name, None) for name in _PASSES}
-    return digest(sorted([name, _option(value)] for name, value in {**config.save_config_portable(), **passes}.items()))
+    return digest(sorted([name, _option(value)] for name, value in inductor_options(_PASSES).items()))
 
 
 def _option(value: Any) -> str:

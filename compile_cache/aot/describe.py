@@ -1,32 +1,31 @@
 """What compiled code depends on, described so that it means the same in another process: functions, classes, a model's
 structure, a call's inputs, and torch's switches.
-
-This module imports torch, and is itself imported only when a boot has torch.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import hashlib
-import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from compile_cache.aot.adapter import ALIGNMENT_BYTES, OPERATORS, SWITCHES, pytree
+from compile_cache.aot.files import digest
 
 # What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
 Description = Any
 
-# torch/_inductor/utils.py: what generated GPU code assumes of the inputs that it was compiled for.
-_ALIGNMENT_BYTES = 16
+# What `typing.Union` and `typing.Literal` are.
+_SPECIAL_FORM = type(typing.ClassVar)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -36,12 +35,6 @@ class NotDescribedError(TypeError):
     """A value that only this process can tell from another one of its type."""
 
 
-def digest(description: Description) -> str:
-    """32 hexadecimal digits that name a description."""
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def class_name(kind: type) -> str:
     """`module.qualified.name`."""
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -49,7 +42,7 @@ def class_name(kind: type) -> str:
 
 def describe(value: Any) -> Description:
     """What `value` is: constants by value; functions and code by what they do; classes, modules, builtins and the
-    members of an enumeration by name; tuples, lists and sets of these by their parts.
+    members of an enumeration by name; tuples, lists, sets, unions and generic types of these by their parts.
 
     Raises:
         NotDescribedError: it is none of them.
@@ -60,6 +53,11 @@ def describe(value: Any) -> Description:
         return [type(value).__name__, repr(value)]
     if isinstance(value, type):
         return ["class", class_name(value)]
+    if (origin := typing.get_origin(value)) is not None:  # `int | None`, `list[int]`, `typing.Optional[int]`
+        kind = class_name(type(value))
+        return ["generic", kind, describe(origin), *(describe(part) for part in typing.get_args(value))]
+    if isinstance(value, _SPECIAL_FORM):
+        return ["special form", repr(value)]
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
     if isinstance(value, types.CodeType):
@@ -92,7 +90,7 @@ def _describe_callable(value: Any) -> Description:
         name = getattr(value, "__name__", "")
         if getattr(sys.modules.get(value.__module__ or ""), name, None) is value:
             return ["builtin", value.__module__, name]
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(value, OPERATORS):
         return ["operator", str(value)]
     if isinstance(value, functools._lru_cache_wrapper):
         return ["cached", describe(value.__wrapped__)]
@@ -115,7 +113,7 @@ def _constant(value: Any) -> Description:
         return _code_parts(value)
     if isinstance(value, tuple):
         return [_constant(part) for part in value]
-    return describe(value) if value is not Ellipsis else "..."
+    return describe(value)
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
@@ -144,7 +142,7 @@ def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     kind = type(tensor).__qualname__, tensor.dtype, tensor.device, tensor.requires_grad
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return *kind, tuple(tensor.shape), str(tensor.layout)
-    return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+    return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:
@@ -195,57 +193,34 @@ def _strides(tensor: torch.Tensor) -> Iterator[int]:
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
-def _matmul_precision() -> Any:
-    """As the program has set it, in whichever of torch's two ways; asking in the other one is an error."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        backends: Any = torch.backends
-        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+_READERS = tuple(SWITCHES.values())
+_READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
 
 
-def _sdp_priority() -> tuple[int, ...]:
-    return tuple(torch._C._get_sdp_priority_order())
+def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has tensors, and none of them on the CPU: then the host's processor does not matter."""
+    tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+    for part in module.modules():
+        tensors += [tensor for _, tensor in _tensors_of(part) if tensor is not None]
+    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
-# Each is read in well under a microsecond: they are compared in every call.
-_SWITCHES: Mapping[str, Callable[[], Any]] = {
-    "gradients": torch.is_grad_enabled,
-    "inference mode": torch.is_inference_mode_enabled,
-    "flash attention": torch._C._get_flash_sdp_enabled,
-    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
-    "math attention": torch._C._get_math_sdp_enabled,
-    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
-    "attention priority": _sdp_priority,
-    "float32 matmul precision": _matmul_precision,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "autocast on CPU": functools.partial(torch.is_autocast_enabled, "cpu"),
-    "autocast on CUDA": functools.partial(torch.is_autocast_enabled, "cuda"),
-    "default dtype": torch.get_default_dtype,
-    "threads": torch.get_num_threads,
-    "function modes": torch._C._len_torch_function_stack,
-    "dispatch modes": torch._C._len_torch_dispatch_stack,
-}
-_READERS = tuple(_SWITCHES.values())
-
-
-def switches() -> tuple[Any, ...]:
-    """What torch is told from outside a call and compiled code has taken for granted; the autocast dtype is guarded by
-    torch itself."""
-    return tuple([read() for read in _READERS])
+def switches(on_gpu: bool) -> tuple[Any, ...]:
+    """The values of `SWITCHES`, without the number of threads for a call whose tensors are all on a GPU."""
+    return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
 
 
 def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
     """`switches` by name."""
-    return {name: str(value) for name, value in zip(_SWITCHES, values, strict=True)}
+    return {name: str(value) for name, value in zip(SWITCHES, values, strict=False)}
 
 
-def is_inference(described: Mapping[str, str]) -> bool:
-    """Whether inference mode was on, in what `describe_switches` gave."""
-    return described.get("inference mode") == "True"
+def is_inference(described: Any) -> bool:
+    """Whether inference mode was on, in what `describe_switches` gave and was read from a file."""
+    return isinstance(described, Mapping) and described.get("inference mode") == "True"
 
 
 def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """`gradients False → True`, of those that differ."""
-    pairs = zip(_SWITCHES, before, now, strict=True)
+    pairs = zip(SWITCHES, before, now, strict=False)
     return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)

@@ -1,12 +1,10 @@
-"""Stand-ins for the guards that torch cannot store with a compiled function, or not with what they compare with.
+"""The guards that torch cannot store with a compiled function, or not with what they compare with.
 
 A guard says what must be as it was when the code was traced. torch stores those on values below the function's own
 inputs, and drops a guard on an object's identity, which means nothing in another process, or on a global. And where it
 makes a stored guard again, it takes what a class or a module has by then for what it had. So each of these is written
-down here as an expression and a description of what it was, and compared again where the function is loaded. A guard
-that nothing can stand in for makes the function one that is not stored.
-
-This module imports torch, and is itself imported only when a boot has torch.
+down here as an expression and a description of its value, and compared again where the function is loaded. A guard
+that cannot be written down makes the function one that is not stored.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
-from torch._dynamo.types import GuardFilterEntry
+import torch
 
+from compile_cache.aot.adapter import NOT_STORED, GuardFilterEntry, guard_scope
 from compile_cache.aot.describe import Description, NotDescribedError, class_name, describe
 from compile_cache.errors import NotPrecompilable
 
-_UNSUPPORTED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 _BUILTINS = "__builtins_dict__"  # the beginning of torch's name for them
 
 # What each kind of guard says of the value of its expression.
@@ -51,17 +48,21 @@ _SAYS_NOTHING = frozenset({"WEAKREF_ALIVE"})
 _OF_STORED = _BY_VALUE | {"SEQUENCE_LENGTH"} | _BY_KEYS | {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS"}
 # What nobody replaces between one call and the next; looked at when a function is loaded, and not in every call.
 _NEVER_SET_AGAIN = frozenset({"MODULE_MATCH", "CLASS_MATCH", "DUPLICATE_INPUT", "NN_MODULE"})
-_FIXED_PARTS = (".__defaults__", ".__code__", ".__closure__", _BUILTINS)
 # A guard on each key of a dictionary, beside the one on all of them.
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _NUMBERED_BUILTINS = re.compile(_BUILTINS + r"_*\d*")
-# A guard on the hooks of a module below the one that is called: what calls it looks at them (adapter.py).
+# A guard on the hooks of a module below the one that is called: the call itself looks at them (precompiled.py).
 _HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 _ALIAS = re.compile(r"G\['[^']+'\]")
+# A function's default, or the tuple of all of them, which changes only as a whole where each is unchanging.
+_DEFAULT = re.compile(r"(.*\.__defaults__)(\[\d+\])?$")
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, torch.dtype, torch.device)
+# torch stores a function without these.
+_NOT_STORED_PART = ".__kwdefaults__"
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class RecordedGuard:
     """`expression`, over `L` (the call's module, args and kwargs) and `G` (modules by torch's alias), was `was`."""
 
     expression: str
@@ -78,69 +79,64 @@ class StandIn:
     @property
     def is_checked_per_call(self) -> bool:
         """Whether it is about what a program may change at any time, and torch does not compare it."""
-        is_fixed = self.kind in _NEVER_SET_AGAIN or any(part in self.expression for part in _FIXED_PARTS)
-        return not self.is_stored and not is_fixed
+        is_fixed = self.kind in _NEVER_SET_AGAIN or _BUILTINS in self.expression
+        return not self.is_stored and not is_fixed and not _KEY_OF_DICT.match(self.expression)
 
 
 class Recorder:
-    """A guard filter that keeps what torch can store, and writes down the rest in `stand_ins`; but for the hooks of a
-    module's parts, of which there are four guards a part."""
+    """A guard filter that keeps the guards that torch can store, and writes down the rest.
 
-    def __init__(self) -> None:
-        self._found: dict[str, StandIn] = {}
+    Left to others are the hooks of a module's parts, of which there are four guards a part, and, with `on_gpu`, torch's
+    guard on its global state: it has the number of threads, and `switches` has the rest.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._left_out = {"GLOBAL_STATE"} if on_gpu else set()
+        self._found: dict[str, RecordedGuard] = {}
         self._refusals: list[NotPrecompilable] = []
 
     def __call__(self, entries: Sequence[GuardFilterEntry]) -> Sequence[bool]:
         """Torch's `guard_filter_fn`: True for each guard that it is to store."""
-        kept = []
-        for entry in entries:
-            if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(
-                _text(entry.orig_guard.name)
-            ):
-                kept.append(False)
-                continue
-            kinds = {entry.guard_type, *entry.derived_guard_types}
-            is_stored = not entry.is_global and not kinds & _UNSUPPORTED
-            kept.append(is_stored)
-            if entry.guard_type in (_OF_STORED if is_stored else _ALL - _SAYS_NOTHING):
-                self._record(entry, is_stored)
-            elif not is_stored and entry.guard_type not in _SAYS_NOTHING:
-                self._refusals.append(
-                    NotPrecompilable(f"nothing can stand in for a guard of the kind {entry.guard_type}")
-                )
-        return kept
+        return [self._is_kept(entry) for entry in entries]
+
+    def _is_kept(self, entry: GuardFilterEntry) -> bool:
+        name, kind = entry.orig_guard.name, entry.guard_type
+        if kind in self._left_out or (kind == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(name)):
+            return False
+        kinds = {kind, *entry.derived_guard_types}
+        is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
+        if kind in (_OF_STORED if is_stored else _ALL - _SAYS_NOTHING):
+            self._record(entry, is_stored)
+        elif not is_stored and kind not in _SAYS_NOTHING:
+            self._refusals.append(NotPrecompilable(f"a guard of the kind {kind} cannot be stored"))
+        return is_stored
 
     def _record(self, entry: GuardFilterEntry, is_stored: bool) -> None:
         try:
-            stand_in = _stand_in(entry, is_stored)
-            self._found[repr(stand_in)] = stand_in
+            guard = _recorded(entry, is_stored)
+            self._found[repr(guard)] = guard
         except NotPrecompilable as error:  # torch would wrap it, were it raised here
             if not is_stored:
                 self._refusals.append(error)
 
-    def stand_ins(self) -> list[StandIn]:
+    def guards(self) -> list[RecordedGuard]:
         """What was written down.
 
         Raises:
-            NotPrecompilable: for one of the guards nothing can stand in.
+            NotPrecompilable: a guard can neither be stored nor be written down.
         """
         if self._refusals:
             raise self._refusals[0]
         return list(self._found.values())
 
 
-def _text(name: Any) -> str:
-    """A guard's name, or a source's: some of torch's versions have a method there."""
-    return name() if callable(name) else str(name)
-
-
-def _stand_in(entry: GuardFilterEntry, is_stored: bool) -> StandIn:
-    """Raises NotPrecompilable where there is none."""
+def _recorded(entry: GuardFilterEntry, is_stored: bool) -> RecordedGuard:
+    """Raises NotPrecompilable where it cannot be written down."""
     guard = entry.orig_guard
     # torch numbers this name by how often it has compiled.
     name = _NUMBERED_BUILTINS.sub(_BUILTINS, guard.name)
     if entry.guard_type == "DUPLICATE_INPUT":
-        return StandIn(f"{name} is {_other_name(guard)}", entry.guard_type, None, True)
+        return RecordedGuard(f"{name} is {_other_name(guard)}", entry.guard_type, None, True)
     key = _parameter(entry)
     if not entry.has_value:
         raise NotPrecompilable(f"torch guards {guard.name}, which has no value ({entry.guard_type})")
@@ -148,12 +144,12 @@ def _stand_in(entry: GuardFilterEntry, is_stored: bool) -> StandIn:
         was = _description(entry.guard_type, entry.value, key)
     except NotDescribedError as error:
         raise NotPrecompilable(f"torch guards {guard.name} by identity, which is a {error}") from error
-    return StandIn(name, entry.guard_type, key, was, is_stored)
+    return RecordedGuard(name, entry.guard_type, key, was, is_stored)
 
 
 def _other_name(guard: Any) -> str:
     """The second of two expressions for one object."""
-    return _text(guard.create_fn.keywords["source_b"].name)
+    return str(guard.create_fn.keywords["source_b"].name)
 
 
 def _parameter(entry: GuardFilterEntry) -> str | int | None:
@@ -184,7 +180,7 @@ def _description(kind: str, value: Any, key: Any) -> Description:
         return class_name(type(value))
     if kind in _BY_IDENTITY or kind in _BY_VALUE:
         return describe(value)
-    raise NotPrecompilable(f"nothing can stand in for a guard of the kind {kind}")
+    raise NotPrecompilable(f"a guard of the kind {kind} cannot be stored")
 
 
 def _key_of(text: Any) -> Any:
@@ -199,77 +195,113 @@ def global_scope(modules: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Checks:
-    """The stand-ins of one function in this process."""
+    """The recorded guards of one function in this process."""
 
-    def __init__(self, stand_ins: Sequence[StandIn], scope: Mapping[str, Any]) -> None:
+    def __init__(self, guards: Sequence[RecordedGuard], scope: Mapping[str, Any]) -> None:
         self._modules = dict(scope)
-        self._scope: dict[str, Any] = {**_get_closure_vars(), "G": self._modules}
-        self._global = [stand_in for stand_in in stand_ins if not stand_in.is_local]
-        self._local = [stand_in for stand_in in stand_ins if stand_in.is_local]
+        self._scope: dict[str, Any] = {**guard_scope(), "G": self._modules}
+        self._global = [guard for guard in guards if not guard.is_local]
+        self._local = [guard for guard in guards if guard.is_local]
 
     def difference(self) -> str:
         """The first global that is not as it was, in words; empty if all are."""
-        return next(filter(None, (self._difference(stand_in, {}) for stand_in in self._global)), "")
+        return next(filter(None, (self._difference(guard, {}) for guard in self._global)), "")
 
     def local_difference(self, inputs: Mapping[str, Any]) -> str:
         """The same for what is below a call's `inputs`: module, args and kwargs."""
-        return next(filter(None, (self._difference(stand_in, inputs) for stand_in in self._local)), "")
+        return next(filter(None, (self._difference(guard, inputs) for guard in self._local)), "")
 
-    def _difference(self, stand_in: StandIn, inputs: Mapping[str, Any]) -> str:
+    def _difference(self, guard: RecordedGuard, inputs: Mapping[str, Any]) -> str:
         try:
-            value = self._evaluate(stand_in, inputs)
-            now = _description(stand_in.kind, value, stand_in.key)
+            now = _description(guard.kind, self._evaluate(guard.expression, inputs), guard.key)
         except Exception as error:  # the expression is over any object there is
-            return f"{stand_in.expression} cannot be read: {error!r}"
-        return "" if now == stand_in.was else f"{stand_in.expression} is {_short(now)}, was {_short(stand_in.was)}"
+            return f"{guard.expression} cannot be read: {error!r}"
+        return "" if now == guard.was else f"{guard.expression} is {_short(now)}, was {_short(guard.was)}"
 
-    def _evaluate(self, stand_in: StandIn, inputs: Mapping[str, Any]) -> Any:
-        return eval(_compiled(stand_in.expression), {**self._scope, "L": inputs})
+    def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
+        return eval(_compiled(expression), {**self._scope, "L": inputs})
 
     def per_call(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
         """A function of a call's inputs that says whether all that a program may change is still what it is now.
 
         Objects are compared by identity, numbers and text by type and value, containers by type, length and keys.
         """
-        # A name is found faster than an item of a dictionary.
-        names = {f"G['{alias}']": f"module_{number}" for number, alias in enumerate(self._modules)}
-        values: dict[str, Any] = {f"module_{number}": found for number, found in enumerate(self._modules.values())}
-        terms: dict[str, None] = {}
-        for stand_in in (*self._global, *self._local):
-            if stand_in.is_checked_per_call and not _KEY_OF_DICT.match(stand_in.expression):
-                direct = _ALIAS.sub(lambda found: names.get(found[0], found[0]), stand_in.expression)
-                value = self._evaluate(stand_in, inputs)
-                terms[_term(stand_in, direct, value, values)] = None
-        source = f"lambda L: {' and '.join(terms) or True}"
-        check: Callable[[Mapping[str, Any]], bool] = eval(source, {**self._scope, **values})
+        guards = [guard for guard in (*self._global, *self._local) if guard.is_checked_per_call]
+        values = {guard.expression for guard in guards if guard.kind in _BY_VALUE}
+        condition = _Condition(self._modules)
+        # A function comes before its parts.
+        for guard in sorted(guards, key=lambda guard: len(guard.expression)):
+            if guard.kind in _BY_CONTENT and guard.expression in values:  # the whole value is compared
+                continue
+            value = self._evaluate(guard.expression, inputs)
+            default = _DEFAULT.match(guard.expression)
+            if default and (not default[2] or isinstance(value, _UNCHANGING)):
+                condition.add_same(default[1], self._evaluate(default[1], inputs))
+            else:
+                condition.add(guard, value)
+        check: Callable[[Mapping[str, Any]], bool] = eval(condition.source(), {**self._scope, **condition.values})
         return check
 
 
-def _term(stand_in: StandIn, expression: str, value: Any, values: dict[str, Any]) -> str:
-    """A condition in Python: that `expression` is, as far as `stand_in` says, what `value` is. Adds to `values`."""
+class _Condition:
+    """A condition in Python over a call's inputs `L`, and the `values` that it names."""
 
-    def constant(what: Any) -> str:
-        name = next((name for name, other in values.items() if other is what), f"was_{len(values)}")
-        values[name] = what
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {f"module_{number}": found for number, found in enumerate(modules.values())}
+        # A name is found faster than an item of a dictionary, and than the attributes that lead to a function.
+        self._names = {f"G['{alias}']": f"module_{number}" for number, alias in enumerate(modules)}
+        self._terms: dict[str, None] = {}
+
+    def source(self) -> str:
+        """The condition as a function."""
+        return f"lambda L: {' and '.join(self._terms) or True}"
+
+    def add(self, guard: RecordedGuard, value: Any) -> None:
+        """Demand that the guard's expression is, as far as the guard says, what `value` is."""
+        expression = self._shortened(guard.expression)
+        kind = f"type({expression}) is {self._constant(type(value))}"
+        if guard.kind in _BY_CONTENT:
+            _, contains = _BY_CONTENT[guard.kind]
+            term = f"{self._constant(contains)}({expression}, {_key_of(guard.key)!r}) is {guard.was}"
+        elif guard.kind in _BY_LENGTH:
+            term = f"{kind} and len({expression}) == {len(value)}"
+        elif guard.kind in _BY_KEYS:
+            term = f"{kind} and list({expression}) == {self._constant(list(value))}"
+        elif guard.kind == "TYPE_MATCH":
+            term = kind
+        elif type(value) in (float, complex):  # not a number is not equal to itself
+            same = f"{expression} is {self._constant(value)}"
+            term = f"({same} or {kind} and repr({expression}) == {self._constant(repr(value))})"
+        elif type(value) in (int, str, bytes):
+            term = f"{kind} and {expression} == {self._constant(value)}"
+        elif type(value) in (tuple, list, set, frozenset) and all(type(part) is str for part in value):
+            term = f"{kind} and {expression} == {self._constant(type(value)(value))}"
+        elif isinstance(value, tuple | list | set | frozenset):
+            term = f"{self._constant(describe)}({expression}) == {self._constant(describe(value))}"
+        else:
+            self.add_same(guard.expression, value)
+            return
+        self._terms[term] = None
+
+    def add_same(self, expression: str, value: Any) -> None:
+        """Demand that the expression is this very object, and a function's code the same."""
+        name = self._constant(value)
+        self._terms[f"{self._shortened(expression)} is {name}"] = None
+        if isinstance(value, types.FunctionType):
+            self._terms[f"{name}.__code__ is {self._constant(value.__code__)}"] = None
+            self._names.setdefault(expression, name)
+
+    def _constant(self, value: Any) -> str:
+        name = next((name for name, other in self.values.items() if other is value), f"was_{len(self.values)}")
+        self.values[name] = value
         return name
 
-    kind = f"type({expression}) is {constant(type(value))}"
-    if stand_in.kind in _BY_CONTENT:
-        _, contains = _BY_CONTENT[stand_in.kind]
-        return f"{constant(contains)}({expression}, {_key_of(stand_in.key)!r}) is {stand_in.was}"
-    if stand_in.kind in _BY_LENGTH:
-        return f"{kind} and len({expression}) == {len(value)}"
-    if stand_in.kind in _BY_KEYS:
-        return f"{kind} and list({expression}) == {constant(list(value))}"
-    if stand_in.kind == "TYPE_MATCH":
-        return kind
-    if type(value) in (float, complex):  # not a number is not equal to itself
-        return f"{kind} and repr({expression}) == {constant(repr(value))}"
-    if type(value) in (int, str, bytes):
-        return f"{kind} and {expression} == {constant(value)}"
-    if isinstance(value, tuple | list | set | frozenset):
-        return f"{constant(describe)}({expression}) == {constant(describe(value))}"
-    return f"{expression} is {constant(value)}"
+    def _shortened(self, expression: str) -> str:
+        """The same expression, from the object on that an earlier term has found to be the same."""
+        ends = (end for end in range(len(expression) - 1, 0, -1) if expression[end] in ".[")
+        known = next((end for end in ends if expression[:end] in self._names), 0)
+        shortened = self._names[expression[:known]] + expression[known:] if known else expression
+        return _ALIAS.sub(lambda found: self._names.get(found[0], found[0]), shortened)
 
 
 @functools.cache

@@ -4,8 +4,6 @@ What loads generated code, and that code itself, imports a few names from the de
 matrix products, a function that rounds up, a hook for tests. With them come some five hundred modules, most of what a
 boot with precompiled regions would import. Meanwhile, substitutes have these names, for the thread that loads, and
 import the real module for anything else.
-
-This module imports torch, and is itself imported only when a boot has torch.
 """
 
 from __future__ import annotations

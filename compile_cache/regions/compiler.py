@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.errors import NotAModuleError
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
@@ -21,7 +23,7 @@ from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.region import Region
 from compile_cache.regions.torch_settings import configure_torch, is_switched_off
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import PRECOMPILED, CacheDirectory
+from compile_cache.versions.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts
@@ -34,6 +36,7 @@ class Compiler:
 
     def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
         configure_torch()
+        remember_toolchain(directory.path)
         self._settings = settings
         self._directory = directory
         self._seen = set(directory.scan())
@@ -52,7 +55,7 @@ class Compiler:
         except (ImportError, AttributeError) as error:
             self._do_not_precompile(f"torch {torch.__version__} has other names than precompiled regions need: {error}")
             return
-        self._precompiled = Artifacts(self._settings, self._directory)
+        self._precompiled = Artifacts(self._settings, self._directory.path)
 
     def _do_not_precompile(self, reason: str) -> None:
         log.warning("regions are not precompiled in this boot: %s", reason)

@@ -21,9 +21,6 @@ from pathlib import Path
 
 from compile_cache.errors import CacheDirectoryError
 
-# The folder, inside a cache directory, that aot/artifacts.py writes.
-PRECOMPILED = "precompiled"
-
 _MOST_DIRECTORIES = 64
 _TEMPORARY = "compile-cache-temporary-"
 # Lock files, files still being written, and precompiled headers, which are useless without a compile.

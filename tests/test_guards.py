@@ -1,4 +1,4 @@
-"""Stand-ins: what they find different, in words."""
+"""Recorded guards: what they find different, in words."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import blocks
 import pytest
 
 from compile_cache.aot.describe import describe
-from compile_cache.aot.guards import Checks, StandIn, importable, resolve
+from compile_cache.aot.guards import Checks, RecordedGuard, importable, resolve
 from compile_cache.errors import NotPrecompilable
 
 ALIAS = "__import_blocks"
 
 
 def of_global(name: str, kind: str, was, key=None) -> Checks:
-    return Checks([StandIn(f"G['{ALIAS}'].{name}", kind, key, was)], {ALIAS: blocks})
+    return Checks([RecordedGuard(f"G['{ALIAS}'].{name}", kind, key, was)], {ALIAS: blocks})
 
 
 # A global of blocks, the kind of guard, what it asks for, what was there, and what is there later.
@@ -49,7 +49,7 @@ def test_what_is_gone_is_a_difference(monkeypatch):
 
 
 def test_what_is_below_the_inputs_is_compared_with_each_call():
-    checks = Checks([StandIn("L['module'].act", "CLOSURE_MATCH", None, describe(blocks.double))], {})
+    checks = Checks([RecordedGuard("L['module'].act", "CLOSURE_MATCH", None, describe(blocks.double))], {})
     assert checks.difference() == ""
     assert checks.local_difference({"module": SimpleNamespace(act=blocks.double)}) == ""
     assert "L['module'].act is " in checks.local_difference({"module": SimpleNamespace(act=blocks.triple)})

@@ -7,11 +7,15 @@ import math
 import os
 import subprocess
 import sys
+import typing
+from collections.abc import Callable
+from typing import Literal
 
 import blocks
 import pytest
 import torch
 from boots import TESTS
+from torch import nn
 
 from compile_cache.aot.describe import (
     NotDescribedError,
@@ -19,10 +23,11 @@ from compile_cache.aot.describe import (
     code_digest,
     describe,
     describe_switches,
-    digest,
+    on_gpu,
     signature,
     switches,
 )
+from compile_cache.aot.files import digest
 
 
 def first(x):
@@ -79,7 +84,7 @@ def same_as_first():
 
 def digest_in_a_process_of_its_own(hash_seed: str) -> str:
     code = (
-        f"import sys; sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]; import test_fingerprint as t; "
+        f"import sys; sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]; import test_describe as t; "
         "print(t.code_digest(t.first.__code__))"
     )
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -143,6 +148,18 @@ DESCRIBED = {
     "operator packet": torch.ops.aten.mm,
     "slot": dict.__getitem__,
     "cached": functools.lru_cache(blocks.double),
+    "union": int | None,
+    "other union": int | str,
+    "union by its old name": typing.Optional[int],  # noqa: UP045
+    "generic": list[int],
+    "other generic": list[str],
+    "generic by its old name": typing.List[int],  # noqa: UP006
+    "generic of anything": typing.List,  # noqa: UP006
+    "function's type": Callable[[int], str],
+    "other function's type": Callable[..., str],
+    "function's type by its old name": typing.Callable[[int], str],
+    "literal": Literal["a"],
+    "ellipsis": ...,
 }
 
 
@@ -180,13 +197,23 @@ def test_signature_tells_an_argument_from_a_keyword():
 
 
 def test_switch_that_is_changed_is_named_with_both_values():
-    before = switches()
+    before = switches(on_gpu=False)
     with torch.no_grad():
-        now = switches()
+        now = switches(on_gpu=False)
     assert "gradients True → False" in changed_switches(before, now)
     assert changed_switches(before, before) == ""
 
 
+def test_threads_are_no_switch_of_a_call_whose_tensors_are_all_on_a_gpu():
+    on_cpu, elsewhere = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    assert on_gpu(elsewhere, (there,), {"x": [there]})
+    assert not on_gpu(elsewhere, (there,), {"x": [here]})
+    assert not on_gpu(on_cpu, (there,), {})
+    assert not on_gpu(nn.Identity(), (1.0,), {})
+    assert "threads" not in describe_switches(switches(on_gpu=True))
+
+
 def test_every_switch_has_a_name():
-    assert describe_switches(switches())["default dtype"] == "torch.float32"
-    assert len(describe_switches(switches())) == len(switches())
+    assert describe_switches(switches(on_gpu=False))["default dtype"] == "torch.float32"
+    assert len(describe_switches(switches(on_gpu=False))) == len(switches(on_gpu=False))

@@ -1,0 +1,132 @@
+"""A compiled function that was loaded, and whether it fits a call."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_cache.aot.adapter import GLOBAL_HOOKS, load_function
+from compile_cache.aot.compiling import first_line
+from compile_cache.aot.describe import changed_switches, on_gpu, switches
+from compile_cache.aot.guards import Checks, global_scope, resolve
+from compile_cache.aot.record import Record
+from compile_cache.errors import ArtifactError
+
+# Every hook that a call of a module runs. What else has `hooks` in its name says how one of these is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def obstacle(module: nn.Module) -> str:
+    """Why calls of `module` are not served by a precompiled function, as it is now; empty if they can be."""
+    if torch.is_grad_enabled():
+        return "gradients are recorded: call it under torch.inference_mode() or torch.no_grad()"
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "autocast is on"
+    if any(GLOBAL_HOOKS):
+        return "a hook is registered for all modules"
+    for name, part in module.named_modules():
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            return f"{name or 'it'} has a hook"
+        if "forward" in vars(part):
+            return f"{name or 'it'} has a forward of its own"
+    return ""
+
+
+class _Parts:
+    """The parts of a module that had no hooks, to be looked at again in every call. torch has guards for this, four of
+    them for each part, which take a third of the time that loading does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._variables = tuple(map(vars, parts))
+        self._holders = tuple(part._modules for part in parts)
+        self._holder_of = tuple(holder for holder, _, _ in children)
+        self._names = tuple(name for _, name, _ in children)
+        self._children = tuple(child for _, _, child in children)
+        self._hooked = tuple(variables for variables in self._variables for _ in _HOOKS)
+        self._hooks = _HOOKS * len(parts)
+
+    def are_unhooked(self) -> bool:
+        """Whether all of them are there, and none has a hook."""
+        holders = map(dict.get, self._variables, itertools.repeat("_modules"))
+        children = map(dict.get, self._holder_of, self._names)
+        return (
+            all(map(operator.is_, holders, self._holders))
+            and all(map(operator.is_, children, self._children))
+            and not any(map(dict.get, self._hooked, self._hooks))
+        )
+
+
+class Precompiled:
+    """A compiled function that was loaded, for all modules and inputs that it fits."""
+
+    def __init__(self, record: Record, payload: bytes) -> None:
+        """Unpickle `payload`: only what was verified.
+
+        Raises:
+            ArtifactError: it cannot be loaded, or a global is not as it was.
+        """
+        try:
+            externals = {name: resolve(*found) for name, found in record.globals.items()}
+            self._loaded = load_function(payload, externals, record.triton_hash)
+            self._checks = Checks(record.guards, global_scope(record.modules))
+        except Exception as error:  # it is another torch's, or damaged: whatever unpickling meets
+            raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+        self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
+        self._on_gpu = False
+        # Of the thread that calls, whose switches are in the name of the artifact's group; not of the one that loads.
+        self._switches: tuple[Any, ...] | None = None
+        self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
+        self._forward: Any = None
+        self._parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
+        self._record = record
+
+    def outdated(self) -> str:
+        """What of the host, the code and the globals is not as it was, in words; empty if all is."""
+        return self._record.difference() or self._checks.difference()
+
+    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why this call cannot be served, in words, after the full check; empty if it can be."""
+        inputs = {"module": module, "args": args, "kwargs": kwargs}
+        now = switches(on_gpu(module, args, kwargs))
+        if reason := obstacle(module) or changed_switches(self._switches or now, now):
+            return reason
+        if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
+            return difference
+        if self._per_call is None:
+            self._per_call = self._checks.per_call(inputs)
+            self._on_gpu = on_gpu(module, args, kwargs)
+            self._switches = now
+            self._forward = type(module).forward
+        self._parts[module] = _Parts(module)
+        return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
+
+    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call of a module that passed `misfit` can be served. Takes some tens of microseconds."""
+        inputs = {"module": module, "args": args, "kwargs": kwargs}
+        return (
+            self._switches == switches(self._on_gpu)
+            and type(module).forward is self._forward
+            and not any(GLOBAL_HOOKS)
+            and (parts := self._parts.get(module)) is not None
+            and parts.are_unhooked()
+            and self._check_guards(inputs)
+            and self._constants_hold(inputs)
+        )
+
+    def _constants_hold(self, inputs: Mapping[str, Any]) -> bool:
+        try:
+            return self._per_call is not None and self._per_call(inputs)
+        except Exception:  # what the expression reads is gone
+            return False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that fits."""
+        return self._function(module, args, kwargs)

@@ -1,0 +1,111 @@
+"""What torch asks the C++ compiler and this processor before it loads code in C++, remembered in the cache directory.
+
+torch starts the compiler to learn its version, and a Python for each set of vector instructions, to see whether code
+for it can be loaded: nine processes, which take two seconds each on torch 2.11. The answers are files of the cache
+directory like all others, `toolchain/<question>.json`, so a warm boot asks nothing.
+
+The private names of torch that this needs are not those of functions compiled ahead of time. Where one is gone, torch
+asks as it does by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import subprocess
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_cache.aot.files import digest, write_file
+from compile_cache.key import environment
+
+log = logging.getLogger("compile_cache")
+
+TOOLCHAIN = "toolchain"
+
+
+class _Answers:
+    """The answers in one cache directory."""
+
+    folder: Path | None = None
+
+    def ask(self, question: list[str], ask: Callable[[], Any]) -> Any:
+        """The answer on file, else the one that `ask` gives. Only an answer that is true is remembered: a failure may
+        have another cause the next time."""
+        question = [*question, _instructions()]
+        path = self.folder / f"{digest(question)}.json" if self.folder else None
+        if path is None:
+            return ask()
+        try:
+            return json.loads(path.read_bytes())["answer"]
+        except (OSError, ValueError, KeyError, TypeError):  # it was never asked
+            pass
+        if answer := ask():
+            try:
+                write_file(path, json.dumps({"question": question, "answer": answer}).encode())
+            except OSError as error:  # the next boot asks again
+                log.info("toolchain.not_remembered error=%r", error)
+        return answer
+
+
+_answers = _Answers()
+
+
+@functools.cache
+def _instructions() -> str:
+    return environment._instruction_flags()
+
+
+def remember_toolchain(directory: Path) -> None:
+    """Keep the answers in this cache directory from now on, and take those that are there."""
+    _answers.folder = directory / TOOLCHAIN
+    try:
+        compiler: Any = importlib.import_module("torch._inductor.cpp_builder")
+        if isinstance(compiler.subprocess, _Subprocess):
+            return
+        compiler.subprocess = _Subprocess()
+        if torch.__version__ < "2.15":  # which leaves a mark beside what could be loaded
+            isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
+            isa.check_build = _remembering(isa.check_build)
+    except (ImportError, AttributeError) as error:
+        log.info("toolchain.not_configured error=%s", error)
+
+
+def _remembering(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    """torch's function that compiles code for a set of instructions, and loads it in another process."""
+
+    @functools.wraps(check_build)
+    def remembering(isa: Any, code: str) -> bool:
+        question = ["loads", str(isa), isa.build_arch_flags(), isa._arch_flags, code]
+        return bool(_answers.ask(question, lambda: check_build(isa, code)))
+
+    return remembering
+
+
+class _Subprocess(types.ModuleType):
+    """`subprocess` as torch's module that calls the compiler sees it."""
+
+    def __init__(self) -> None:
+        super().__init__(subprocess.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def check_output(self, command: Any, **options: Any) -> Any:
+        """The output of a compiler that is asked one thing, such as its version."""
+
+        def ask() -> Any:
+            return subprocess.check_output(command, **options)
+
+        is_question = isinstance(command, list) and len(command) == 2 and str(command[1]).startswith("-")
+        if not is_question or options.get("text"):
+            return ask()
+        question = ["answers", *map(str, command), str(options.get("stderr"))]
+        answer = _answers.ask(question, lambda: ask().decode("utf-8", "surrogateescape"))
+        return answer.encode("utf-8", "surrogateescape")

@@ -1,0 +1,55 @@
+"""The adapter to torch's private names: importing it says what this torch lacks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+# A private name of each place that the adapter reaches into.
+PRIVATE = (
+    "torch._C._get_fp32_precision_getter",
+    "torch._C._get_cudnn_sdp_enabled",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._dynamo.guards.CheckFunctionManager",
+    "torch._dynamo.guards._get_closure_vars",
+    "torch._dynamo.types.GuardFilterEntry",
+    "torch._inductor.list_mode_options",
+    "torch._ops.OpOverloadPacket",
+    "torch.compiler.load_compiled_function",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.utils._triton.triton_hash_with_backend",
+)
+
+
+@pytest.fixture
+def not_imported(monkeypatch):
+    """As if nothing of the package had been imported yet."""
+    for name in [name for name in sys.modules if name.startswith("compile_cache.aot.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+@pytest.mark.usefixtures("not_imported")
+def test_name_that_torch_no_longer_has_is_said_by_the_import(monkeypatch, path):
+    module, _, name = path.rpartition(".")
+    monkeypatch.delattr(importlib.import_module(module), name)
+    with pytest.raises((ImportError, AttributeError), match=name):
+        importlib.import_module("compile_cache.aot.artifacts")
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cu140", "3.0.0.dev1"])
+@pytest.mark.usefixtures("not_imported")
+def test_torch_that_was_not_tested_is_refused_by_the_import(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ImportError, match=r"is not one of the tested releases, 2\.11 to 2\.15"):
+        importlib.import_module("compile_cache.aot.artifacts")
+
+
+@pytest.mark.usefixtures("not_imported")
+def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    for name in ("files", "toolchain", "traced"):
+        importlib.import_module(f"compile_cache.aot.{name}")
