@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
 
-RAN_COMPILER = "ran.log"
-
 
 def seeded(cold, folder: Path) -> dict[str, str]:
     """Settings of a boot with a store of its own, filled as the cold boot's, and the cold boot's cache directory."""
@@ -21,14 +19,6 @@ def seeded(cold, folder: Path) -> dict[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
     return settings(folder, dir=str(source / "cache"))
-
-
-def counting_compiler(folder: Path) -> str:
-    """A g++ that writes down its arguments and then is g++."""
-    wrapper = folder / "counting-g++"
-    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {folder / RAN_COMPILER}\nexec g++ "$@"\n')
-    wrapper.chmod(0o755)
-    return str(wrapper)
 
 
 def test_cold_boot_compiles_and_publishes_everything(cold):
@@ -88,16 +78,6 @@ def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publ
     again = boot_once(environ, "--code", str(tmp_path / "code"))
     assert_fully_warm(again)
     assert all(region["reason"] == "" for region in again.report["regions"])
-
-
-def test_restored_boot_runs_the_compiler_for_nothing_but_its_version(tmp_path):
-    environ = {**settings(tmp_path), "CXX": counting_compiler(tmp_path)}
-    boot_once(environ, forked=False)
-    log = tmp_path / RAN_COMPILER
-    assert any(".main.cpp" in line for line in log.read_text().splitlines()), "the wrapper sees a cold boot's compiles"
-    log.unlink()
-    assert_fully_warm(boot_once(environ, forked=False))
-    assert set(log.read_text().split("\n")) <= {"--version", "-v", ""}
 
 
 def test_scope_off_is_eager_and_touches_no_store(cold, tmp_path):
