@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list[str]:
-    """The options with which a kernel is compiled on top of the precompiled header; none while that is not made."""
+    """The options with which a kernel is compiled on top of the precompiled header; none while there is none."""
     header = folder / f"{hashlib.sha256(repr(options).encode()).hexdigest()}.h"
     made = header.with_suffix(".h.gch")
     if not made.exists():
@@ -57,15 +57,15 @@ def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list
                 return []
             if not made.exists():
                 _precompile(header, compiler, options)
-    return ["-include", str(header)]
+    return ["-include", str(header)] if made.exists() else []
 
 
 def _precompile(header: Path, compiler: str, options: list[str]) -> None:
     header.write_text(f"#include <{_HEADER}>\n")
     made = header.with_suffix(".partial")
     own = [option for option in options if option != "-shared" and not option.startswith(("-l", "-L"))]
-    subprocess.run([compiler, "-x", "c++-header", str(header), *own, "-o", str(made)], check=True)
-    made.replace(header.with_suffix(".h.gch"))
+    if subprocess.call([compiler, "-x", "c++-header", str(header), *own, "-o", str(made)]) == 0:
+        made.replace(header.with_suffix(".h.gch"))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from PIL import Image
 from read_digits import DIGIT_WORDS, share_read
 
 PICTURE = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 4, "output_format": "png"}
+SKETCH = {**PICTURE, "num_inference_steps": 1}
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def restored(cold):
     return serve(
         folder,
         each_digit=1,
-        wide={**PICTURE, "aspect_ratio": "3:2"},
-        exact={**PICTURE, "width": 64, "height": 64},
+        wide={**SKETCH, "aspect_ratio": "3:2"},
+        exact={**SKETCH, "width": 64, "height": 64},
         unavailable={**PICTURE, "width": 100, "height": 100},
         half={**PICTURE, "width": 64},
         steered={**PICTURE, "negative_prompt": "a handwritten one", "guidance_scale": 2.0},
-        unseeded={**PICTURE, "seed": None},
-        webp={**PICTURE, "output_format": "webp", "output_quality": 50},
-        jpg={**PICTURE, "output_format": "jpg"},
+        unseeded={**SKETCH, "seed": None},
+        webp={**SKETCH, "output_format": "webp", "output_quality": 50},
+        jpg={**SKETCH, "output_format": "jpg"},
         several={**PICTURE, "num_outputs": 2},
     )
 
