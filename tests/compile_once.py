@@ -44,17 +44,14 @@ def main() -> int:
 
 
 def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list[str]:
-    """The options with which a kernel is compiled on top of the precompiled header; none while there is none."""
+    """The options with which a kernel is compiled on top of the precompiled header; none before the third kernel."""
     header = folder / f"{hashlib.sha256(repr(options).encode()).hexdigest()}.h"
     made = header.with_suffix(".h.gch")
     if not made.exists():
         if len(list(folder.glob("*.kernel"))) < _KERNELS_WITHOUT_HEADER:
             return []
         with header.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return []
+            fcntl.flock(file, fcntl.LOCK_EX)
             if not made.exists():
                 _precompile(header, compiler, options)
     return ["-include", str(header)] if made.exists() else []
