@@ -26,7 +26,12 @@ from text_boot import boot_text, describe_boot, text_environment, text_settings
 from compile_cache.lifecycle.preload import Preloading
 
 # The library's patches of torch that are only for speed, as contexts of `load_function`.
-PATCHES = {"workers": "_no_workers", "triton-hash": "_known_triton_hash", "compiler": "without_compiler"}
+PATCHES = {
+    "workers": "_no_workers",
+    "torch-key": "_set_torch_key",
+    "compiler": "without_compiler",
+    "explanations": "_without_explanations",
+}
 
 
 def leave_out(patch: str) -> None:

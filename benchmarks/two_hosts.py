@@ -44,7 +44,7 @@ def boot_once(shape_name: str, is_other: bool, threads: int) -> None:
             boot.warm_up(lambda: model(**inputs))
     if not boot.wait_published(300):
         raise SystemExit("not published")
-    print(boot.report.to_json())
+    print(json.dumps(json.loads(boot.report.to_json())))
 
 
 def make_inputs(model, make: dict) -> dict:

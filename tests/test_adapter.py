@@ -15,12 +15,13 @@ PRIVATE = (
     "torch._C._len_torch_dispatch_stack",
     "torch._dynamo.guards.CheckFunctionManager",
     "torch._dynamo.guards._get_closure_vars",
+    "torch._dynamo.guards.get_verbose_code_parts",
     "torch._dynamo.types.GuardFilterEntry",
     "torch._inductor.list_mode_options",
     "torch._ops.OpOverloadPacket",
     "torch.compiler.load_compiled_function",
     "torch.nn.modules.module._global_forward_hooks",
-    "torch.utils._triton.triton_hash_with_backend",
+    "torch._inductor.codecache.torch_key",
 )
 
 

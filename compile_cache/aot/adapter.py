@@ -22,15 +22,17 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor
+import torch._inductor.codecache
 import torch._inductor.config
 import torch.nn.modules.module as module_hooks
-import torch.utils._triton as torch_triton
+from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree_module
 
 from compile_cache.aot.imports import check_kernels, without_compiler
+from compile_cache.errors import ArtifactError
 
 # The first and the last release for which the tests have run.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -59,8 +61,9 @@ _precision = torch._C._get_fp32_precision_getter
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
-_has_triton: Any = torch_triton.has_triton
-_hash_triton: Any = torch_triton.triton_hash_with_backend
+_torch_key: Any = torch._inductor.codecache.torch_key
+guards: Any = _guards
+_verbose_code_parts: Any = guards.get_verbose_code_parts
 
 
 def _matmul_precision() -> tuple[str, str]:
@@ -167,14 +170,15 @@ class Loaded:
 _loading = threading.Lock()
 
 
-def load_function(payload: bytes, externals: dict[str, Any], triton_hash: str) -> Loaded:
+def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key: str) -> Loaded:
     """Unpickle a compiled function: only what was verified.
 
     Raises:
         Exception: it is another torch's, or damaged. Unpickling can fail with any.
     """
+    _set_torch_key(recorded_torch_key)
     # One thread at a time: what is replaced meanwhile is put back.
-    with _loading, _configured(), _no_workers(), without_compiler(), _known_triton_hash(triton_hash):
+    with _loading, _configured(), _no_workers(), without_compiler(), _without_explanations():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
 
@@ -191,29 +195,39 @@ def _configured() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _without_explanations() -> Iterator[None]:
+    """Guards without the line of the model's code that each is for: 0.3 s of a warm FLUX.1 boot."""
+
+    def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
+        return [code_parts] if isinstance(code_parts, str) else code_parts
+
+    guards.get_verbose_code_parts = code_alone
+    try:
+        yield
+    finally:
+        guards.get_verbose_code_parts = _verbose_code_parts
+
+
 def _no_workers() -> contextlib.AbstractContextManager[Any]:
     """Start no worker processes: generated code asks for them before it sees that its kernels are there."""
     patched: contextlib.AbstractContextManager[Any] = torch._inductor.config.patch(compile_threads=1)
     return patched
 
 
-def triton_hash() -> str:
-    """Triton's digest of its own files and its back end; empty where Triton is not used."""
-    try:
-        return str(_hash_triton()) if _has_triton() else ""
-    except RuntimeError:  # as torch does where there is no driver (torch/_inductor/runtime/autotune_cache.py)
-        return ""
+def torch_key() -> str:
+    """torch's digest of its own sources, which is in the name of every graph."""
+    return str(_torch_key().hex())
 
 
-@contextlib.contextmanager
-def _known_triton_hash(recorded: str) -> Iterator[None]:
-    """While a function is loaded, torch asks for this digest, to look for remote records of tuning, which are off.
+def _set_torch_key(recorded: str) -> None:
+    """Give torch that digest, as torch gives it to its worker processes. Computing it reads all of torch's sources, and
+    takes 0.4 s of a warm FLUX.1 boot. The environment names torch's version and build.
 
-    Computing it takes 0.3 to 0.4 s: it reads Triton's compiler, some hundred megabytes.
+    Raises:
+        ArtifactError: the sources are known to be others.
     """
-    if recorded:
-        setattr(torch_triton, "triton_hash_with_backend", lambda: recorded)  # noqa: B010
-    try:
-        yield
-    finally:
-        torch_triton.triton_hash_with_backend = _hash_triton
+    with contextlib.suppress(AssertionError, RuntimeError, AttributeError):  # it is computed already
+        _torch_key.set(bytes.fromhex(recorded))
+    if torch_key() != recorded:
+        raise ArtifactError("torch's own sources have changed")

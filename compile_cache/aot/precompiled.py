@@ -75,7 +75,7 @@ class Precompiled:
         """
         try:
             externals = {name: resolve(*found) for name, found in record.globals.items()}
-            self._loaded = load_function(payload, externals, record.triton_hash)
+            self._loaded = load_function(payload, externals, record.torch_key)
             self._checks = Checks(record.guards, global_scope(record.modules))
         except Exception as error:  # it is another torch's, or damaged: whatever unpickling meets
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from compile_cache.aot.adapter import Compilation, triton_hash
+from compile_cache.aot.adapter import Compilation, torch_key
 from compile_cache.aot.describe import code_digest
 from compile_cache.aot.guards import RecordedGuard, importable, resolve
 from compile_cache.aot.traced import call_region
@@ -41,7 +41,7 @@ class Record:
 
     `environ` has the variables that these functions may have read, which torch does not guard; `guards` the guards
     that torch cannot store; `modules` and `globals` what the compiled function finds in its global scope;
-    `triton_hash` the digest of Triton's own files; `host` the CPU's instructions and the number of threads, for a
+    `torch_key` the digest of torch's own sources; `host` the CPU's instructions and the number of threads, for a
     function with kernels in C++.
     """
 
@@ -50,7 +50,7 @@ class Record:
     guards: list[RecordedGuard]
     modules: dict[str, str]
     globals: dict[str, tuple[str, str]]
-    triton_hash: str
+    torch_key: str
     host: dict[str, str]
 
     @classmethod
@@ -67,7 +67,7 @@ class Record:
             guards,
             compilation.modules,
             {name: importable(value) for name, value in compilation.externals.items()},
-            triton_hash(),
+            torch_key(),
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
         )
 
@@ -86,7 +86,7 @@ class Record:
             guards = [RecordedGuard(**guard) for guard in record["guards"]]
             names = {name: (module, qualified) for name, (module, qualified) in record["globals"].items()}
             environ, modules, host = (dict(record[name]) for name in ("environ", "modules", "host"))
-            return cls(dict(record["sources"]), environ, guards, modules, names, str(record["triton_hash"]), host)
+            return cls(dict(record["sources"]), environ, guards, modules, names, str(record["torch_key"]), host)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its record cannot be read: {error!r}") from error
 

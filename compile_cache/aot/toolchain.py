@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compile_cache.aot.files import digest, write_file
 from compile_cache.key import environment
 
@@ -70,9 +68,10 @@ def remember_toolchain(directory: Path) -> None:
         if isinstance(compiler.subprocess, _Subprocess):
             return
         compiler.subprocess = _Subprocess()
-        if torch.__version__ < "2.15":  # which leaves a mark beside what could be loaded
-            isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
-            isa.check_build = _remembering(isa.check_build)
+        # torch 2.15 leaves a mark of its own, which it looks for and does not read: a version that was seeded from
+        # another one publishes the files that it has read.
+        isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
+        isa.check_build = _remembering(isa.check_build)
     except (ImportError, AttributeError) as error:
         log.info("toolchain.not_configured error=%s", error)
 

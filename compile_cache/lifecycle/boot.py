@@ -178,7 +178,8 @@ class Boot:
                         raise self._preloading.failure
                     from compile_cache.regions.compiler import Compiler
 
-                    self._compiler = Compiler(self._settings, self._directory)
+                    is_hit = self.report.restore.outcome == "hit"
+                    self._compiler = Compiler(self._settings, self._directory, is_hit)
             return self._compiler
 
     def _load_precompiled(self) -> bool:

@@ -32,13 +32,18 @@ log = logging.getLogger("compile_cache")
 
 
 class Compiler:
-    """All regions of a boot. `compile` makes them, `watching` surrounds the warm-up, in which they climb the ladder."""
+    """All regions of a boot. `compile` makes them, `watching` surrounds the warm-up, in which they climb the ladder.
 
-    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
+    `is_hit` says that the artifacts come from this very version of the model. The boot that published them has compared
+    every instance of a region with eager, so that this one compares an artifact once.
+    """
+
+    def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
         configure_torch()
         remember_toolchain(directory.path)
         self._settings = settings
         self._directory = directory
+        self._is_hit = is_hit
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
         self._precompiled: Artifacts | None = None
@@ -89,6 +94,7 @@ class Compiler:
         if module_class not in self.regions:
             settings = self._settings
             region = Region(module_class, settings.mode, settings.dynamic, self._precompiled, self._new_artifacts)
+            region.compares_every_instance = not self._is_hit
             self.regions[module_class] = region
             if self._why_not_precompiled:
                 region.stored.switch_off(self._why_not_precompiled)

@@ -48,6 +48,7 @@ class Region:
     ) -> None:
         self.report = RegionReport(name=module_class.__name__, instances=0)
         self.watched = False
+        self.compares_every_instance = True
         self.stored = StoredFunctions(artifacts, self.report)
         self._graphs = Graphs(module_class.__name__, mode, dynamic)
         self._new_files = new_files
@@ -142,7 +143,7 @@ class Region:
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
-        if (module, "precompiled") not in self._compared:
+        if self.compares_every_instance and (module, "precompiled") not in self._compared:
             return self._serve_another(found, module, args, kwargs)
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
