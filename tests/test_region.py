@@ -17,6 +17,7 @@ from precompiling import activated, artifacts, boot, build, eager, find, only_re
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.regions.check import compare
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
@@ -337,6 +338,25 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
     assert compiler.withheld
+
+
+@pytest.mark.parametrize(("is_hit", "comparisons"), [(True, 1), (False, 2)])
+def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_instance(
+    directory, monkeypatch, is_hit, comparisons
+):
+    module = build(Product)
+    warm_up(boot(directory, module), lambda: module(tensor()))
+    compared = []
+    monkeypatch.setattr(
+        "compile_cache.regions.region.compare", lambda *answers: compared.append(answers) or compare(*answers)
+    )
+    one, another = build(Product), build(Product)
+    compiler = Compiler(Settings(), directory, is_hit)
+    for instance in (one, another):
+        compiler.compile(instance)
+    warm_up(compiler, lambda: [one(tensor()), another(tensor())])
+    assert only_report(compiler).step == "precompiled"
+    assert len(compared) == comparisons
 
 
 def test_no_memory_for_the_comparison_leaves_the_call_unchecked(shared, monkeypatch):
