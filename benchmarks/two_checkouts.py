@@ -3,9 +3,9 @@
     python benchmarks/two_checkouts.py --against ../before --model /tmp/flux1 --sizes 1024x1024 --store /tmp/two
     python benchmarks/two_checkouts.py --against ../before --model /tmp/llama --text --store /tmp/two
 
-Each checkout has a store of its own, filled by one cold boot. Then the checkouts boot warm in turn, each boot in a
-fresh process of its own code. Prints medians, the ratio pair by pair, and the digests of pictures or logits. Exits with
-1 if a warm boot compiles something.
+Each checkout has a store of its own, filled by one cold boot. Then, in turn, this checkout boots eager and both boot
+warm, each in a fresh process of its own code. Prints medians, the ratio pair by pair, and the digests of pictures or
+logits. Exits with 1 if a warm boot compiles something.
 """
 
 from __future__ import annotations
@@ -63,6 +63,16 @@ def import_s(boot: dict[str, Any]) -> float:
     return float(boot["report"]["phases"]["import"])
 
 
+def over_eager(boots: list[dict[str, Any]], eager: list[dict[str, Any]]) -> str:
+    """The median of the differences of pairs, with all of them. Imports vary by seconds from boot to boot."""
+
+    def own_s(boot: dict[str, Any]) -> float:
+        return float(boot["report"]["process_s"]) - import_s(boot)
+
+    differences = [own_s(one) - own_s(other) for one, other in zip(boots, eager, strict=False)]
+    return f"{median(differences):.2f} ({', '.join(f'{difference:.2f}' for difference in differences)})"
+
+
 def digest(boot: dict[str, Any]) -> str:
     """Of the first picture's pixels, or of the logits after the last token."""
     return str(boot["logits_sha256"] if "token_ms" in boot else boot["first"]["sha256"])[:12]
@@ -100,8 +110,13 @@ def main() -> None:
     for checkout in checkouts:
         checkout.work.mkdir()
         checkout.boot("cold", args)
-    rounds = [[checkout.boot("warm", args) for checkout in checkouts] for _ in range(args.warm)]
-    ours, theirs = ([boots[number] for boots in rounds] for number in range(2))
+    eager, ours, theirs = [], [], []
+    for _ in range(args.warm):
+        eager.append(checkouts[0].boot("eager", args))
+        for found, checkout in zip((ours, theirs), checkouts, strict=True):
+            found.append(checkout.boot("warm", args))
+    for name, boots in (("this", ours), ("the other", theirs)):
+        print(f"{name}, READY over eager, imports left out, s: {over_eager(boots, eager)}")
     for line in compare(ours, theirs):
         print(line)
     conclude(
