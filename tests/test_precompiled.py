@@ -206,6 +206,8 @@ def hooked(handle: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+        # torch leaves the entries of removed hooks here (register_module_forward_hook), and then warns in other tests.
+        module_hooks._global_forward_hooks_with_kwargs.clear()
 
 
 @contextlib.contextmanager
