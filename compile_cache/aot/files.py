@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from compile_cache.errors import ArtifactError
+from compile_cache.files import replacing
 
 # The folder, inside a cache directory, of all artifacts.
 PRECOMPILED = "precompiled"
@@ -43,22 +42,9 @@ def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any
     name = _artifact_name(key, record)
     header = {"key": key, "record": record, "sha256": hashlib.sha256(payload).hexdigest()}
     encoded = json.dumps(header, sort_keys=True).encode()
-    write_file(group / name, _MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload)
+    with replacing(group / name) as file:
+        file.write(_MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload)
     return name
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file of the cache directory, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A hidden name is no artifact, should this process be killed.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
 
 
 def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bytes]:

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compile_cache.aot.files import digest, write_file
+from compile_cache.aot.files import digest
+from compile_cache.files import replacing
 from compile_cache.key import environment
 
 log = logging.getLogger("compile_cache")
@@ -46,7 +47,8 @@ class _Answers:
             pass
         if answer := ask():
             try:
-                write_file(path, json.dumps({"question": question, "answer": answer}).encode())
+                with replacing(path) as file:
+                    file.write(json.dumps({"question": question, "answer": answer}).encode())
             except OSError as error:  # the next boot asks again
                 log.info("toolchain.not_remembered error=%r", error)
         return answer

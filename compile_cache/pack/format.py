@@ -28,6 +28,7 @@ from typing import BinaryIO, Protocol
 import zstandard
 
 from compile_cache.errors import PackError
+from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.pack.head import LEVEL, SUFFIX, Head, make_head
 from compile_cache.pack.manifest import FRAME_BYTES, Frame, Manifest, PackFile, digest_of
@@ -99,17 +100,11 @@ def write_pack(
         manifest = Manifest(key, tuple(files), tuple(frames), creator, time.time())
         text = manifest.to_json()
         local = folder / (digest_of(text) + SUFFIX)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(make_head(text, signer.sign(text) if signer else b""))
-                body.seek(0)
-                while chunk := body.read(_CHUNK_BYTES):
-                    file.write(chunk)
-            os.replace(temporary, local)
-        except BaseException:
-            os.unlink(temporary)  # the disk may be full because of it
-            raise
+        with replacing(local) as file:
+            file.write(make_head(text, signer.sign(text) if signer else b""))
+            body.seek(0)
+            while chunk := body.read(_CHUNK_BYTES):
+                file.write(chunk)
     return Pack(local, local.stat().st_size, manifest)
 
 
