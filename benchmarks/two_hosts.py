@@ -24,7 +24,7 @@ def boot_once(shape_name: str, is_other: bool, threads: int) -> None:
     from compile_cache.key import environment
 
     if is_other:
-        environment._instruction_flags = lambda: "avx of another processor"
+        environment.instruction_flags = lambda: "avx of another processor"
     with compile_cache.boot("benchmark/two-hosts@" + "0" * 40) as boot:
         import torch
         from flux_shape import SHAPES, build_transformer

@@ -21,7 +21,7 @@ from compile_cache.aot import artifacts as aot_artifacts
 from compile_cache.aot import compiling, precompiled
 from compile_cache.aot.artifacts import Artifacts, Found
 from compile_cache.aot.files import _LENGTH, _MAGIC, read_artifact, write_artifact
-from compile_cache.aot.record import _instructions
+from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
 
 close = torch.testing.assert_close
@@ -131,7 +131,7 @@ def test_damaged_artifact_is_not_unpickled(directory):
     ("host", "reason"),
     [
         ({"instructions": "avx9", "threads": str(torch.get_num_threads())}, "for a host with instructions 'avx9'"),
-        ({"instructions": _instructions(), "threads": "77"}, "for a host with threads '77'"),
+        ({"instructions": instruction_flags(), "threads": "77"}, "for a host with threads '77'"),
     ],
 )
 def test_artifact_with_kernels_for_another_host_is_refused_alone(directory, host, reason):
@@ -148,7 +148,7 @@ def test_artifact_with_kernels_for_this_host_serves(directory):
     key, record, payload = read_artifact(path)
     assert record["host"] == {}, "it calls torch's own kernels only"
     path.unlink()
-    host = {"instructions": _instructions(), "threads": str(torch.get_num_threads())}
+    host = {"instructions": instruction_flags(), "threads": str(torch.get_num_threads())}
     write_artifact(path.parent, key, {**record, "host": host}, payload)
     assert isinstance(find(directory, build(Block), tensor()), Found)
 

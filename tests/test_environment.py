@@ -94,7 +94,7 @@ def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(monkeypatch, gp
     monkeypatch.setattr(environment_module, "_cuda_device", lambda: {"gpu": gpu, "capability": "9.0"})
     hosts = []
     for instructions, threads in (("avx2", "2"), ("avx2 avx512f", "4")):
-        monkeypatch.setattr(environment_module, "_instruction_flags", lambda flags=instructions: flags)
+        monkeypatch.setattr(environment_module, "instruction_flags", lambda flags=instructions: flags)
         hosts.append(detect(OMP_NUM_THREADS=threads, MKL_DYNAMIC="false"))
     assert (hosts[0] == hosts[1]) == bool(gpu)
 

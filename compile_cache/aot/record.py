@@ -112,12 +112,7 @@ class Record:
 
 
 def _host() -> dict[str, str]:
-    return {"instructions": _instructions(), "threads": str(torch.get_num_threads())}
-
-
-@functools.cache
-def _instructions() -> str:
-    return environment._instruction_flags()
+    return {"instructions": environment.instruction_flags(), "threads": str(torch.get_num_threads())}
 
 
 def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:

@@ -37,7 +37,7 @@ class _Answers:
     def ask(self, question: list[str], ask: Callable[[], Any]) -> Any:
         """The answer on file, else the one that `ask` gives. Only an answer that is true is remembered: a failure may
         have another cause the next time."""
-        question = [*question, _instructions()]
+        question = [*question, environment.instruction_flags()]
         path = self.folder / f"{digest(question)}.json" if self.folder else None
         if path is None:
             return ask()
@@ -55,11 +55,6 @@ class _Answers:
 
 
 _answers = _Answers()
-
-
-@functools.cache
-def _instructions() -> str:
-    return environment._instruction_flags()
 
 
 def remember_toolchain(directory: Path) -> None:

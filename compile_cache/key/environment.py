@@ -125,7 +125,7 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
         python=f"{platform.python_implementation()} {platform.python_version()}",
         glibc=" ".join(platform.libc_ver()),
         machine=platform.machine(),
-        instructions="" if gpu["gpu"] else _instruction_flags(),
+        instructions="" if gpu["gpu"] else instruction_flags(),
         threads=0 if gpu["gpu"] else cpu_threads(environ),
         cache_dir=cache_dir,
         options=options,
@@ -146,7 +146,7 @@ def observe_environment(detected: Environment) -> Environment:
         gpu=torch.cuda.get_device_name() if on_gpu else "",
         capability="{}.{}".format(*torch.cuda.get_device_capability()) if on_gpu else "",
         device_index=torch.cuda.current_device() if on_gpu else 0,
-        instructions="" if on_gpu else _instruction_flags(),
+        instructions="" if on_gpu else instruction_flags(),
         threads=0 if on_gpu else torch.get_num_threads(),
     )
 
@@ -231,7 +231,8 @@ def _cuda_device() -> dict[str, str]:
     return {"gpu": name.value.decode(errors="replace"), "capability": ".".join(capability)}
 
 
-def _instruction_flags() -> str:
+@functools.cache
+def instruction_flags() -> str:
     """The CPU's instruction set extensions, sorted. CPU artifacts are built for exactly these."""
     try:
         with open("/proc/cpuinfo") as file:

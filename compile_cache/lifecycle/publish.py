@@ -120,7 +120,7 @@ class Publisher:
         return self._staged_at != read_counts() and not is_compiling
 
     def _finish(self) -> None:
-        """Everything that can be published is, for now: other boots need not wait, and the key can be tidied."""
+        """Nothing is left to publish: let other boots go on, and tidy the key."""
         if self._compile_turn is not None:
             self._compile_turn.release()
         self._idle.set()
