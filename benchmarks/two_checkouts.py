@@ -39,6 +39,8 @@ class Checkout:
         command = [sys.executable, str(script), kind]
         if args.text:
             command += ["--model", args.model, "--prompt", "128", "--tokens", str(args.tokens)]
+        else:
+            command += ["--steps", *map(str, args.steps)]
         environ = boot_environment(self.work, kind, self.work / "store", "regional")
         sizes = SIZES if args.text else {"IMAGE_SIZES": args.sizes, "WARM_UP_SIZES": args.sizes}
         path = os.pathsep.join(filter(None, [str(self.root), os.environ.get("PYTHONPATH")]))
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a model's folder")
     parser.add_argument("--text", action="store_true", help="it is a language model")
     parser.add_argument("--sizes", default="64x64", help="of pictures, as 1024x1024")
+    parser.add_argument("--steps", type=int, nargs=2, default=(4, 12), help="a step takes their difference")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to generate")
     parser.add_argument("--store", type=Path, required=True, help="new folder for stores, cache directories and logs")
     parser.add_argument("--warm", type=int, default=4, help="warm boots of each checkout")
