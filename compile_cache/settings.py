@@ -15,6 +15,8 @@ PREFIX = "COMPILE_CACHE_"
 SCOPES = ("regional", "whole", "off")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
+COLD_STARTS = ("auto", "background", "block")
+UNSEEN = ("auto", "background", "eager", "block", "error")
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
 # torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
@@ -46,6 +48,10 @@ class Settings:
     mode: str = "default"
     dynamic: bool | None = False
     precompile: bool = True
+    cold_start: str = "auto"
+    unseen: str = "auto"
+    setup_budget_s: float = 240.0
+    leave_eager: tuple[str, ...] = ()
     publish: bool = True
     most_packs: int = 4
     peer_wait_s: float = 0.0
@@ -227,6 +233,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "mode": _one_of(MODES),
     "dynamic": _dynamic,
     "precompile": _boolean,
+    "cold_start": _one_of(COLD_STARTS),
+    "unseen": _one_of(UNSEEN),
+    "setup_budget_s": _seconds,
+    "leave_eager": _list,
     "publish": _boolean,
     "most_packs": _count,
     "peer_wait_s": _seconds,

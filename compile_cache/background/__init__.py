@@ -1,0 +1,1 @@
+"""The second process, which compiles while the first one serves eager."""

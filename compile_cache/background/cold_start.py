@@ -1,0 +1,37 @@
+"""Whether a boot compiles before READY or behind it: what `COMPILE_CACHE_COLD_START=auto` means in this process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from compile_cache.settings import Settings
+
+# Of Cog's server (python -m cog.server.http), which starts the process that boots.
+_SERVER = b"cog.server.http"
+# `cog serve`, and platforms that keep a server running, pass it.
+_KEPT_RUNNING = b"--await-explicit-shutdown"
+
+
+def resolve_cold_start(settings: Settings) -> Settings:
+    """The settings with `auto` replaced: `background` in a Cog server, `block` in a process that ends after one
+    prediction, or that is no Cog server. `unseen` follows `cold_start`."""
+    cold_start = settings.cold_start
+    if cold_start == "auto":
+        cold_start = "background" if _is_lasting_server() else "block"
+    unseen = cold_start if settings.unseen == "auto" else settings.unseen
+    return replace(settings, cold_start=cold_start, unseen=unseen)
+
+
+def _is_lasting_server() -> bool:
+    """Whether Cog's server started this process, and not for `cog run` or `cog predict` alone: these mount the project
+    over the image's working directory, and do not ask the server to await its shutdown."""
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # no /proc: not Linux, where Cog's images run
+        return False
+    if _SERVER not in command:
+        return False
+    is_kept = any(part.startswith(_KEPT_RUNNING) for part in command)
+    return is_kept or not os.path.ismount(os.getcwd())
