@@ -5,12 +5,13 @@ import gc
 import logging
 import os
 import random
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
+from models.health import device_answers
 from models.image.files import PictureFiles
 from models.image.inputs import ImageRequest
 from models.image.settings import ImageSettings
@@ -92,12 +93,17 @@ class Predictor(BaseRunner):
         )
         inputs = request.pictures(self.model.sizes)
         print(f"seed: {seed}")
-        before = self.boot.counts()
+        prediction = self.boot.prediction()
         pictures = (self.model.run(one) for one in inputs)
         paths = self.files.save(pictures, output_format, output_quality)
-        for name, value in metrics(self.boot, seed, before).items():
+        for name, value in {"seed": seed, **prediction.metrics()}.items():
             self.record_metric(name, value)
         return [Path(path) for path in paths]
+
+    def healthcheck(self) -> bool:
+        """Healthy as long as the device answers. A region that is served eager is named in the log."""
+        self.boot.name_demoted()
+        return device_answers()
 
 
 class TextPredictor(BaseRunner):
@@ -116,7 +122,7 @@ class TextPredictor(BaseRunner):
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings)
             for step in self.model.steps:
-                self.boot.compile(step, whole=True)
+                self.boot.compile(step, whole=True, until_swap=True, shares_weights=True)
             warm_up(self.boot, self.model, self.model.warm_up_inputs())
             with self.boot.timed("record"):
                 self.model.generator.record()
@@ -165,12 +171,19 @@ class TextPredictor(BaseRunner):
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )
         print(f"seed: {seed}")
-        before = self.boot.counts()
+        if self.boot.swap(self.model.warm_up):
+            self.model.generator.record()
+        prediction = self.boot.prediction()
         answer = self.model.answer(inputs)
         yield from answer
         counts = {"input_token_count": answer.prompt_tokens, "output_token_count": answer.new_tokens}
-        for name, value in {**counts, **metrics(self.boot, seed, before)}.items():
+        for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)
+
+    def healthcheck(self) -> bool:
+        """Healthy as long as the device answers. A region that is served eager is named in the log."""
+        self.boot.name_demoted()
+        return device_answers()
 
 
 @contextlib.contextmanager
@@ -185,9 +198,3 @@ def without_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def metrics(boot: compile_cache.Boot, seed: int, before: compile_cache.CompileCounts) -> Dict[str, Any]:
-    """The metrics of a prediction: its seed, the boot's own, and the number of graphs that the prediction compiled."""
-    during = boot.counts().since(before)
-    return {"seed": seed, "compile_cache.compiled_now": during.graphs, **boot.report.metrics()}

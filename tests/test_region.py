@@ -348,7 +348,7 @@ def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_insta
     warm_up(boot(directory, module), lambda: module(tensor()))
     compared = []
     monkeypatch.setattr(
-        "compile_cache.regions.region.compare", lambda *answers: compared.append(answers) or compare(*answers)
+        "compile_cache.regions.inputs.compare", lambda *answers: compared.append(answers) or compare(*answers)
     )
     one, another = build(Product), build(Product)
     compiler = Compiler(Settings(), directory, is_hit)

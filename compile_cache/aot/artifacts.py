@@ -14,6 +14,7 @@ import logging
 import platform
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,17 +121,21 @@ class Artifacts:
         self._dynamic = settings.dynamic
         self._directory = directory
         self._groups: dict[str, _Group] = {}
-        self._options = ""
+        self._options: str | None = None
         self._prefetched: dict[str, _Stored] = {}
+        # Artifacts arrive on one thread, and are looked for on others.
+        self._arriving = threading.RLock()
+        self._arrived: set[str] = set()
 
     @property
     def used(self) -> set[str]:
         """The paths, inside the cache directory, of what belongs to this boot's model."""
-        return {path for group in self._groups.values() for path in group.loaded}
+        with self._arriving:
+            return self._arrived | {path for group in self._groups.values() for path in group.loaded}
 
-    def note_options(self) -> None:
-        """Take Inductor's options as they are now, in this thread, for those that what follows is compiled with."""
-        self._options = _options_digest()
+    def forget_options(self) -> None:
+        """Take Inductor's options anew at the next call, in its thread: what follows is compiled with those."""
+        self._options = None
 
     def prefetch(self) -> int:
         """Load every artifact that is there and was made of the code that is here; how many there are, with the others.
@@ -143,31 +148,68 @@ class Artifacts:
         for path in paths[:_MOST_PREFETCHED]:
             try:
                 stored = self._parse(path)
-                if stored.key.items() >= self._fixed_key().items() and stored.record.is_imported:
-                    # Guards are made for the thread-local state that they are made under.
-                    with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
-                        self._prefetched[path] = replace(stored, function=stored.load())
+                if self._may_serve(stored.key) and stored.record.is_imported:
+                    self._prefetched[path] = _loaded(stored)
             except (ArtifactError, OSError) as error:  # `find` meets it again, and says so
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
+    def arrive(self, path: str) -> None:
+        """Load an artifact that has just come into the cache directory. `find` finds it from now on.
+
+        Raises:
+            ArtifactError: it is damaged, or does not belong here.
+            OSError: it cannot be read.
+        """
+        stored = _loaded(self._parse(path))
+        with self._arriving:
+            self._prefetched[path] = stored
+            self._arrived.add(path)
+            for group in self._groups.values():
+                if path.startswith(f"{group.path}/"):
+                    group.is_read = False
+
+    def let_go(self, path: str) -> None:
+        """Forget a loaded artifact, and remove its file."""
+        with self._arriving:
+            for group in self._groups.values():
+                group.loaded.pop(path, None)
+            self._prefetched.pop(path, None)
+            self._arrived.discard(path)
+        (self._directory / path).unlink(missing_ok=True)
+
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
-        """The artifact that serves calls of `module` with inputs like these, after the full check; or why none does."""
+        """The artifact that serves calls of `module` with inputs like these, after the full check; or why none does.
+
+        One for these sizes comes first, then one that leaves sizes open.
+        """
+        reasons: list[str] = []
         try:
             if reason := obstacle(module):
                 return reason
-            group = self._group(module, args, kwargs)
+            groups = [self._group(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
         except NotDescribedError as error:
-            return f"the inputs cannot be described: {error}"
-        if not group.is_read:
-            self._read_all(group)
+            return f"this call cannot be described: {error}"
+        for group in groups:
+            found = self._find_in(group, module, args, kwargs)
+            if isinstance(found, Found):
+                return found
+            reasons += found
+        return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
+
+    def _find_in(
+        self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Found | list[str]:
+        with self._arriving:
+            if not group.is_read:
+                self._read_all(group)
+            loaded = list(group.loaded.items())
         misfits = []
-        for path, function in group.loaded.items():
+        for path, function in loaded:
             if not (misfit := function.misfit(module, args, kwargs)):
                 return Found(path, function)
             misfits.append(misfit)
-        reasons = [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
-        return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
+        return [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | str:
         """Compile a call ahead of time, and write it; or why it cannot be. Traces the inputs, and runs nothing.
@@ -178,9 +220,9 @@ class Artifacts:
         try:
             if reason := obstacle(module):
                 return reason
-            group = self._group(module, args, kwargs)
+            group = self._group(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
-            return f"the inputs cannot be described: {error}"
+            return f"this call cannot be described: {error}"
         if not group.not_precompilable and len(group.loaded) + len(group.refused) >= MOST_OF_A_GROUP:
             group.not_precompilable = f"there are {MOST_OF_A_GROUP} artifacts of this region and these inputs"
         if group.not_precompilable:
@@ -222,13 +264,13 @@ class Artifacts:
                 group.loaded.pop(path, None)
                 group.refused[path] = group.not_precompilable = reason
 
-    def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Group:
+    def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> _Group:
         key = {
-            **self._fixed_key(),
-            "options": self._options,
+            **self._fixed_key(dynamic),
+            "options": self._noted_options(),
             "class": class_name(type(module)),
             "structure": structure_digest(structure(module)),
-            "inputs": signature(args, kwargs, with_sizes=self._dynamic is False),
+            "inputs": signature(args, kwargs, with_sizes=dynamic is False),
             "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
         }
         name = digest(key)
@@ -236,8 +278,19 @@ class Artifacts:
             self._groups[name] = _Group(f"{PRECOMPILED}/{name}", key)
         return self._groups[name]
 
-    def _fixed_key(self) -> dict[str, Description]:
-        return {"mode": self._mode, "dynamic": str(self._dynamic), "versions": _versions()}
+    def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
+        return {"mode": self._mode, "dynamic": str(dynamic), "versions": _versions()}
+
+    def _noted_options(self) -> str:
+        if self._options is None:
+            try:
+                self._options = _options_digest()
+            except Exception as error:  # a pass of the program's own whose `uuid` raises
+                raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
+        return self._options
+
+    def _may_serve(self, key: Mapping[str, Any]) -> bool:
+        return any(key.items() >= self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None))
 
     def _read_all(self, group: _Group) -> None:
         group.is_read = True
@@ -245,7 +298,7 @@ class Artifacts:
         names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         for name in names:
             path = f"{group.path}/{name}"
-            if len(group.loaded) < MOST_OF_A_GROUP:
+            if path not in group.loaded and path not in group.refused and len(group.loaded) < MOST_OF_A_GROUP:
                 try:
                     group.loaded[path] = self._read(group, path)
                 except (ArtifactError, OSError) as error:
@@ -265,6 +318,12 @@ class Artifacts:
         """Nothing is unpickled."""
         key, record, payload = read_artifact(self._directory / path)
         return _Stored(key, Record.from_json(record), payload)
+
+
+def _loaded(stored: _Stored) -> _Stored:
+    """The same with its function, whose guards are made for the thread-local state that they are made under."""
+    with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
+        return replace(stored, function=stored.load())
 
 
 def _versions() -> Mapping[str, str]:

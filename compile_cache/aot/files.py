@@ -40,10 +40,8 @@ def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any
         OSError: it cannot be written.
     """
     name = _artifact_name(key, record)
-    header = {"key": key, "record": record, "sha256": hashlib.sha256(payload).hexdigest()}
-    encoded = json.dumps(header, sort_keys=True).encode()
     with replacing(group / name) as file:
-        file.write(_MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload)
+        file.write(_joined({"key": key, "record": record}, payload))
     return name
 
 
@@ -58,6 +56,25 @@ def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], byt
     if _artifact_name(header["key"], header["record"]) != path.name:
         raise ArtifactError("its name is not that of its content")
     return header["key"], header["record"], payload
+
+
+def relocated(content: bytes, old: bytes, new: bytes) -> bytes:
+    """An artifact's content for a cache directory with another path, which is as long.
+
+    Raises:
+        ArtifactError: it is damaged.
+        ValueError: the paths differ in length.
+    """
+    if len(old) != len(new):
+        raise ValueError(f"{old!r} and {new!r} differ in length")
+    header, payload = _split(content)
+    return _joined(header, payload.replace(old, new))
+
+
+def _joined(header: Mapping[str, Any], payload: bytes) -> bytes:
+    header = {**header, "sha256": hashlib.sha256(payload).hexdigest()}
+    encoded = json.dumps(header, sort_keys=True).encode()
+    return _MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload
 
 
 def _artifact_name(key: Mapping[str, Any], record: Mapping[str, Any]) -> str:

@@ -17,14 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
+from compile_cache.versions.directory import has_artifacts
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from compile_cache.lifecycle.prediction import Prediction
     from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publish import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
@@ -51,7 +54,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, or one of `sources` is not there.
     """
-    settings = Settings.from_env(environ)
+    settings = resolve_cold_start(Settings.from_env(environ))
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"sources of the model are not there: {', '.join(missing)}. Give paths from {Path.cwd()}.")
     return Boot(settings, model, sources, environ)
@@ -71,6 +74,7 @@ class Boot:
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
+        self._named: set[str] = set()
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: Preloading | None = None
@@ -124,6 +128,8 @@ class Boot:
         self._complete_report()
         with self._degrading("start publishing"):
             self._start_publishing()
+        if self._compiler is not None:
+            self._compiler.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -136,20 +142,28 @@ class Boot:
 
     def preload(self) -> None:
         """Import the modules that precompiled regions need, and load the regions, on a thread beside the loading of the
-        weights. If none were restored, import torch's compiler.
+        weights. If none were restored, import torch's compiler, unless a second process compiles.
 
         Call it when the caller's own imports are done: later ones of the same packages wait for this thread's.
         """
         from compile_cache.lifecycle.preload import Preloading
 
         if self._settings.enabled and self._preloading is None:
-            self._preloading = Preloading(self._load_precompiled)
+            is_to_compile = self._settings.cold_start == "block"
+            self._preloading = Preloading(self._has_precompiled, self._load_precompiled, is_to_compile)
             self._preloading.start()
 
-    def compile(self, module: nn.Module, *, whole: bool = False) -> None:
+    def compile(
+        self, module: nn.Module, *, whole: bool = False, until_swap: bool = False, shares_weights: bool = False
+    ) -> None:
         """Compile `module`'s repeated blocks, or `module` itself if it has none, or with `whole`, or if the scope is
         `whole`. Waits for the restore first. With the scope `off`, or if compiling cannot be set up, `module` stays
-        eager."""
+        eager.
+
+        Code that a second process has made serves from the next call on; with `until_swap`, only after `swap`. With
+        `shares_weights`, that process reads the parameters where they are, because two copies may not fit on the GPU.
+        Nothing in a call may write to them.
+        """
         if not self._settings.enabled:
             return
         with self.timed("join"):
@@ -161,7 +175,7 @@ class Boot:
                 self._preloading.wait()
             compiler = self._prepared_compiler()
             if compiler is not None:
-                compiler.compile(module, whole)
+                compiler.compile(module, whole, until_swap, shares_weights)
                 self.report.regions = [region.report for region in compiler.regions.values()]
 
     def _prepared_compiler(self) -> Compiler | None:
@@ -182,6 +196,11 @@ class Boot:
                     self._compiler = Compiler(self._settings, self._directory, is_hit)
             return self._compiler
 
+    def _has_precompiled(self) -> bool:
+        """Wait for the restore; whether it brought precompiled regions."""
+        self._join()
+        return has_artifacts(self._restored_files)
+
     def _load_precompiled(self) -> bool:
         """Wait for the restore, and load the precompiled regions that it brought; whether there are any."""
         self._join()
@@ -198,6 +217,9 @@ class Boot:
         Raises:
             Exception: every error of `call`.
         """
+        if self._compiler is not None and self._settings.setup_budget_s:
+            age_s = time.perf_counter() - self._started
+            self._compiler.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
@@ -207,6 +229,41 @@ class Boot:
                 if after.misses == before.misses:
                     return
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
+
+    def swap(self, call: Callable[[], Any]) -> bool:
+        """Between two requests: if code has arrived for a module that was compiled with `until_swap`, call the model as
+        the warm-up does, so that the code is compared with eager, and let it serve from now on; whether it was so.
+
+        Raises:
+            Exception: every error of `call`.
+        """
+        if self._compiler is None or not self._compiler.swap():
+            return False
+        with self._compiler.watching():
+            call()
+        return True
+
+    def prediction(self) -> Prediction:
+        """Begin to count what serves a prediction."""
+        from compile_cache.lifecycle.prediction import Prediction
+
+        return Prediction(self.report, self._compiler)
+
+    @property
+    def waiting(self) -> int:
+        """Kinds of calls that are served eager until the second process has compiled them."""
+        return self._compiler.waiting if self._compiler else 0
+
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Block until the second process has answered for every call so far; False after `timeout_s`."""
+        return self._compiler is None or self._compiler.wait(timeout_s)
+
+    def name_demoted(self) -> None:
+        """Log each region that is served eager for good, and why, once."""
+        for region in self.report.regions:
+            if region.settled == "eager" and region.name not in self._named:
+                self._named.add(region.name)
+                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
 
     def counts(self) -> CompileCounts:
         """torch's lookups and compiles since this boot began, without `kernels_compiled`."""

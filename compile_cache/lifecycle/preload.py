@@ -35,14 +35,19 @@ _TO_COMPILE = ("torch._inductor.compile_fx",)
 
 class Preloading:
     """A thread that imports the modules that loading needs, and calls `load_precompiled`. If that finds nothing, it
-    imports what compiling needs, and computes the digests of torch and Triton that each lookup begins with.
+    imports what compiling needs, and computes the digests of torch and Triton that each lookup begins with. Where
+    nothing `is_to_compile` in this process, it first asks `has_precompiled`, and imports nothing if there is nothing.
 
     Other threads may import anything meanwhile: see import_order.py. `failure` is the error of an import of torch's
     compiler, which nobody can begin again in this process.
     """
 
-    def __init__(self, load_precompiled: Callable[[], bool]) -> None:
+    def __init__(
+        self, has_precompiled: Callable[[], bool], load_precompiled: Callable[[], bool], is_to_compile: bool
+    ) -> None:
         self.failure: Exception | None = None
+        self._has_precompiled = has_precompiled
+        self._is_to_compile = is_to_compile
         self._load_precompiled = load_precompiled
         self._imports = contextlib.ExitStack()
         # torch's settings are context variables (2.13): the thread has those of its caller.
@@ -79,9 +84,11 @@ class Preloading:
                 sys.setswitchinterval(interval_s)
 
     def _import_and_load(self) -> None:
+        if not self._is_to_compile and not self._has_precompiled():
+            return
         for name in _TO_LOAD:
             importlib.import_module(name)
-        if self._load_precompiled():
+        if self._load_precompiled() or not self._is_to_compile:
             return
         for name in _TO_COMPILE:
             importlib.import_module(name)

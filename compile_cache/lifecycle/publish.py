@@ -32,6 +32,8 @@ log = logging.getLogger("compile_cache")
 
 _POLL_S = 0.5
 _QUIET_S = 10.0
+# What the second process has compiled arrives whole, and is published by itself.
+_ARRIVED_QUIET_S = 1.0
 _RETRY_S = 30.0
 
 
@@ -101,9 +103,9 @@ class Publisher:
             closing = self._closing.is_set()
             if (closing or time.monotonic() >= stage_due_s) and self._is_to_stage():
                 self._idle.clear()
-                is_first = self._staged_at is None
+                quiet_s = self._quiet_s()
                 stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _retry_s()
-                due_s = 0.0 if is_first else time.monotonic() + _QUIET_S
+                due_s = time.monotonic() + quiet_s
             if self._staged and (closing or time.monotonic() >= due_s):
                 is_done = self._attempt(self._put_staged)
                 due_s = time.monotonic() + (self._turn.next_look_s() if is_done else _retry_s())
@@ -118,6 +120,12 @@ class Publisher:
     def _is_to_stage(self) -> bool:
         is_compiling = self._compiler is not None and self._compiler.is_compiling
         return self._staged_at != read_counts() and not is_compiling
+
+    def _quiet_s(self) -> float:
+        """How long nothing more may be compiled before what is new is published. The warm-up's goes at once."""
+        if self._staged_at is None:
+            return 0.0
+        return _QUIET_S if read_counts().since(self._staged_at).misses else _ARRIVED_QUIET_S
 
     def _finish(self) -> None:
         """Nothing is left to publish: let other boots go on, and tidy the key."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,20 @@ import torch
 from torch import nn
 
 from compile_cache.aot.files import PRECOMPILED
-from compile_cache.aot.toolchain import remember_toolchain
-from compile_cache.errors import NotAModuleError
+from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
-from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.check import PeakMemory
+from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.region import Region
-from compile_cache.regions.torch_settings import configure_torch, is_switched_off
+from compile_cache.regions.stored import StoredFunctions
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.directory import CacheDirectory, has_artifacts
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts
+    from compile_cache.regions.backlog import Backlog
+    from compile_cache.regions.compiled_here import CompiledHere
 
 log = logging.getLogger("compile_cache")
 
@@ -36,22 +39,54 @@ class Compiler:
 
     `is_hit` says that the artifacts come from this very version of the model. The boot that published them has compared
     every instance of a region with eager, so that this one compares an artifact once.
+
+    torch's compiler is imported at once, unless a second process compiles and nothing was restored: then when the first
+    artifact arrives.
     """
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
-        configure_torch()
-        remember_toolchain(directory.path)
-        self._settings = settings
+        self._settings = settings = resolve_cold_start(settings)
         self._directory = directory
         self._is_hit = is_hit
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
         self._precompiled: Artifacts | None = None
         self._why_not_precompiled = ""
-        if settings.precompile and not is_switched_off():
-            self._open_artifacts()
+        self._backlog: Backlog | None = None
+        self._is_released = False
         self._compiling = threading.Event()
-        _signal_compiles(self._compiling)
+        self._opening = threading.Lock()
+        self._is_open = False
+        self._deadline_s = math.inf
+        if settings.cold_start == "block" or has_artifacts(self._seen):
+            self.open()
+
+    def backlog(self) -> Backlog | None:
+        """The calls for the second process; None where nothing may be compiled ahead of time."""
+        if self._backlog is None and self._settings.precompile:
+            from compile_cache.regions.backlog import Backlog
+
+            with self._opening:
+                if self._backlog is None:
+                    self._backlog = Backlog(self._settings, self._directory, self._load_arrived)
+                    if self._is_released:
+                        self._backlog.release()
+        return self._backlog
+
+    def open(self) -> None:
+        """Import torch's compiler, and find artifacts from now on. Once."""
+        with self._opening:
+            if self._is_open:
+                return
+            self._is_open = True
+            from compile_cache.aot.toolchain import remember_toolchain
+            from compile_cache.regions.torch_settings import configure_torch, is_switched_off
+
+            configure_torch()
+            remember_toolchain(self._directory.path)
+            if self._settings.precompile and not is_switched_off():
+                self._open_artifacts()
+            _signal_compiles(self._compiling)
 
     def _open_artifacts(self) -> None:
         """Precompiled regions rest on names that are private to torch: where one is gone, the boot does without."""
@@ -61,6 +96,8 @@ class Compiler:
             self._do_not_precompile(f"torch {torch.__version__} has other names than precompiled regions need: {error}")
             return
         self._precompiled = Artifacts(self._settings, self._directory.path)
+        for region in self.regions.values():
+            region.stored.open(self._precompiled)
 
     def _do_not_precompile(self, reason: str) -> None:
         log.warning("regions are not precompiled in this boot: %s", reason)
@@ -68,17 +105,51 @@ class Compiler:
         for region in self.regions.values():
             region.stored.switch_off(reason)
 
+    def _load_arrived(self, path: str) -> None:
+        """Load an artifact of the second process. Raises ArtifactError or OSError where it cannot be used."""
+        self.open()
+        if self._precompiled is None:
+            raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
+        self._precompiled.arrive(path)
+
     def prefetch(self) -> int:
         """Load the precompiled regions of the cache directory; how many it has."""
         return self._precompiled.prefetch() if self._precompiled else 0
+
+    def release(self) -> None:
+        """READY: let the second process begin."""
+        with self._opening:
+            self._is_released = True
+            if self._backlog is not None:
+                self._backlog.release()
+
+    def hurry(self, deadline_s: float) -> None:
+        """Compile nothing more in this process once `time.monotonic()` is `deadline_s`: the second one does."""
+        self._deadline_s = deadline_s
+        for region in self.regions.values():
+            region.deadline_s = deadline_s
+
+    @property
+    def waiting(self) -> int:
+        """Calls that the second process has not answered yet."""
+        return self._backlog.waiting if self._backlog else 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the second process has answered every call; False after `timeout_s`."""
+        return self._backlog is None or self._backlog.wait(timeout_s)
+
+    def swap(self) -> bool:
+        """Let what has arrived serve in the regions that wait for this; whether anything has."""
+        return any([region.swap() for region in self.regions.values() if region.holds])
 
     @property
     def is_compiling(self) -> bool:
         """Whether some thread is in the middle of a compile, whose files may be half-written."""
         return self._compiling.is_set()
 
-    def compile(self, root: nn.Module, whole: bool = False) -> None:
-        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself.
+    def compile(self, root: nn.Module, whole: bool = False, holds: bool = False, shares_weights: bool = False) -> None:
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With `holds`,
+        code that arrives later serves after `swap`; with `shares_weights`, the second process has the same parameters.
 
         Raises:
             NotAModuleError: it is something else, such as a function.
@@ -86,19 +157,39 @@ class Compiler:
         if not isinstance(root, nn.Module):
             name = getattr(root, "__qualname__", repr(root))
             raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}: pass the module that it calls.")
-        configure_torch()
+        self._configure()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
-            self._region(type(module)).adopt(module)
+            region = self._region(type(module))
+            region.holds, region.shares_weights = holds, shares_weights
+            region.adopt(module)
+
+    def _configure(self) -> None:
+        """Make torch's settings in this thread, once the compiler is there."""
+        if self._is_open:
+            from compile_cache.regions.torch_settings import configure_torch
+
+            configure_torch()
 
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:
+            report = RegionReport(name=module_class.__name__, instances=0)
+            stored = StoredFunctions(self._precompiled, report)
             settings = self._settings
-            region = Region(module_class, settings.mode, settings.dynamic, self._precompiled, self._new_artifacts)
+            region = Region(report, stored, self._compile_here, self.backlog, settings.cold_start, settings.unseen)
+            region.deadline_s = self._deadline_s
             region.compares_every_instance = not self._is_hit
             self.regions[module_class] = region
             if self._why_not_precompiled:
                 region.stored.switch_off(self._why_not_precompiled)
         return self.regions[module_class]
+
+    def _compile_here(
+        self, report: RegionReport, stored: StoredFunctions, compared: set[tuple[nn.Module | None, str]]
+    ) -> CompiledHere:
+        self.open()
+        from compile_cache.regions.compiled_here import CompiledHere
+
+        return CompiledHere(self._settings.mode, self._settings.dynamic, report, stored, compared, self._new_artifacts)
 
     def _new_artifacts(self) -> set[str]:
         """The artifacts that have appeared since the last call."""
@@ -128,9 +219,9 @@ class Compiler:
     def watching(self) -> Iterator[None]:
         """While the context lasts, every graph that a region compiles or finds is checked against eager, and
         precompiled functions are looked for, and made."""
-        configure_torch()
-        if self._precompiled and isinstance(noted := attempt(self._precompiled.note_options), Failure):
-            self._do_not_precompile(f"Inductor's options cannot be described: {noted.reason}")
+        self._configure()
+        if self._precompiled is not None:
+            self._precompiled.forget_options()
         for region in self.regions.values():
             region.watched = True
         try:

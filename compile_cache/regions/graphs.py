@@ -68,8 +68,23 @@ class Graphs:
         way = self._default if self._is_plain else self._way(kind_of_call(module, args, kwargs))
         function = self._function(way if way is not _Way.AS_FOUND else self._default)
         if way is _Way.AS_FOUND:
-            function = torch._dynamo.run(function) if hasattr(torch._dynamo, "run") else call_region
+            function = self._without_compiling(function)
         return function(module, args, kwargs)
+
+    @staticmethod
+    def _without_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch._dynamo.run(function) if hasattr(torch._dynamo, "run") else call_region
+
+    def as_found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call by a graph that is there, else eager."""
+        way = self._way(kind_of_call(module, args, kwargs))
+        return self._without_compiling(self._function(way if way is not _Way.AS_FOUND else self._default))(
+            module, args, kwargs
+        )
+
+    def knows(self, kind: Hashable) -> bool:
+        """Whether calls of this kind were compiled."""
+        return self._ways.get(kind, _Way.AS_FOUND) is not _Way.AS_FOUND
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember that calls of this kind are served as they are now, whatever becomes of others."""

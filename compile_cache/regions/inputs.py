@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from compile_cache.aot.traced import call_region
-from compile_cache.regions.check import Answer, measured
+from compile_cache.regions.border import Failure, attempt
+from compile_cache.regions.check import Answer, Check, compare, measured
+from compile_cache.regions.ladder import RegionReport
 
 
 def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,6 +130,26 @@ class Kept:
         items = [(self._original(key), self._original(value)) for key, value in source.items()]
         target.clear()
         target.update(items)
+
+
+def keep(report: RegionReport, module: nn.Module, args: Any, kwargs: Any) -> Kept | None:
+    """Copies of the inputs; None where there can be none, which leaves the call unchecked."""
+    kept = attempt(Kept, module, args, kwargs)
+    if isinstance(kept, Failure):
+        report.explain(f"not checked against eager: its inputs cannot be copied: {kept.reason}")
+        return None
+    return kept
+
+
+def check_against_eager(report: RegionReport, answer: Answer, kept: Kept) -> Check | None:
+    """How far an answer is from eager's; None where that cannot be found out, mostly for want of memory."""
+    check = attempt(lambda: compare(answer.output, kept.eager().output))
+    if isinstance(check, Failure):
+        report.explain(f"not checked against eager: {check.reason}")
+        return None
+    report.note_error(check.error, check.tolerance)
+    report.note_peaks(answer.peak_bytes, kept.eager().peak_bytes)
+    return check
 
 
 def _is_computed(leaf: Any) -> bool:

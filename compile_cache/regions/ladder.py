@@ -20,7 +20,8 @@ _LONGEST_REASON = 4000
 @dataclass(slots=True)
 class RegionReport:
     """One module class: its step of the ladder (`precompiled`, `cached`, `cold` or `eager`), which is the worst that
-    any call of the warm-up needed, and why not a better one; `unused` if nothing called it.
+    any call needed, and why not a better one; `unused` if nothing called it. While `waiting` kinds of calls are served
+    eager until their code arrives, the step is `eager`; `settled` is the step without them.
 
     `graphs` are those that torch compiled or found, `loaded` and `made` the precompiled functions. `compile_s` is what
     all that took but for `precompile_s`, in which functions were compiled ahead of time for the next boot.
@@ -32,6 +33,8 @@ class RegionReport:
     name: str
     instances: int
     step: str = "unused"
+    settled: str = "unused"
+    waiting: int = 0
     reason: str = ""
     graphs: int = 0
     loaded: int = 0
@@ -45,8 +48,14 @@ class RegionReport:
 
     def take_step(self, step: str) -> None:
         """Go down to `step`; a region that is there or below stays where it is."""
-        if _LADDER.index(step) > _LADDER.index(self.step):
-            self.step = step
+        if _LADDER.index(step) > _LADDER.index(self.settled):
+            self.settled = step
+        self.wait_for(self.waiting)
+
+    def wait_for(self, kinds: int) -> None:
+        """Note that so many kinds of calls are served eager until their code arrives."""
+        self.waiting = kinds
+        self.step = "eager" if kinds else self.settled
 
     def explain(self, reason: str) -> None:
         """Add a reason, once."""

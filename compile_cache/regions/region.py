@@ -1,9 +1,10 @@
 """One module class and its instances: how each call is served, and what is checked against eager.
 
-Precompiled functions serve the calls that they fit; `torch.compile` serves the others; a call that cannot be compiled
-is served eager, and so is a class that computes something else when it is compiled.
+Precompiled functions serve the calls that they fit. A call that none fits is served eager while the compiling process
+makes one for it, or `torch.compile` serves it in this process, as the settings say. A class that computes something
+else when it is compiled is served eager.
 
-This module imports torch, and is itself imported only when a boot has torch.
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
 
 from __future__ import annotations
@@ -11,140 +12,246 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_cache.aot.traced import call_region
-from compile_cache.errors import ArtifactError
+from compile_cache.errors import CompileCacheError, UnseenCallError
 from compile_cache.regions.border import Failure, attempt, first_line
-from compile_cache.regions.check import Answer, Check, compare, measured
-from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
-from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
-from compile_cache.regions.inputs import Kept, with_plain_strides
+from compile_cache.regions.check import measured
+from compile_cache.regions.counters import count_precompiled, read_counts
+from compile_cache.regions.inputs import check_against_eager, keep, kind_of_call, with_plain_strides
+from compile_cache.regions.kinds import Kind, Kinds, Turn
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.stored import StoredFunctions
-from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
 
 if TYPE_CHECKING:
-    from compile_cache.aot.artifacts import Artifacts, Found, Made
+    from compile_cache.aot.artifacts import Found
+    from compile_cache.background.order import Making
+    from compile_cache.regions.backlog import Backlog
+    from compile_cache.regions.compiled_here import CompiledHere
 
 log = logging.getLogger("compile_cache")
 
 
 class Region:
-    """One module class, compiled, and its instances. `report` says how its calls are served, and why."""
+    """One module class, compiled, and its instances. `report` says how its calls are served, and why; `served` counts
+    them by step.
+
+    `watched` is set during the warm-up. Where a region `holds`, code that arrives serves after `swap`. After
+    `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this process. `cold` and `unseen` say what
+    happens to a call that nothing fits, in the warm-up and after READY: `background`, `block`, and after READY also
+    `eager` or `error`.
+    """
 
     def __init__(
         self,
-        module_class: type[nn.Module],
-        mode: str,
-        dynamic: bool | None,
-        artifacts: Artifacts | None,
-        new_files: Callable[[], set[str]],
+        report: RegionReport,
+        stored: StoredFunctions,
+        compile_here: Callable[[RegionReport, StoredFunctions, set[tuple[nn.Module | None, str]]], CompiledHere],
+        backlog: Callable[[], Backlog | None],
+        cold: str,
+        unseen: str,
     ) -> None:
-        self.report = RegionReport(name=module_class.__name__, instances=0)
+        self.report = report
+        self.stored = stored
         self.watched = False
         self.compares_every_instance = True
-        self.stored = StoredFunctions(artifacts, self.report)
-        self._graphs = Graphs(module_class.__name__, mode, dynamic)
-        self._new_files = new_files
-        self._files: set[str] = set()
-        self._withheld: set[str] = set()
-        self._is_eager = False
+        self.holds = False
+        self.shares_weights = False
+        self.deadline_s = math.inf
+        self.served: Counter[str] = Counter()
+        self.waited_s = 0.0
+        self.cold, self.unseen = cold, unseen
+        self._backlog = backlog
+        self._compile_here = compile_here
+        self._here: CompiledHere | None = None
+        self._kinds = Kinds()
+        self._arrived = self._generation = 0
         # Instances, each with the artifact or the way that was compared with eager on it.
         self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
-        self._compiled_calls = 0
         self._unused = ""
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published."""
-        return self._withheld | self.stored.withheld
+        """The files that must not be published: what failed, and what has not been compared with eager yet."""
+        unproved = {path for kind in self._kinds for path in kind.paths if (None, path) not in self._compared}
+        return self.stored.withheld | unproved | (self._here.withheld if self._here else set())
+
+    @property
+    def here(self) -> CompiledHere:
+        """What `torch.compile` serves in this process. Imports torch's compiler."""
+        if self._here is None:
+            self._here = self._compile_here(self.report, self.stored, self._compared)
+        self._here.watched = self.watched
+        return self._here
 
     def adopt(self, module: nn.Module) -> None:
         """Let calls of `module` come here, as `module.compile()` would let them go to the compiled code."""
         self.report.instances = self.stored.adopt(module)
         module._compiled_call_impl = functools.partial(self._call, module)
 
+    def swap(self) -> bool:
+        """Let what has arrived meanwhile serve from now on, where that waits for this call; whether there is any."""
+        has_arrived = self._arrived != self._generation
+        self._generation = self._arrived
+        return has_arrived
+
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_eager:
+        if self._here is not None and self._here.is_demoted:
+            self.served["eager"] += 1
             return call_region(module, args, kwargs)
         args, kwargs = with_plain_strides(args, kwargs)
         if self.watched:
             return self._watched_call(module, args, kwargs)
         if found := self.stored.fitting(module, args, kwargs):
+            self.served["precompiled"] += 1
             try:
                 return found.function(module, args, kwargs)
             except AssertionError as error:  # generated code asserts the strides that it was compiled for
                 self.stored.reject(found.path, f"AssertionError: {first_line(error)}")
                 raise
-        try:
-            return self._graphs(module, args, kwargs)
-        except Exception as error:
-            return self._fall_back(module, args, kwargs, None, error)
-
-    def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception) -> Any:
-        """Serve a call that was not compiled: the one place where a failure becomes a slower call.
-
-        The model runs once, on inputs that nothing has changed: on the inputs themselves where compiled code had not
-        begun, else on the copies that were `kept`.
-
-        Raises:
-            Exception: `error`, where the inputs may have changed and no copies were kept; or the model's own.
-        """
-        if not has_begun(error):
-            output = call_region(module, args, kwargs)
-        elif kept is None:
-            if was_compiling(error):
-                self._demote_call(module, args, kwargs, error)
-            raise error
-        else:
-            output = kept.give_back(kept.eager().output)
-        self._demote_call(module, args, kwargs, error)
-        return output
-
-    def _demote_call(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
-        """Serve calls of this kind a step lower from now on, and leave the others as they are."""
-        if is_beyond_limit(error):
-            self.report.explain(
-                f"eager for further shapes: {RECOMPILE_LIMIT} are compiled; set COMPILE_CACHE_DYNAMIC=auto"
-            )
-        elif self._graphs.is_broken(error):
-            self._break_up(module, args, kwargs, error)
-        else:
-            log.warning("compile.failed region=%s", self.report.name, exc_info=error)
-            self._graphs.give_up(module, args, kwargs)
-            self.report.explain(f"eager for some calls: {type(error).__name__}: {first_line(error)}")
-            if self.watched:
-                self._withheld |= self._new_files()
-                self.report.take_step("eager")
-
-    def _break_up(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
-        log.info("compile.graph_break region=%s error=%s", self.report.name, first_line(error))
-        self._graphs.break_up(module, args, kwargs)
-        self.report.explain(f"with graph breaks: {first_line(error)}")
+        return self._serve_unseen(module, args, kwargs, self.unseen)
 
     def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call that looks for a precompiled function, and is measured and checked where something is new."""
         self._note_use()
+        if self.cold == "background" or time.monotonic() > self.deadline_s:
+            found = self.stored.fitting(module, args, kwargs)
+            return (
+                self._serve_found(found, module, args, kwargs)
+                if found
+                else self._serve_unseen(module, args, kwargs, self.cold)
+            )
+        looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
+        if isinstance(looked, str):
+            return self._serve_anew(module, args, kwargs, looked)
+        return self._serve_found(looked, module, args, kwargs)
+
+    def _serve_unseen(self, module: nn.Module, args: Any, kwargs: Any, policy: str) -> Any:
+        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says."""
+        if policy == "block":
+            return self._compile_on_request(module, args, kwargs)
+        key = kind_of_call(module, args, kwargs)
+        kind = self._kinds.of(key, args, kwargs)
+        turn = kind.turn(module, self._current)
+        if turn is Turn.LOOK:
+            found = self.stored.find(module, args, kwargs)
+            if not isinstance(found, str):
+                return self._serve_found(found, module, args, kwargs)
+            kind.looked[module] = self._current
+            turn = kind.turn(module, self._current)
+        if self._here is not None and self._here.knows(key):
+            self.served["compiled"] += 1
+            return self._here.serve_found(module, args, kwargs)
+        if policy == "error":
+            raise UnseenCallError(
+                f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Warm this call up, or "
+                "set COMPILE_CACHE_UNSEEN to background or eager."
+            )
+        if turn is Turn.ASK and policy == "background":
+            reason = self._ask(kind, key, module, args, kwargs)
+            if reason and self.watched:  # as without a second process
+                return self._serve_anew(module, args, kwargs, reason)
+        self.served["eager"] += 1
+        return call_region(module, args, kwargs)
+
+    @property
+    def _current(self) -> int:
+        return self._generation if self.holds else self._arrived
+
+    def _ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> str:
+        """Have this call compiled in the second process; why that cannot be, empty if it can."""
+        backlog = self._backlog()
+        if backlog is None or not kind.ask(module):
+            return ""
+        self._let_go()
+        dynamic = self._kinds.varying(kind, _likeness(key))
+        try:
+            backlog.order(
+                f"{self.report.name} {kind.text}",
+                module,
+                args,
+                kwargs,
+                dynamic,
+                self.shares_weights,
+                functools.partial(self._receive, kind, bool(dynamic)),
+            )
+        except CompileCacheError as error:
+            kind.waiting -= 1
+            kind.refused = f"cannot be compiled in a second process: {error}"
+            self.report.explain(kind.refused)
+            return kind.refused
+        self._settle()
+        return ""
+
+    def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
+        """Take the answer of the second process. Called on another thread."""
+        kind.waiting -= 1
+        if making.path:
+            kind.paths.append(making.path)
+            count_precompiled("made")
+            self.report.made += 1
+            self.report.precompile_s += making.seconds
+        elif not is_dynamic:  # else it is asked for once more, for its own sizes
+            kind.refused = making.reason
+            self.report.explain(f"eager for {kind.text}: {making.reason}")
+            self.report.take_step("eager")
+        self._arrived += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        self.report.wait_for(self._kinds.waiting)
+
+    def _let_go(self) -> None:
+        """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""
+        for kind in self._kinds.let_go():
+            for path in kind.paths:
+                self.stored.let_go(path)
+
+    def _compile_on_request(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        before, started = read_counts(), time.perf_counter()
+        self.served["compiled"] += 1
+        try:
+            return self.here.serve(module, args, kwargs)
+        finally:
+            if read_counts().graphs > before.graphs:
+                self.waited_s += time.perf_counter() - started
+                log.warning(
+                    "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Warm this call up, "
+                    "or set COMPILE_CACHE_UNSEEN=background.",
+                    self.report.name,
+                    time.perf_counter() - started,
+                )
+
+    def _serve_anew(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
+        """Serve a call for which there is no artifact, or none that is right."""
+        if not self.watched:
+            self.served["eager"] += 1
+            return call_region(module, args, kwargs)
+        self.served["compiled"] += 1
+        return self.here.serve_watched(module, args, kwargs, why_not_precompiled)
+
+    def _serve_found(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve a call by an artifact that fits it, compared with eager where that was not done before."""
         started = time.perf_counter()
-        found = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
-        if isinstance(found, str):
-            return self._serve_compiled(module, args, kwargs, found)
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
-                return self._serve_compiled(module, args, kwargs, reason)
+                return self._serve_anew(module, args, kwargs, reason)
             self._compared |= {(None, found.path), (module, "precompiled")}
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
         if self.compares_every_instance and (module, "precompiled") not in self._compared:
             return self._serve_another(found, module, args, kwargs)
+        self.served["precompiled"] += 1
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
         return output
@@ -157,27 +264,27 @@ class Region:
 
     def _objection(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> str:
         """Why an artifact is not used after all, in words; empty if it computes, on copies, what eager does."""
-        tried, kept = self._keep(module, args, kwargs), self._keep(module, args, kwargs)
+        tried, kept = keep(self.report, module, args, kwargs), keep(self.report, module, args, kwargs)
         if tried is None or kept is None:
             return ""
         answer = attempt(measured, found.function, module, tried.args, tried.kwargs)
         if isinstance(answer, Failure):
             is_exhausted = isinstance(answer.error, torch.OutOfMemoryError)
             return answer.reason if is_exhausted else self.stored.reject(found.path, answer.reason)
-        check = self._check(answer, kept)
+        check = check_against_eager(self.report, answer, kept)
         return "" if check is None or check.passed else self.stored.reject(found.path, f"it {check.difference}")
 
     def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve the first call of a module by an artifact that has proved right for others, and compare it as well."""
-        kept = self._keep(module, args, kwargs)
+        kept = keep(self.report, module, args, kwargs)
         answer = attempt(measured, found.function, module, args, kwargs)
         if isinstance(answer, Failure):
             if kept is None or isinstance(answer.error, torch.OutOfMemoryError):
                 raise answer.error
             kept.give_back(None)  # as they were: nothing has run on the copies
-            return self._serve_compiled(module, args, kwargs, self.stored.reject(found.path, answer.reason))
+            return self._serve_anew(module, args, kwargs, self.stored.reject(found.path, answer.reason))
         self._compared.add((module, "precompiled"))
-        check = self._check(answer, kept) if kept else None
+        check = check_against_eager(self.report, answer, kept) if kept else None
         if check is None or kept is None or check.passed:
             self.report.take_step("precompiled")
             return answer.output
@@ -185,137 +292,25 @@ class Region:
         self.report.take_step("eager")
         return kept.give_back(kept.eager().output)
 
-    def _serve_compiled(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
-        """Serve a call by `torch.compile`. What is new, a graph or an instance, is compared with eager on the same,
-        unchanged inputs; and the call is compiled ahead of time as well, for the next boot: after it has run, because
-        then it is on record what tuning has chosen, and the artifact has the kernels that won, and no others."""
-        kept = self._keep(module, args, kwargs)
-        before, started = read_counts(), time.perf_counter()
-        try:
-            answer = self._compiled(module, args, kwargs, kept)
-        except Exception as error:
-            return self._fall_back(module, args, kwargs, kept, error)
-        after = read_counts()
-        self._compiled_calls += 1
-        self._graphs.note(module, args, kwargs)
-        is_new = after.graphs > before.graphs or not are_counted()
-        if is_new:
-            self._record(before, after, time.perf_counter() - started)
-            if why_not_precompiled and self.report.step == "cached":
-                self.report.explain(f"not precompiled: {why_not_precompiled}")
-        may_make = why_not_precompiled and not (kept and kept.is_used)
-        made = self.stored.make(module, args, kwargs) if may_make else None
-        if made:
-            self._files |= self._new_files()
-        if is_new or made or (module, "compiled") not in self._compared:
-            return self._checked(answer, module, args, kwargs, kept, made)
-        return answer.output
-
-    def _compiled(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None) -> Answer:
-        try:
-            return measured(self._graphs, module, args, kwargs)
-        except Exception as error:
-            if kept is None or not self._graphs.is_broken(error):
-                raise
-            kept.eager()  # Whose error is it? The model's own, which Dynamo met in tracing, is raised here.
-            self._break_up(module, args, kwargs, error)
-        return measured(self._graphs, module, args, kwargs)
-
-    def _checked(
-        self, answer: Answer, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, made: Made | None
-    ) -> Any:
-        """The compiled answer, if it is eager's; else eager's, and the inputs as eager leaves them."""
-        unchanged = self._keep(module, kept.args, kept.kwargs) if made and kept else None
-        check = self._check(answer, kept) if kept else None
-        self._compared.add((module, "compiled"))
-        if made and (check is None or not check.passed or unchanged is None):
-            self.stored.reject(made.path, "torch.compile of the same code differs from eager, or was not compared")
-        elif made and kept and unchanged:
-            self._check_made(made, module, args, kwargs, unchanged, kept.eager())
-        if check is None or kept is None or check.passed:
-            return answer.output
-        self._demote(check.difference)
-        return kept.give_back(kept.eager().output)
-
-    def _check_made(
-        self, made: Made, module: nn.Module, args: Any, kwargs: Any, unchanged: Kept, reference: Answer
-    ) -> None:
-        """Let an artifact serve, here and in other boots, only after it has computed, from `unchanged` inputs, what
-        eager did, and fits the call that it was made of."""
-
-        def loaded() -> Any:
-            function = made.load()
-            if misfit := function.misfit(module, args, kwargs):
-                raise ArtifactError(f"it does not fit its own call: {misfit}")
-            check = compare(function(module, unchanged.args, unchanged.kwargs), reference.output)
-            if not check.passed:
-                raise ArtifactError(f"it {check.difference}")
-            return function
-
-        started = time.perf_counter()
-        function = attempt(loaded)
-        self.report.precompile_s += time.perf_counter() - started
-        if isinstance(function, Failure):
-            self.stored.reject(made.path, function.reason)
-            return
-        count_precompiled("made")
-        self.report.made += 1
-        self._compared |= {(None, made.path), (module, "precompiled")}
-        self.stored.take(made, function)
-
-    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> Kept | None:
-        """Copies of the inputs; None where there can be none, which leaves the call unchecked."""
-        kept = attempt(Kept, module, args, kwargs)
-        if isinstance(kept, Failure):
-            self.report.explain(f"not checked against eager: its inputs cannot be copied: {kept.reason}")
-            return None
-        return kept
-
-    def _check(self, answer: Answer, kept: Kept) -> Check | None:
-        """How far an answer is from eager's; None where that cannot be found out, mostly for want of memory."""
-        check = attempt(lambda: compare(answer.output, kept.eager().output))
-        if isinstance(check, Failure):
-            self.report.explain(f"not checked against eager: {check.reason}")
-            return None
-        self.report.note_error(check.error, check.tolerance)
-        self.report.note_peaks(answer.peak_bytes, kept.eager().peak_bytes)
-        return check
-
-    def _record(self, before: CompileCounts, after: CompileCounts, seconds: float) -> None:
-        if after.misses > before.misses:
-            self._files |= self._new_files()
-        self.report.graphs += after.graphs - before.graphs
-        self.report.compile_s += seconds
-        if after.misses == before.misses and after.hits > before.hits:
-            self.report.take_step("cached")
-        else:
-            self.report.take_step("cold")
-            self.report.explain(_why_cold(before, after))
-
-    def _demote(self, reason: str) -> None:
-        """Serve every call eager from now on, and withhold what was compiled from the store."""
-        self._is_eager = True
-        self.report.take_step("eager")
-        self.report.reason = reason
-        self._withheld |= self._files
-
     def conclude(self) -> None:
         """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""
         if not self._calls and not self._unused:
             self._unused = _unused(self.stored.any_instance())
             self.report.explain(self._unused)
             log.warning("nothing is compiled of %s: %s", self.report.name, self._unused)
-        if self._compiled_calls and not self.report.graphs and self.report.step == "unused":
-            self._demote(
+        here = self._here
+        if here is not None and here.calls and not self.report.graphs and self.report.step == "unused":
+            here.demote(
                 "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
                 "or this process has compiled the class in an earlier boot"
             )
 
 
-def _why_cold(before: CompileCounts, after: CompileCounts) -> str:
-    if not are_counted():
-        return "this torch has other counters: whether it found or compiled its graphs is not known"
-    return "lookups found nothing" if after.misses > before.misses else "torch looked nothing up: its caches are off"
+def _likeness(key: Hashable) -> Hashable:
+    """A kind of call without the sizes and strides of its tensors."""
+    assert isinstance(key, tuple)
+    spec, leaves, *rest = key
+    return spec, tuple(leaf[:3] if len(leaf) > 2 else leaf for leaf in leaves), *rest
 
 
 def _unused(module: nn.Module) -> str:

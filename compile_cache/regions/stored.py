@@ -14,7 +14,6 @@ from torch import nn
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.counters import uncounted
 from compile_cache.regions.ladder import RegionReport
-from compile_cache.regions.torch_settings import configure_torch
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts, Found, Made
@@ -40,6 +39,20 @@ class StoredFunctions:
     def any_instance(self) -> nn.Module:
         """One of the modules that are served."""
         return next(iter(self._found))
+
+    def open(self, artifacts: Artifacts) -> None:
+        """Find artifacts from now on."""
+        self._artifacts = artifacts
+
+    def let_go(self, path: str) -> None:
+        """Forget an artifact, and remove its file."""
+        self._drop(path)
+        if self._artifacts is not None:
+            self._artifacts.let_go(path)
+
+    def _drop(self, path: str) -> None:
+        for module, known in self._found.items():
+            self._found[module] = tuple(other for other in known if other.path != path)
 
     def switch_off(self, reason: str) -> None:
         """Find and make nothing more, because of `reason`."""
@@ -76,6 +89,8 @@ class StoredFunctions:
         """Compile a call ahead of time, if that is possible."""
         if self._artifacts is None:
             return None
+        from compile_cache.regions.torch_settings import configure_torch
+
         started = time.perf_counter()
         configure_torch()
         with uncounted():
@@ -98,8 +113,7 @@ class StoredFunctions:
         log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
         self._report.explain(f"not precompiled: {reason}")
         self.withheld.add(path)
-        for module, known in self._found.items():
-            self._found[module] = tuple(other for other in known if other.path != path)
+        self._drop(path)
         if self._artifacts is not None:
             self._artifacts.reject(path, reason)
         return reason

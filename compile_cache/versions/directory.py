@@ -15,10 +15,11 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from compile_cache.aot.files import PRECOMPILED
 from compile_cache.errors import CacheDirectoryError
 
 _MOST_DIRECTORIES = 64
@@ -141,24 +142,30 @@ class CacheDirectory:
 
     def scan(self) -> dict[str, FileStamp]:
         """Every artifact by its path inside the directory. Visits every file and reads none."""
-        return dict(self._walk(""))
+        return scan_folder(self.path)
 
-    def _walk(self, folder: str) -> Iterator[tuple[str, FileStamp]]:
-        try:
-            entries = list(os.scandir(self.path / folder))
-        except FileNotFoundError:  # a temporary folder, renamed meanwhile, or a folder that somebody removed
-            return
-        for entry in entries:
-            path = f"{folder}{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name not in _LEFT_OUT_FOLDERS and not entry.name.startswith("tmp."):
-                    yield from self._walk(path + "/")
-            elif entry.is_file(follow_symlinks=False) and is_artifact(entry.name):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # a temporary file, renamed meanwhile
-                    continue
-                yield path, FileStamp(status.st_size, status.st_mtime_ns)
+
+def scan_folder(root: Path) -> dict[str, FileStamp]:
+    """Every artifact below `root` by its path from there. Visits every file and reads none."""
+    return dict(_walk(root, ""))
+
+
+def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
+    try:
+        entries = list(os.scandir(root / folder))
+    except FileNotFoundError:  # a temporary folder, renamed meanwhile, or a folder that somebody removed
+        return
+    for entry in entries:
+        path = f"{folder}{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in _LEFT_OUT_FOLDERS and not entry.name.startswith("tmp."):
+                yield from _walk(root, path + "/")
+        elif entry.is_file(follow_symlinks=False) and is_artifact(entry.name):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # a temporary file, renamed meanwhile
+                continue
+            yield path, FileStamp(status.st_size, status.st_mtime_ns)
 
 
 def _own(root: Path) -> None:
@@ -188,7 +195,7 @@ def _own(root: Path) -> None:
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|refused")
+_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+|refused")  # letters: the compiling process's folders
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
@@ -233,6 +240,11 @@ def is_artifact(name: str) -> bool:
     if not name.isprintable() or "\\" in name:
         return False
     return not name.startswith(".") and not name.endswith(_LEFT_OUT_SUFFIXES) and ".tmp." not in name
+
+
+def has_artifacts(paths: Iterable[str]) -> bool:
+    """Whether some of a cache directory's paths are functions compiled ahead of time."""
+    return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
 def logical_key(path: str) -> str:

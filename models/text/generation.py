@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from models.text.compiling import join_operators
 from models.text.recording import Reading, Recorder
 from models.text.rotary_table import use_rotary_tables
 from models.text.sampling import Sampler, Sampling
@@ -26,15 +28,6 @@ from models.text.supported import check_windows, settle_rope
 from models.text.token_layers import use_token_layers
 
 log = logging.getLogger(__name__)
-
-try:
-    from models.kernels.token_graph import join_operators
-except ImportError as error:  # the module needs private names of torch
-    log.warning("operators of a step are not joined, which costs speed: %s", error)
-
-    def join_operators() -> None:
-        """Do nothing."""
-
 
 # Steps that are queued on the GPU while the host reads a token. They are wasted after the last token.
 _STEPS_AHEAD = 2
@@ -203,8 +196,8 @@ class Generator:
         self._cache.position.add_(1)
 
     def _join_operators(self) -> None:
-        """Join operators in whatever this thread compiles."""
-        if self._token.is_cuda:
+        """Join operators in whatever this thread compiles. Before the compiler is imported, nothing can be."""
+        if self._token.is_cuda and "torch._inductor.config" in sys.modules:
             join_operators()
 
     @torch.inference_mode()
@@ -212,6 +205,10 @@ class Generator:
         reading = self._readings[number % len(self._readings)]
         reading.start(self._token)
         return reading
+
+    def forget_recordings(self) -> None:
+        """Call the steps themselves again, until `record`."""
+        self._graph, self._prompt_graphs = None, {}
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -222,7 +219,7 @@ class Generator:
         """
         if not self._token.is_cuda:
             return
-        self._graph, self._prompt_graphs = None, {}
+        self.forget_recordings()
         # The values of the last request may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()

@@ -1,0 +1,107 @@
+"""What the compiling process does: build a call anew, compile it ahead of time, and run it once.
+
+This module imports torch and its compiler. The server never imports it.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from compile_cache.aot.artifacts import Artifacts, Made
+from compile_cache.aot.describe import on_gpu
+from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.toolchain import remember_toolchain
+from compile_cache.background.call import receive
+from compile_cache.background.order import Making, Order, Place
+from compile_cache.errors import CompileCacheError
+from compile_cache.regions.autotuner import unread_files
+from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.versions.directory import scan_folder
+
+
+def start_making(setup: bytes) -> Callable[[bytes], bytes]:
+    """The function that makes what an `Order` asks for and answers with a `Making`, both pickled."""
+    place: Place = pickle.loads(setup)
+    maker = _Maker(place)
+    return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
+
+
+class _Maker:
+    """Compiles in one folder. It tells which files are new after each order."""
+
+    def __init__(self, place: Place) -> None:
+        configure_torch()
+        self._path = Path(place.path)
+        remember_toolchain(self._path)
+        self._settings = place.settings
+        self._told = set(scan_folder(self._path))
+
+    def make(self, order: Order) -> Making:
+        """Compile one kind of call."""
+        started = time.perf_counter()
+        with order.state.applied():
+            configure_torch()
+            module, args, kwargs = receive(order.call)
+            made = self._make(module, args, kwargs, order.dynamic)
+        del module, args, kwargs
+        self._tidy()
+        seconds = time.perf_counter() - started
+        if isinstance(made, str):
+            return Making(reason=made, seconds=seconds)
+        return Making(made.path, self._new_files(made.path), seconds=seconds)
+
+    def _make(self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]) -> Made | str:
+        settings = replace(self._settings, dynamic=None) if dynamic else self._settings
+        # New for each order: what an earlier one has made is not looked at.
+        artifacts = Artifacts(settings, self._path)
+        _leave_open(dynamic, args, kwargs)
+        made = artifacts.make(module, args, kwargs)
+        if isinstance(made, str):
+            return made
+        if reason := _run(made, module, args, kwargs):
+            return reason
+        # Now it is on record what tuning has chosen: made again, the artifact has the kernels that won, and no others.
+        return artifacts.make(module, args, kwargs) if on_gpu(module, args, kwargs) else made
+
+    def _new_files(self, artifact: str) -> tuple[str, ...]:
+        files = set(scan_folder(self._path))
+        others = {path for path in files if path.startswith(f"{PRECOMPILED}/")} - {artifact}
+        new = files - self._told - unread_files(files) - others
+        self._told |= new
+        return tuple(sorted(new | {artifact}))
+
+    def _tidy(self) -> None:
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _run(made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
+    """Load an artifact and run it once, so that tuning's choice is on record; why that failed, empty if it did not."""
+    try:
+        function = made.load()
+        if misfit := function.misfit(module, args, kwargs):
+            return f"it does not fit its own call: {misfit}"
+        function(module, args, kwargs)
+    except CompileCacheError as error:
+        return str(error)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return ""
+
+
+def _leave_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> None:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for number, dimension in dynamic:
+        torch._dynamo.mark_dynamic(tensors[number], dimension)

@@ -1,0 +1,38 @@
+"""What the server asks of the compiling process, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compile_cache.background.state import ServerState
+    from compile_cache.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the process compiles, and by which settings. It gets this once."""
+
+    settings: Settings
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One kind of call: the call as `hand_over` packs it, the server's state, and the (tensor, dimension) pairs whose
+    size the code must leave open."""
+
+    call: bytes
+    state: ServerState
+    dynamic: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none."""
+
+    path: str = ""
+    files: tuple[str, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0

@@ -1,0 +1,63 @@
+"""The folder that the compiling process writes: beside the cache directory, with a path as long as that one's.
+
+torch looks compiled kernels up by absolute path, and writes that path into what it stores. Because both paths are
+equally long, one can be put in the place of the other in any file, pickles included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from compile_cache.aot.files import PRECOMPILED, SUFFIX, relocated
+from compile_cache.files import replacing
+from compile_cache.versions.directory import CacheDirectory
+
+_LETTERS = str.maketrans("0123456789", "abcdefghij")
+# torch writes these again in place.
+_REWRITTEN = (".best_config",)
+
+
+class Workshop:
+    """The folder of the process that compiles for the owner of `directory`."""
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        self.path = directory.path.with_name(directory.path.name.translate(_LETTERS))
+
+    def prepare(self) -> None:
+        """Empty it, and give it copies of what is in the cache directory, so that nothing is compiled twice.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(mode=0o700)
+        self._copy(self._directory.scan(), self._directory.path, self.path)
+
+    def take(self, paths: Iterable[str]) -> None:
+        """Copy finished files into the cache directory: kernels first, and what needs them last.
+
+        Raises:
+            OSError: one is not there, or the cache directory cannot be written.
+        """
+        self._copy(sorted(paths, key=lambda path: path.startswith(PRECOMPILED)), self.path, self._directory.path)
+
+    def remove(self) -> None:
+        """Remove it with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _copy(self, paths: Iterable[str], source: Path, target: Path) -> None:
+        old, new = os.fsencode(source), os.fsencode(target)
+        for path in paths:
+            if (target / path).exists() and not path.endswith(_REWRITTEN):
+                continue
+            content = (source / path).read_bytes()
+            if old in content:
+                content = relocated(content, old, new) if path.endswith(SUFFIX) else content.replace(old, new)
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target / path) as file:
+                file.write(content)
+            shutil.copymode(source / path, target / path)

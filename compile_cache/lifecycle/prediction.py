@@ -1,0 +1,48 @@
+"""What served one prediction: for its metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.regions.counters import read_counts
+
+if TYPE_CHECKING:
+    from compile_cache.regions.compiler import Compiler
+
+
+class Prediction:
+    """Counts from its making on. Predictions that run at the same time count one another's calls."""
+
+    def __init__(self, report: BootReport, compiler: Compiler | None) -> None:
+        self._report = report
+        self._compiler = compiler
+        self._counted = read_counts()
+        self._served = self._serving()
+        self._waited_s = self._waiting_s()
+
+    def metrics(self) -> dict[str, Any]:
+        """By metric name, for `record_metric`: the boot's own, the steps that served each region's calls, the graphs
+        that were compiled meanwhile, the seconds that a request waited for that, and the kinds of calls that are still
+        being compiled."""
+        served = {name: _words(after - self._served[name]) for name, after in self._serving().items()}
+        return {
+            **self._report.metrics(),
+            "compile_cache.served": {name: steps for name, steps in served.items() if steps},
+            "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
+            "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
+            "compile_cache.compiling": self._compiler.waiting if self._compiler else 0,
+        }
+
+    def _serving(self) -> dict[str, Counter[str]]:
+        regions = self._compiler.regions.values() if self._compiler else ()
+        return {region.report.name: Counter(region.served) for region in regions}
+
+    def _waiting_s(self) -> float:
+        return sum(region.waited_s for region in self._compiler.regions.values()) if self._compiler else 0.0
+
+
+def _words(calls: Counter[str]) -> str:
+    """The steps of some calls, the most frequent first: `precompiled, eager`."""
+    return ", ".join(step for step, _ in calls.most_common())

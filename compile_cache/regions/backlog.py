@@ -1,0 +1,108 @@
+"""Calls on their way through the compiling process: handed over here, and back as artifacts in the cache directory.
+
+Nothing here imports torch's compiler before the first artifact arrives.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_cache.aot.switches import on_gpu
+from compile_cache.background.call import hand_over
+from compile_cache.background.jobs import Done, Jobs
+from compile_cache.background.order import Making, Order, Place
+from compile_cache.background.process import CompilingProcess
+from compile_cache.background.state import ServerState
+from compile_cache.background.workshop import Workshop
+from compile_cache.errors import CompileCacheError
+from compile_cache.settings import Settings
+from compile_cache.versions.directory import CacheDirectory
+
+log = logging.getLogger("compile_cache")
+
+_HANDLER = "compile_cache.background.making:start_making"
+# A transformer in one piece, tuned, takes two minutes on a fast machine.
+_JOB_TIMEOUT_S = 900.0
+_IDLE_S = 30.0
+
+
+class Backlog:
+    """One compiling process, and the calls that wait for it. `open` is called, once, before the first artifact is
+    loaded, on this class's own thread."""
+
+    def __init__(self, settings: Settings, directory: CacheDirectory, load: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._load = load
+        self._workshop = Workshop(directory)
+        self._log = directory.path.with_name(f"{directory.path.name}.compiling.log")
+        self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
+        self._jobs.hold()
+
+    def release(self) -> None:
+        """Start to compile: the server is READY."""
+        self._jobs.release()
+
+    @property
+    def waiting(self) -> int:
+        """Orders without an answer."""
+        return self._jobs.waiting
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until every order has its answer; False after `timeout_s`."""
+        return self._jobs.wait(timeout_s)
+
+    def order(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic: tuple[tuple[int, int], ...],
+        shares_weights: bool,
+        done: Callable[[Making], None],
+    ) -> None:
+        """Have a call compiled. `done` is called on another thread, once its artifact has been loaded or with the
+        reason why there is none.
+
+        Raises:
+            NotHandedOver: another process cannot build this call.
+            StateNotTaken: or cannot be in the state that it depends on.
+        """
+        order = Order(
+            hand_over(module, args, kwargs, _is_shared if shares_weights else None),
+            ServerState.take(on_gpu(module, args, kwargs)),
+            dynamic,
+        )
+        # torch's settings are context variables (2.13): an artifact is loaded under those of this call.
+        context = contextvars.copy_context()
+        self._jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))
+
+    def _start(self) -> CompilingProcess:
+        self._workshop.prepare()
+        path = str(self._workshop.path)
+        environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
+        place = Place(self._settings, path)
+        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
+
+    def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
+        making = Making(reason=answer.reason) if answer.answer is None else pickle.loads(answer.answer)
+        if not making.reason:
+            try:
+                self._workshop.take(making.files)
+                self._load(making.path)
+            except (CompileCacheError, OSError) as error:
+                making = Making(reason=f"its artifact cannot be used: {error}")
+        log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
+        done(making)
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_cuda

@@ -1,0 +1,133 @@
+"""The kinds of calls that a region has met and no code was at hand for: what became of each.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# As many as Dynamo may make graphs of a function.
+MOST_KINDS = 64
+# Artifacts for one kind of call of one instance. More of them means that a number changes from call to call.
+_MOST_VARIANTS = 8
+# Calls of one region that differ in one size before one graph for all sizes is asked for.
+_SIZES_BEFORE_DYNAMIC = 3
+
+
+class Turn(enum.Enum):
+    """What to do with a call that no code fits."""
+
+    LOOK = enum.auto()
+    ASK = enum.auto()
+    WAIT = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """One kind of call. `looked` names, for each instance, the last generation of artifacts in which none fitted."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    text: str
+    looked: dict[nn.Module, int] = field(default_factory=dict)
+    asked: dict[nn.Module, int] = field(default_factory=dict)
+    waiting: int = 0
+    refused: str = ""
+    paths: list[str] = field(default_factory=list)
+
+    def turn(self, module: nn.Module, generation: int) -> Turn:
+        """What to do with a call of `module` while there are `generation` generations of artifacts."""
+        if self.looked.get(module) != generation:
+            return Turn.LOOK
+        if self.waiting or self.refused:
+            return Turn.WAIT
+        return Turn.ASK
+
+    def ask(self, module: nn.Module) -> bool:
+        """Note that an artifact is asked for; False if there were too many already."""
+        count = self.asked.get(module, 0)
+        if count >= _MOST_VARIANTS:
+            self.refused = "a number or a flag changes from call to call, so that no compiled code fits for long"
+            return False
+        self.asked[module] = count + 1
+        self.waiting += 1
+        return True
+
+
+class Kinds:
+    """All of one region, the one called last at the end. The one that was called longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._lock = threading.Lock()
+        # By everything but the sizes: the dimensions that one dynamic graph was asked for.
+        self._dynamic: dict[Hashable, frozenset[tuple[int, int]]] = {}
+
+    def __iter__(self) -> Iterator[Kind]:
+        with self._lock:
+            return iter(list(self._kinds.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Kinds that are served eager until their code arrives."""
+        return sum(bool(kind.waiting) for kind in self)
+
+    def of(self, key: Hashable, args: tuple[object, ...], kwargs: dict[str, object]) -> Kind:
+        """The kind with this key; a new one if there is none."""
+        with self._lock:
+            kind = self._kinds.get(key)
+            if kind is None:
+                kind = self._kinds[key] = Kind(*_sizes_and_text(args, kwargs))
+            else:
+                self._kinds.move_to_end(key)
+            return kind
+
+    def let_go(self) -> list[Kind]:
+        """The kinds called longest ago, as many as are too many. They are forgotten, and may come back."""
+        with self._lock:
+            idle = [key for key, kind in self._kinds.items() if not kind.waiting]
+            return [self._kinds.pop(key) for key in idle[: max(0, len(self._kinds) - MOST_KINDS)]]
+
+    def varying(self, kind: Kind, likeness: Hashable) -> tuple[tuple[int, int], ...]:
+        """The (tensor, dimension) pairs to make dynamic for `kind`, once; empty while the kinds alike it are few, or
+        differ in more than one dimension of a tensor. `likeness` names all but the sizes."""
+        with self._lock:
+            alike = [other for other in self._kinds.values() if _is_alike(other.sizes, kind.sizes)]
+            if len(alike) < _SIZES_BEFORE_DYNAMIC:
+                return ()
+            pairs = {
+                (number, dimension)
+                for other in alike
+                for number, (one, two) in enumerate(zip(other.sizes, kind.sizes, strict=True))
+                for dimension, (size, own) in enumerate(zip(one, two, strict=True))
+                if size != own
+            }
+            varying = frozenset(pairs)
+            tensors = [number for number, _ in varying]
+            if len(set(tensors)) != len(tensors) or self._dynamic.get(likeness) == varying:
+                return ()
+            self._dynamic[likeness] = varying
+            return tuple(sorted(varying))
+
+
+def _is_alike(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether all tensors have as many dimensions, and differ in one of them at most."""
+    return len(one) == len(two) and all(
+        len(first) == len(second) and sum(map(int.__ne__, first, second)) <= 1
+        for first, second in zip(one, two, strict=True)
+    )
+
+
+def _sizes_and_text(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[tuple[int, ...], ...], str]:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+    text = ", ".join("x".join(map(str, size)) or "scalar" for size in sizes[:6])
+    return sizes, text + (", …" if len(sizes) > 6 else "")
