@@ -10,6 +10,8 @@ CompileCacheError
 │       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
+├── StateNotTaken            the server is in a state that another process cannot have
+├── StateNotMade             the compiling process cannot be brought into the server's state
 └── StoreError               a request to the object store failed
     ├── StoreUnavailable     it did not answer, or not in time
     ├── StoreAccessDenied    it answered that these credentials may not
@@ -58,6 +60,14 @@ class NotPrecompilable(CompileCacheError):
 
 class ArtifactError(CompileCacheError):
     """A precompiled region is damaged, or does not belong here. It has not been unpickled, or is not used."""
+
+
+class StateNotTaken(CompileCacheError):
+    """The server is in a state that another process cannot have. The message names the option or the function."""
+
+
+class StateNotMade(CompileCacheError):
+    """The compiling process cannot be brought into the server's state. The message names what differs."""
 
 
 class StoreError(CompileCacheError):
