@@ -11,6 +11,8 @@ CompileCacheError
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
+├── StateNotTaken            the server is in a state that another process cannot have
+├── StateNotMade             the compiling process cannot be brought into the server's state
 └── StoreError               a request to the object store failed
     ├── StoreUnavailable     it did not answer, or not in time
     ├── StoreAccessDenied    it answered that these credentials may not
@@ -63,6 +65,14 @@ class UnseenCallError(CompileCacheError):
 
 class ArtifactError(CompileCacheError):
     """A precompiled region is damaged, or does not belong here. It has not been unpickled, or is not used."""
+
+
+class StateNotTaken(CompileCacheError):
+    """The server is in a state that another process cannot have. The message names the option or the function."""
+
+
+class StateNotMade(CompileCacheError):
+    """The compiling process cannot be brought into the server's state. The message names what differs."""
 
 
 class StoreError(CompileCacheError):

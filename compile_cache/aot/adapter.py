@@ -1,8 +1,8 @@
-"""The one adapter to the private names of torch that functions compiled ahead of time need.
+"""The adapter to the private names of torch that functions compiled ahead of time need.
 
 Importing this module fails with an ImportError or an AttributeError where torch has not been tested or lacks a name.
 The error says which. Then no function is compiled or loaded ahead of time, and every call is served by the next step
-of the ladder.
+of the ladder. `switches.py` has the names that read and set torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import re
 import threading
@@ -57,47 +56,12 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 # torch/_inductor/utils.py: what generated GPU code assumes of the inputs that it was compiled for.
 ALIGNMENT_BYTES = 16
 
-_precision = torch._C._get_fp32_precision_getter
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
 _torch_key: Any = torch._inductor.codecache.torch_key
 guards: Any = _guards
 _verbose_code_parts: Any = guards.get_verbose_code_parts
-
-
-def _matmul_precision() -> tuple[str, str]:
-    """As the program has set it, in whichever of torch's two ways."""
-    return _precision("cuda", "matmul"), _precision("mkldnn", "matmul")
-
-
-def _attention_priority() -> tuple[int, ...]:
-    return tuple(torch._C._get_sdp_priority_order())
-
-
-# What torch is told from outside a call and compiled code has taken for granted. Each is read in well under a
-# microsecond: they are compared in every call. The dtype of autocast is guarded by torch itself. The number of threads
-# comes last, because it is left out where all tensors are on a GPU.
-SWITCHES: Mapping[str, Callable[[], Any]] = {
-    "gradients": torch.is_grad_enabled,
-    "inference mode": torch.is_inference_mode_enabled,
-    "flash attention": torch._C._get_flash_sdp_enabled,
-    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
-    "math attention": torch._C._get_math_sdp_enabled,
-    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
-    "attention priority": _attention_priority,
-    "float32 matmul precision": _matmul_precision,
-    "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    "deterministic algorithms": torch._C._get_deterministic_algorithms,
-    "warnings of nondeterminism": torch._C._get_deterministic_algorithms_warn_only,
-    "autocast on CPU": functools.partial(torch.is_autocast_enabled, "cpu"),
-    "autocast on CUDA": functools.partial(torch.is_autocast_enabled, "cuda"),
-    "default dtype": torch.get_default_dtype,
-    "function modes": torch._C._len_torch_function_stack,
-    "dispatch modes": torch._C._len_torch_dispatch_stack,
-    "threads": torch.get_num_threads,
-}
 
 
 def inductor_options(names: tuple[str, ...]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from compile_cache.aot.describe import (
     switches,
 )
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, digest, read_artifact, write_artifact
+from compile_cache.aot.options import TRACED_PACKAGES
 from compile_cache.aot.precompiled import Precompiled, obstacle
 from compile_cache.aot.record import Record
 from compile_cache.errors import ArtifactError, NotPrecompilable
@@ -49,8 +50,6 @@ log = logging.getLogger("compile_cache")
 # As many as Dynamo may make graphs of a function.
 MOST_OF_A_GROUP = 64
 _MOST_PREFETCHED = 256
-# Whose versions decide how a model is traced, besides torch's own.
-_TRACED_PACKAGES = ("diffusers", "transformers", "triton")
 # Passes of the program's own over a graph, which torch keeps out of the options that it lists.
 _PASSES = (
     "pre_grad_custom_pass",
@@ -328,7 +327,7 @@ def _loaded(stored: _Stored) -> _Stored:
 
 def _versions() -> Mapping[str, str]:
     """Of everything that decides how a model is traced and compiled."""
-    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in _TRACED_PACKAGES}
+    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in TRACED_PACKAGES}
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return {**packages, "torch": str(torch.__version__), "python": python}
 

@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import ALIGNMENT_BYTES, OPERATORS, SWITCHES, pytree
+from compile_cache.aot.adapter import ALIGNMENT_BYTES, OPERATORS, pytree
 from compile_cache.aot.files import digest
+from compile_cache.aot.switches import changed_switches as changed_switches
+from compile_cache.aot.switches import describe_switches as describe_switches
+from compile_cache.aot.switches import switches as switches
 
 # What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
 Description = Any
@@ -193,10 +196,6 @@ def _strides(tensor: torch.Tensor) -> Iterator[int]:
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
-_READERS = tuple(SWITCHES.values())
-_READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
-
-
 def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has tensors, and none of them on the CPU: then the host's processor does not matter."""
     tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
@@ -205,22 +204,6 @@ def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
-def switches(on_gpu: bool) -> tuple[Any, ...]:
-    """The values of `SWITCHES`, without the number of threads for a call whose tensors are all on a GPU."""
-    return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
-
-
-def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
-    """`switches` by name."""
-    return {name: str(value) for name, value in zip(SWITCHES, values, strict=False)}
-
-
 def is_inference(described: Any) -> bool:
     """Whether inference mode was on, in what `describe_switches` gave and was read from a file."""
     return isinstance(described, Mapping) and described.get("inference mode") == "True"
-
-
-def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """`gradients False → True`, of those that differ."""
-    pairs = zip(SWITCHES, before, now, strict=False)
-    return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)

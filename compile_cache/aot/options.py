@@ -1,0 +1,42 @@
+"""The options of torch's compiler that the program has set, read without importing the compiler.
+
+Importing this module imports neither torch nor its compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+# Packages whose versions decide how a model is traced, besides torch's own.
+TRACED_PACKAGES = ("diffusers", "transformers", "triton")
+# Some options of the first two are names for options of the last.
+_CONFIGS = (
+    "torch._inductor.config",
+    "torch._dynamo.config",
+    "torch._functorch.config",
+    "torch.fx.experimental._config",
+    "torch.compiler.config",
+)
+# How a process compiles, which changes nothing in what it compiles.
+_OF_A_PROCESS = ("compile_threads", "worker_start_method")
+
+
+def changed_options() -> Iterator[tuple[str, str, Any]]:
+    """Module, name and value of each option that differs from torch's default in this thread: set by the program, or by
+    an environment variable. Modules that are not imported have their defaults. Takes about half a millisecond once the
+    compiler is imported.
+
+    Raises:
+        AttributeError: torch keeps its options in another way.
+    """
+    for module in _CONFIGS:
+        config: Any = sys.modules.get(module)
+        if config is not None:
+            for name, entry in config._config.items():
+                if not config._is_default(name) and name not in _OF_A_PROCESS:
+                    value = getattr(config, name)
+                    # An option that was set and set back is as if it had never been, unless the environment sets it.
+                    if value != entry.default or isinstance(entry.env_value_default, bool | str):
+                        yield module, name, value

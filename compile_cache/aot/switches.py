@@ -1,0 +1,136 @@
+"""torch's switches: what compiled code takes for granted and a call does not show.
+
+Importing this module fails with an AttributeError where torch lacks a name that reads a switch. A name that sets one is
+looked up when it is needed. It imports torch alone: a server that has no compiler yet reads its switches, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_precision = torch._C._get_fp32_precision_getter
+
+# What torch's precisions of float32 operations are kept under. A "none" follows the entries for all operations.
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")),
+)
+
+
+def _matmul_precision() -> tuple[str, str]:
+    """As the program has set it, in whichever of torch's two ways."""
+    return _precision("cuda", "matmul"), _precision("mkldnn", "matmul")
+
+
+def _attention_priority() -> tuple[int, ...]:
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+# What torch is told from outside a call and compiled code has taken for granted. Each is read in well under a
+# microsecond: they are compared in every call. The dtype of autocast is guarded by torch itself. The number of threads
+# comes last, because it is left out where all tensors are on a GPU.
+SWITCHES: Mapping[str, Callable[[], Any]] = {
+    "gradients": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+    "math attention": torch._C._get_math_sdp_enabled,
+    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
+    "attention priority": _attention_priority,
+    "float32 matmul precision": _matmul_precision,
+    "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    "deterministic algorithms": torch._C._get_deterministic_algorithms,
+    "warnings of nondeterminism": torch._C._get_deterministic_algorithms_warn_only,
+    "autocast on CPU": functools.partial(torch.is_autocast_enabled, "cpu"),
+    "autocast on CUDA": functools.partial(torch.is_autocast_enabled, "cuda"),
+    "default dtype": torch.get_default_dtype,
+    "function modes": torch._C._len_torch_function_stack,
+    "dispatch modes": torch._C._len_torch_dispatch_stack,
+    "threads": torch.get_num_threads,
+}
+
+# How a process is given the value that another one has. Gradients and inference mode are contexts of a thread, and the
+# precisions of float32 products are set by `set_precisions`. Determinism is set without Inductor's option, which
+# `torch.use_deterministic_algorithms` sets for the calling thread alone.
+SETTERS: Mapping[str, Callable[[Any], object]] = {
+    "flash attention": lambda value: torch._C._set_sdp_use_flash(value),
+    "memory-efficient attention": lambda value: torch._C._set_sdp_use_mem_efficient(value),
+    "math attention": lambda value: torch._C._set_sdp_use_math(value),
+    "cuDNN attention": lambda value: torch._C._set_sdp_use_cudnn(value),
+    "attention priority": lambda value: torch._C._set_sdp_priority_order(list(value)),
+    "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
+    "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+    "deterministic algorithms": lambda value: torch._C._set_deterministic_algorithms(
+        value, warn_only=torch._C._get_deterministic_algorithms_warn_only()
+    ),
+    "warnings of nondeterminism": lambda value: torch._C._set_deterministic_algorithms(
+        torch._C._get_deterministic_algorithms(), warn_only=value
+    ),
+    "default dtype": lambda value: torch.set_default_dtype(value),
+    "threads": lambda value: torch.set_num_threads(value),
+}
+# What only a context of the calling code can turn on: it cannot be handed to another process.
+CONTEXTS = ("autocast on CPU", "autocast on CUDA", "function modes", "dispatch modes")
+
+_READERS = tuple(SWITCHES.values())
+_READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
+
+
+def switches(on_gpu: bool) -> tuple[Any, ...]:
+    """The values of `SWITCHES`, without the number of threads for a call whose tensors are all on a GPU."""
+    return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
+
+
+def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
+    """`switches` by name."""
+    return {name: str(value) for name, value in zip(SWITCHES, values, strict=False)}
+
+
+def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """`gradients False → True`, of those that differ."""
+    pairs = zip(SWITCHES, before, now, strict=False)
+    return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
+
+
+def precisions() -> tuple[str, ...]:
+    """The precisions of all float32 operations, for `set_precisions`. The first is `set_float32_matmul_precision`'s; it
+    is empty where the program has also set precisions in torch's other way, and torch refuses to say."""
+    try:
+        of_products = str(torch._C._get_float32_matmul_precision())
+    except RuntimeError:
+        of_products = ""
+    return of_products, *(str(_precision(*place)) for place in _PRECISIONS)
+
+
+def set_precisions(values: tuple[str, ...]) -> None:
+    """Set what differs from `values`, which another process or an earlier moment had.
+
+    Raises:
+        RuntimeError, AttributeError: torch does not take a value, or lacks a name.
+    """
+    of_products, *others = values
+    if of_products and of_products != precisions()[0]:
+        torch._C._set_float32_matmul_precision(of_products)  # which sets two of the others
+    for place, value in zip(_PRECISIONS, others, strict=True):
+        if _precision(*place) != value:
+            torch._C._set_fp32_precision_setter(*place, value)
+
+
+@functools.cache
+def settle_attention_priority() -> None:
+    """Run the attention at which torch puts cuDNN first on some GPUs: it does so once in a process, whatever has been
+    set before.
+
+    Raises:
+        RuntimeError: there is no GPU, or no room on it.
+    """
+    vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+    with torch.inference_mode():
+        torch.nn.functional.scaled_dot_product_attention(vectors, vectors, vectors)

@@ -1,0 +1,367 @@
+"""The server's state: taken in the server, and made in a second process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import passes
+import pytest
+import torch
+from blocks import Block
+from precompiling import activated, build, find, tensor
+from state_process import StateProcess, facts
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compile_cache.aot.artifacts import Found
+from compile_cache.aot.switches import CONTEXTS, SWITCHES, precisions, set_precisions
+from compile_cache.background import prepare
+from compile_cache.background.portable import pack
+from compile_cache.background.prepare import Preparation, prepare_with, registered
+from compile_cache.background.state import Option, ServerState
+from compile_cache.errors import StateNotTaken
+from compile_cache.regions.torch_settings import configure_torch
+
+FOLDERS = (Path(__file__).parent.parent, Path(__file__).parent)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings():
+    """What both processes set before they compile; and a path by which the second one finds the tests' modules."""
+    configure_torch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def process(settings):
+    with StateProcess() as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch):
+    monkeypatch.setattr(prepare, "_registered", {})
+
+
+@contextlib.contextmanager
+def told(tell, value, before):
+    tell(value)
+    try:
+        yield
+    finally:
+        tell(before)
+
+
+@contextlib.contextmanager
+def products(tell):
+    before = precisions()
+    tell()
+    try:
+        yield
+    finally:
+        set_precisions(("highest", *before[1:]))
+
+
+def reductions(kind):
+    setter = getattr(torch._C, f"_set_cublas_allow_{kind}_reduced_precision_reduction")
+    return told(lambda value: setter(*value), (False, False), (True, True))
+
+
+def order(value):
+    return told(torch._C._set_sdp_priority_order, value, torch._C._get_sdp_priority_order())
+
+
+def determinism(value, warn_only):
+    return told(
+        lambda each: torch.use_deterministic_algorithms(each[0], warn_only=each[1]), (value, warn_only), (False, False)
+    )
+
+
+def threads():
+    now = torch.get_num_threads()
+    return told(torch.set_num_threads, now + 1, now)
+
+
+# By switch: how a server comes to have another value than a new process.
+CHANGES = {
+    "gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "flash attention": lambda: told(torch.backends.cuda.enable_flash_sdp, False, True),
+    "memory-efficient attention": lambda: told(torch.backends.cuda.enable_mem_efficient_sdp, False, True),
+    "math attention": lambda: told(torch.backends.cuda.enable_math_sdp, False, True),
+    "cuDNN attention": lambda: told(torch.backends.cuda.enable_cudnn_sdp, False, True),
+    "attention priority": lambda: order([3, 1, 2, 0, 4]),
+    "float32 matmul precision": lambda: products(lambda: torch.set_float32_matmul_precision("medium")),
+    "float16 reductions": lambda: reductions("fp16"),
+    "bfloat16 reductions": lambda: reductions("bf16"),
+    "deterministic algorithms": lambda: determinism(True, False),
+    "warnings of nondeterminism": lambda: determinism(True, True),
+    "default dtype": lambda: told(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "threads": threads,
+}
+
+
+@pytest.mark.parametrize("switch", CHANGES)
+def test_switch_of_the_server_is_made_and_set_back(process, switch):
+    with CHANGES[switch]():
+        state, server = ServerState.take(on_gpu=False), facts()
+        answer = process.ask("make_state", state)
+    assert answer["within"] == server
+    assert answer["before"]["switches"][switch] != server["switches"][switch]
+    assert answer["after"] == answer["before"]
+
+
+def test_every_switch_is_made_or_refused():
+    assert {*CHANGES, *CONTEXTS} == set(SWITCHES)
+
+
+def test_threads_of_a_call_on_a_gpu_are_left_alone(process):
+    with threads():
+        answer = process.ask("make_state", ServerState.take(on_gpu=True))
+    assert answer["within"] == answer["before"]
+
+
+# Each in one of torch's two ways of setting them, or in both.
+PRECISIONS = {
+    "products on CUDA, the older way": lambda: torch._C._set_cublas_allow_tf32(True),
+    "products on CUDA": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "products on the CPU": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "everything": lambda: torch._C._set_fp32_precision_setter("generic", "all", "tf32"),
+    "everything on CUDA": lambda: torch._C._set_fp32_precision_setter("cuda", "all", "ieee"),
+    "convolutions": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "set, and set back": lambda: [torch.set_float32_matmul_precision(each) for each in ("high", "highest")],
+    "both ways": lambda: [
+        torch.set_float32_matmul_precision("high"),
+        setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", PRECISIONS)
+def test_precision_of_float32_operations_is_made_however_it_was_set(process, way):
+    with products(PRECISIONS[way]):
+        state, server = ServerState.take(on_gpu=False), facts()
+    answer = process.ask("make_state", state)
+    assert answer["within"] == server
+    assert answer["before"]["precisions"] != server["precisions"]
+    assert answer["after"] == answer["before"]
+
+
+REFUSED = {
+    "autocast on CPU": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast on CUDA": lambda: told(lambda value: torch.set_autocast_enabled("cuda", value), True, False),
+    "function modes": lambda: torch.device("cpu"),
+    "dispatch modes": FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize("context", REFUSED)
+def test_context_that_no_other_process_can_enter_is_named(context):
+    with REFUSED[context](), pytest.raises(StateNotTaken, match=context):
+        ServerState.take(on_gpu=False)
+
+
+def test_switch_that_cannot_be_made_is_named_with_both_values(process):
+    state = ServerState.take(on_gpu=False)
+    values = dict(zip(SWITCHES, state.switches, strict=True)) | {"function modes": 2, "math attention": False}
+    answer = process.ask("make_state", replace(state, switches=tuple(values.values())))
+    assert answer["refused"] == "in the compiling process, function modes is 0, and was 2 in the server"
+    assert answer["after"] == answer["before"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"precisions": ("lowest", *["none"] * 9)}, "the precisions of float32 operations are ('highest'"),
+        ({"packages": ("no_such_package",)}, "no_such_package"),
+        ({"options": (Option("torch._inductor.config", "no_such_option", pack(1, "it")),)}, "config.no_such_option"),
+        ({"options": (Option("torch._inductor.config", "max_autotune", b"damaged"),)}, "config.max_autotune"),
+        ({"preparations": (Preparation("passes:fail", pack((), "it")),)}, "passes:fail failed: LookupError"),
+        ({"preparations": (Preparation("passes:no_such", pack((), "it")),)}, "passes:no_such"),
+    ],
+)
+def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
+    answer = process.ask("make_state", replace(ServerState.take(on_gpu=False), **change))
+    assert name in answer["refused"]
+    assert answer["after"] == answer["before"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_that_is_not_there_is_named(process):
+    answer = process.ask("make_state", replace(ServerState.take(on_gpu=True), device=0))
+    assert "the CUDA device" in answer["refused"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_order_of_attentions_holds_although_torch_sets_its_own_first(process):
+    torch.zeros(1, device="cuda")
+    index = torch.cuda.device_count() - 1
+    with torch.cuda.device(index), order([2, 1, 0, 3, 4]):
+        state, server = ServerState.take(on_gpu=True), facts(on_gpu=True)
+        answer = process.ask("make_state", state)
+    assert answer["within"] == server
+    assert answer["device"] == index
+
+
+OPTIONS = {
+    "torch._inductor.config": [
+        {"epilogue_fusion": False},
+        {"max_autotune": True, "coordinate_descent_tuning": True},
+        {"triton.unique_kernel_names": False, "cpp.simdlen": 128},
+        {"post_grad_custom_pre_pass": passes.Versioned("second")},
+        {"joint_custom_pre_pass": passes.leave, "pre_grad_custom_pass": passes.leave},
+    ],
+    "torch._dynamo.config": [{"assume_static_by_default": False, "recompile_limit": 65}],
+    "torch._functorch.config": [{"activation_memory_budget": 0.5}],
+    "torch.compiler.config": [{"cache_key_tag": "of the program"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [(module, options) for module, cases in OPTIONS.items() for options in cases],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_option_of_the_server_is_made_and_set_back(process, module, options):
+    with sys.modules[module].patch(options):
+        state, server = ServerState.take(on_gpu=False), facts()
+    answer = process.ask("make_state", state)
+    assert answer["within"] == server
+    assert answer["before"] != server
+    assert answer["after"] == answer["before"]
+
+
+def test_number_of_compile_workers_is_each_process_s_own():
+    before = ServerState.take(on_gpu=False)
+    with torch._inductor.config.patch(compile_threads=3):
+        assert ServerState.take(on_gpu=False) == before
+
+
+def local_pass():
+    class Local(passes.Versioned):
+        pass
+
+    return Local("first")
+
+
+def of_the_script():
+    function = types.FunctionType(passes.leave.__code__, {}, "leave")
+    function.__module__ = "__main__"
+    return function
+
+
+def of_a_module_without_a_file(monkeypatch):
+    module = types.ModuleType("made_in_memory")
+    exec("def leave(graph): pass", vars(module))
+    monkeypatch.setitem(sys.modules, "made_in_memory", module)
+    return module.leave
+
+
+@pytest.mark.parametrize("kind", ["lambda", "local class", "script", "module without a file"])
+def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option(kind, monkeypatch):
+    values = {
+        "lambda": lambda: lambda graph: None,
+        "local class": local_pass,
+        "script": of_the_script,
+        "module without a file": lambda: of_a_module_without_a_file(monkeypatch),
+    }
+    with (
+        torch._inductor.config.patch(post_grad_custom_post_pass=values[kind]()),
+        pytest.raises(StateNotTaken, match=r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"),
+    ):
+        ServerState.take(on_gpu=False)
+
+
+def test_preparations_are_called_once_in_order_and_what_they_set_stays(settings):
+    for _ in range(2):
+        prepare_with(passes.register, "first")
+        prepare_with(passes.register, {"second": torch.float16})
+    prepare_with(passes.set_pass, "of the family")
+    assert len(registered()) == 3
+    with StateProcess() as process:
+        first = process.ask("make_state", ServerState.take(on_gpu=False))
+        second = process.ask("make_state", ServerState.take(on_gpu=False))
+    assert second["registered"] == ["first", {"second": torch.float16}]
+    with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
+        assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
+    assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
+
+
+@pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, of_the_script(), len.__call__])
+def test_preparation_that_no_other_process_can_import_is_refused(function):
+    with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
+        prepare_with(function)
+    assert registered() == ()
+
+
+def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
+    with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
+        prepare_with(passes.register, lambda: None)
+
+
+def test_packages_of_the_server_are_imported_and_no_others_may_be(settings):
+    state = ServerState.take(on_gpu=False)
+    with StateProcess() as process:
+        before = process.ask("make_state", replace(state, packages=()))
+        with_diffusers = process.ask("make_state", replace(state, packages=("diffusers",)))
+        without = process.ask("make_state", replace(state, packages=()))
+    assert not before["within"]["versions"]["diffusers"]
+    assert with_diffusers["after"]["versions"]["diffusers"]
+    assert "diffusers is imported, and was not in the server" in without["refused"]
+
+
+SERVER = """
+import pickle, sys, torch
+from compile_cache.background.prepare import prepare_with
+from compile_cache.background.state import ServerState
+torch.backends.cuda.enable_flash_sdp(False)
+torch.set_float32_matmul_precision("high")
+with torch.inference_mode():
+    state = ServerState.take(on_gpu=False)
+    compilers = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]
+    from compile_cache.regions.torch_settings import configure_torch
+    from state_process import facts
+    configure_torch()
+    pickle.dump((state, compilers, facts()), sys.stdout.buffer)
+"""
+
+
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for(settings):
+    done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, check=True)
+    state, compilers, server = pickle.loads(done.stdout)
+    assert compilers == []
+    with StateProcess() as process:
+        assert process.ask("make_state", state)["within"] == server
+
+
+def test_state_is_taken_without_importing_anything():
+    before = set(sys.modules)
+    ServerState.take(on_gpu=False)
+    assert set(sys.modules) == before
+
+
+def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(tmp_path):
+    with activated(tmp_path) as directory, StateProcess() as process:
+        with (
+            torch.inference_mode(),
+            determinism(True, True),
+            order([3, 1, 2, 0, 4]),
+            torch._inductor.config.patch(
+                post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False
+            ),
+        ):
+            state = ServerState.take(on_gpu=False)
+            path = process.ask("make_artifact", state, directory.path)
+            found = find(directory, build(Block), tensor())
+            assert isinstance(found, Found), found
+            assert found.path == path
+        assert isinstance(find(directory, build(Block), tensor()), str)
