@@ -19,15 +19,12 @@ from torch import nn
 
 from compile_cache.aot.describe import (
     NotDescribedError,
-    changed_switches,
     code_digest,
     describe,
-    describe_switches,
-    on_gpu,
     signature,
-    switches,
 )
 from compile_cache.aot.files import digest
+from compile_cache.aot.switches import changed_switches, describe_switches, on_gpu, switches
 
 
 def first(x):

@@ -30,18 +30,16 @@ from compile_cache.aot.describe import (
     NotDescribedError,
     class_name,
     describe,
-    describe_switches,
     is_inference,
-    on_gpu,
     signature,
     structure,
     structure_digest,
-    switches,
 )
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, digest, read_artifact, write_artifact
 from compile_cache.aot.options import TRACED_PACKAGES
 from compile_cache.aot.precompiled import Precompiled, obstacle
 from compile_cache.aot.record import Record
+from compile_cache.aot.switches import describe_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.settings import Settings
 

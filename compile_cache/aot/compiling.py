@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from compile_cache.aot.adapter import compile_function
-from compile_cache.aot.describe import on_gpu
 from compile_cache.aot.guards import Recorder
 from compile_cache.aot.record import Record
+from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import NotPrecompilable
 

@@ -18,9 +18,6 @@ from torch import nn
 
 from compile_cache.aot.adapter import ALIGNMENT_BYTES, OPERATORS, pytree
 from compile_cache.aot.files import digest
-from compile_cache.aot.switches import changed_switches as changed_switches
-from compile_cache.aot.switches import describe_switches as describe_switches
-from compile_cache.aot.switches import switches as switches
 
 # What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
 Description = Any
@@ -194,14 +191,6 @@ def _tensor(tensor: torch.Tensor | None, with_sizes: bool) -> Description:
 def _strides(tensor: torch.Tensor) -> Iterator[int]:
     """The strides, without those of dimensions of size 1, which no address depends on."""
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-
-
-def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors, and none of them on the CPU: then the host's processor does not matter."""
-    tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-    for part in module.modules():
-        tensors += [tensor for _, tensor in _tensors_of(part) if tensor is not None]
-    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def is_inference(described: Any) -> bool:

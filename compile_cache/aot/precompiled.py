@@ -13,9 +13,9 @@ from torch import nn
 
 from compile_cache.aot.adapter import GLOBAL_HOOKS, load_function
 from compile_cache.aot.compiling import first_line
-from compile_cache.aot.describe import changed_switches, on_gpu, switches
 from compile_cache.aot.guards import Checks, global_scope, resolve
 from compile_cache.aot.record import Record
+from compile_cache.aot.switches import changed_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError
 
 # Every hook that a call of a module runs. What else has `hooks` in its name says how one of these is called.

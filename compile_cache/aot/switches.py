@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 _precision = torch._C._get_fp32_precision_getter
 
@@ -134,3 +136,10 @@ def settle_attention_priority() -> None:
     vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     with torch.inference_mode():
         torch.nn.functional.scaled_dot_product_attention(vectors, vectors, vectors)
+
+
+def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has tensors, and none of them on the CPU: then the host's processor does not matter."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
+    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)

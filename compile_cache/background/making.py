@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from compile_cache.aot.artifacts import Artifacts, Made
-from compile_cache.aot.describe import on_gpu
 from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ _HANDLER = "compile_cache.background.making:start_making"
 # A transformer in one piece, tuned, takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """A call that another process can build, and whether all of its tensors are on a GPU."""
+
+    content: bytes
+    on_gpu: bool
 
 
 class Backlog:
@@ -59,28 +68,25 @@ class Backlog:
         """Block until every order has its answer; False after `timeout_s`."""
         return self._jobs.wait(timeout_s)
 
-    def order(
-        self,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dynamic: tuple[tuple[int, int], ...],
-        shares_weights: bool,
-        done: Callable[[Making], None],
-    ) -> None:
-        """Have a call compiled. `done` is called on another thread, once its artifact has been loaded or with the
-        reason why there is none.
+    def pack(self, module: nn.Module, args: Any, kwargs: Any, shares_weights: bool) -> PackedCall:
+        """A call as another process builds it.
 
         Raises:
-            NotHandedOver: another process cannot build this call.
-            StateNotTaken: or cannot be in the state that it depends on.
+            NotHandedOver: no other process can.
         """
-        order = Order(
-            hand_over(module, args, kwargs, _is_shared if shares_weights else None),
-            ServerState.take(on_gpu(module, args, kwargs)),
-            dynamic,
-        )
+        call = hand_over(module, args, kwargs, _is_shared if shares_weights else None)
+        return PackedCall(call, on_gpu(module, args, kwargs))
+
+    def order(
+        self, name: str, call: PackedCall, dynamic: tuple[tuple[int, int], ...], done: Callable[[Making], None]
+    ) -> None:
+        """Have a call compiled that was just served eager, in this thread. `done` is called on another thread, once the
+        artifact has been loaded or with the reason why there is none.
+
+        Raises:
+            StateNotTaken: another process cannot be in the state that the call depends on.
+        """
+        order = Order(call.content, ServerState.take(call.on_gpu), dynamic)
         # torch's settings are context variables (2.13): an artifact is loaded under those of this call.
         context = contextvars.copy_context()
         self._jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))

@@ -34,7 +34,7 @@ from compile_cache.regions.stored import StoredFunctions
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Found
     from compile_cache.background.order import Making
-    from compile_cache.regions.backlog import Backlog
+    from compile_cache.regions.backlog import Backlog, PackedCall
     from compile_cache.regions.compiled_here import CompiledHere
 
 log = logging.getLogger("compile_cache")
@@ -157,9 +157,7 @@ class Region:
                 "set COMPILE_CACHE_UNSEEN to background or eager."
             )
         if turn is Turn.ASK and policy == "background":
-            reason = self._ask(kind, key, module, args, kwargs)
-            if reason and self.watched:  # as without a second process
-                return self._serve_anew(module, args, kwargs, reason)
+            return self._serve_and_ask(kind, key, module, args, kwargs)
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
@@ -167,30 +165,40 @@ class Region:
     def _current(self) -> int:
         return self._generation if self.holds else self._arrived
 
-    def _ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Have this call compiled in the second process; why that cannot be, empty if it can."""
+    def _serve_and_ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
+        cannot build is compiled in this one."""
         backlog = self._backlog()
-        if backlog is None or not kind.ask(module):
-            return ""
-        self._let_go()
-        dynamic = self._kinds.varying(kind, _likeness(key))
+        call = None
         try:
-            backlog.order(
-                f"{self.report.name} {kind.text}",
-                module,
-                args,
-                kwargs,
-                dynamic,
-                self.shares_weights,
-                functools.partial(self._receive, kind, bool(dynamic)),
-            )
+            if backlog is not None and kind.ask(module):
+                self._let_go()
+                call = backlog.pack(module, args, kwargs, self.shares_weights)
+        except CompileCacheError as error:
+            self._refuse(kind, f"cannot be compiled in a second process: {error}")
+            kind.waiting -= 1
+            if self.watched:
+                return self._serve_anew(module, args, kwargs, kind.refused)
+        self.served["eager"] += 1
+        output = call_region(module, args, kwargs)
+        if backlog is not None and call is not None:
+            self._order(backlog, kind, key, call)
+        return output
+
+    def _order(self, backlog: Backlog, kind: Kind, key: Hashable, call: PackedCall) -> None:
+        dynamic = self._kinds.varying(kind, _likeness(key))
+        receive = functools.partial(self._receive, kind, bool(dynamic))
+        try:
+            backlog.order(f"{self.report.name} {kind.text}", call, dynamic, receive)
         except CompileCacheError as error:
             kind.waiting -= 1
-            kind.refused = f"cannot be compiled in a second process: {error}"
-            self.report.explain(kind.refused)
-            return kind.refused
-        self._settle()
-        return ""
+            self._refuse(kind, f"cannot be compiled in a second process: {error}")
+        self.report.wait_for(self._kinds.waiting)
+
+    def _refuse(self, kind: Kind, reason: str) -> None:
+        kind.refused = reason
+        self.report.explain(f"eager for {kind.text}: {reason}")
+        self.report.take_step("eager")
 
     def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
         """Take the answer of the second process. Called on another thread."""
@@ -201,13 +209,8 @@ class Region:
             self.report.made += 1
             self.report.precompile_s += making.seconds
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
-            kind.refused = making.reason
-            self.report.explain(f"eager for {kind.text}: {making.reason}")
-            self.report.take_step("eager")
+            self._refuse(kind, making.reason)
         self._arrived += 1
-        self._settle()
-
-    def _settle(self) -> None:
         self.report.wait_for(self._kinds.waiting)
 
     def _let_go(self) -> None:
