@@ -13,6 +13,10 @@ CompileCacheError
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 ├── StateNotTaken            the server is in a state that another process cannot have
 ├── StateNotMade             the compiling process cannot be brought into the server's state
+├── ProcessDied              the compiling process ended before it answered
+│   └── ProcessNotReady      it ended, or took too long, before it could take a job
+├── JobTimedOut              the compiling process did not answer in time, and was ended
+├── JobFailed                the compiling process answered that the job raised an error
 └── StoreError               a request to the object store failed
     ├── StoreUnavailable     it did not answer, or not in time
     ├── StoreAccessDenied    it answered that these credentials may not
@@ -73,6 +77,28 @@ class StateNotTaken(CompileCacheError):
 
 class StateNotMade(CompileCacheError):
     """The compiling process cannot be brought into the server's state. The message names what differs."""
+
+
+class ProcessDied(CompileCacheError):
+    """The compiling process ended before it answered. Nothing of it is left."""
+
+
+class ProcessNotReady(ProcessDied):
+    """The compiling process ended, or took too long, before it could take a job. No job is to blame."""
+
+
+class JobTimedOut(CompileCacheError):
+    """The compiling process did not answer in time. It was ended, with all that it had started."""
+
+
+class JobFailed(CompileCacheError):
+    """The job raised an error in the compiling process, which lives on. `error_type` has its module, unless built in.
+    `may_succeed_afresh`: memory had run out, or the GPU's context is broken, so a new process may do the same job."""
+
+    def __init__(self, error_type: str, message: str, may_succeed_afresh: bool) -> None:
+        super().__init__(f"{error_type}: {message}" if message else error_type)
+        self.error_type = error_type
+        self.may_succeed_afresh = may_succeed_afresh
 
 
 class StoreError(CompileCacheError):

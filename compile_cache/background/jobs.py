@@ -1,0 +1,235 @@
+"""The jobs of the compiling process: one thread of the server hands them over and starts, ends and replaces it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compile_cache.background.process import CompilingProcess
+from compile_cache.errors import CompileCacheError, JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+
+log = logging.getLogger("compile_cache")
+
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a job ended: with an answer, or with the reason why there is none.
+
+    `is_final` is False where the job was not to blame: no process could be started or prepared. A later submit may
+    succeed. `attempts` counts how often a process was given the job, `seconds` the time from the first attempt.
+    """
+
+    name: str
+    answer: bytes | None
+    reason: str
+    seconds: float
+    attempts: int
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    content: bytes
+    done: Callable[[Done], None]
+
+
+class Jobs:
+    """Jobs for a compiling process, done in the order of their submission by a daemon thread.
+
+    The process starts when there is a job, and ends when there has been none for `idle_s`. A job whose process died,
+    hung or ran out of memory gets one more try in a new process. Every method may be called on any thread.
+    """
+
+    def __init__(self, start: Callable[[], CompilingProcess], job_timeout_s: float, idle_s: float) -> None:
+        self._start = start
+        self._job_timeout_s = job_timeout_s
+        self._idle_s = idle_s
+        self._server = os.getpid()
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._waiting = 0
+        self._is_held = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._process: CompilingProcess | None = None
+        self._was_lost = False
+        self._restarts = 0
+        self._seconds = 0.0
+
+    def submit(self, name: str, job: bytes, done: Callable[[Done], None]) -> None:
+        """Queue a job and return at once. `done` is called on the jobs' thread; after `close`, it is not called."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._queue.append(_Job(name, job, done))
+            self._waiting += 1
+            self._start_thread()
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        """Begin no job until `release`. A job under way goes on."""
+        with self._changed:
+            self._is_held = True
+
+    def release(self) -> None:
+        """Begin the jobs that were held."""
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs were submitted and are not done. A job is done when its `done` has returned."""
+        return self._waiting
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a compiling process just now."""
+        process = self._process
+        return process is not None and process.is_alive
+
+    @property
+    def restarts(self) -> int:
+        """How many processes were started in place of one that died, hung or ran out of memory."""
+        return self._restarts
+
+    @property
+    def seconds(self) -> float:
+        """The time that finished jobs took, with the starts of their processes."""
+        return self._seconds
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until every job is done, or `close`. Returns whether every job is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._is_closed, timeout_s)
+            return not self._waiting
+
+    def close(self) -> None:
+        """Take no more jobs, drop those that wait, and stop the process. The exit hook. Does nothing in a fork."""
+        if os.getpid() != self._server:
+            return
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        with self._starting:
+            process = self._process
+        if process is not None:
+            process.stop()
+
+    def _start_thread(self) -> None:
+        """With the first job: a boot that has nothing to compile starts no thread."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="compile-cache-jobs", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("background.no_thread error=%s: jobs wait until the next one is submitted", error)
+            return
+        self._thread = thread
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            done = self._do(job)
+            if self._is_closed:
+                return
+            self._finish(job, done)
+            if not done.is_final:
+                self._give_up(done.reason)
+
+    def _next(self) -> _Job | None:
+        """Wait for a job, and end an idle process meanwhile. None after `close`."""
+        while True:
+            with self._changed:
+                idle_s = None if self._process is None else self._idle_s
+                self._changed.wait_for(lambda: self._is_closed or (self._queue and not self._is_held), idle_s)
+                if self._is_closed:
+                    return None
+                if self._queue and not self._is_held:
+                    return self._queue.popleft()
+            self._end_process(was_lost=False)
+
+    def _do(self, job: _Job) -> Done:
+        """Give the job to a process, and once more to a new one where the process may be to blame."""
+        started = time.monotonic()
+        answer, reason, attempts, is_final = None, "", 0, True
+        while attempts < _ATTEMPTS and not self._is_closed:
+            try:
+                process = self._ensure_process()
+                attempts += 1
+                answer = process.do(job.content, self._job_timeout_s)
+                reason = ""
+                break
+            except (JobFailed, JobTimedOut, ProcessDied) as error:
+                reason, is_final = str(error), not isinstance(error, ProcessNotReady)
+                self._say_failed(job.name, attempts, error)
+                if isinstance(error, JobFailed) and not error.may_succeed_afresh:
+                    break
+                self._end_process(was_lost=True)
+            except Exception as error:
+                reason, is_final = f"The compiling process cannot be started: {error}", False
+                self._say_failed(job.name, attempts, error)
+                break
+        seconds = time.monotonic() - started
+        return Done(job.name, answer, reason, seconds, attempts, is_final)
+
+    def _say_failed(self, name: str, attempts: int, error: Exception) -> None:
+        if self._is_closed:  # it was stopped
+            return
+        is_known = isinstance(error, CompileCacheError | OSError)
+        log.warning(
+            "background.failed job=%s attempt=%d error=%s", name, attempts, error, exc_info=None if is_known else error
+        )
+
+    def _ensure_process(self) -> CompilingProcess:
+        """The process, which may have died while it was idle. Raises what `start` raises."""
+        if self._process is not None and not self._process.is_alive:
+            self._end_process(was_lost=True)
+        with self._starting:  # `close` stops a process whose start was under way
+            if self._is_closed:
+                raise ProcessDied("The jobs are closed.")
+            if self._process is None:
+                self._process = self._start()
+                self._restarts += self._was_lost
+                self._was_lost = False
+                # Exit hooks run last in, first out: the process's own would look like a death.
+                atexit.unregister(self.close)
+                atexit.register(self.close)
+                log.info("background.started pid=%d", self._process.pid)
+            return self._process
+
+    def _end_process(self, was_lost: bool) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+            self._was_lost = was_lost
+
+    def _finish(self, job: _Job, done: Done) -> None:
+        """The border of this thread: what a caller's function raises is logged, and the next job is done."""
+        self._seconds += done.seconds
+        try:
+            job.done(done)
+        except Exception as error:
+            log.warning("background.not_taken job=%s error=%r", job.name, error, exc_info=error)
+        with self._changed:
+            self._waiting -= 1
+            self._changed.notify_all()
+
+    def _give_up(self, reason: str) -> None:
+        """Answer every job that waits: each would meet the same. The next submit tries again."""
+        with self._changed:
+            jobs = list(self._queue)
+            self._queue.clear()
+        for job in jobs:
+            self._finish(job, Done(job.name, None, reason, 0.0, 0, False))

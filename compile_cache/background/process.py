@@ -1,0 +1,250 @@
+"""The compiling process as its server sees it: a child that does one job at a time and never outlives the server."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from compile_cache.background.wire import Message, encode, read_message
+from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+
+log = logging.getLogger("compile_cache")
+_Result = TypeVar("_Result")
+
+# The server's import path is set before anything else is imported: compile_cache itself may be on that path alone.
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from compile_cache.background.worker import main
+main()
+"""
+# How often a wait looks whether the process lives: a fork that a job has left may keep the channel open.
+_LOOK_S = 0.5
+# A killed process that lasts longer hangs in the kernel. An exit does not wait for it.
+_END_S = 5.0
+_SENT_AT_ONCE_BYTES = 1 << 20
+_LOG_LIMIT_BYTES = 8 << 20
+_LOG_TAIL_BYTES = 16 << 10
+_LONGEST_LINE = 300
+_CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
+
+
+class CompilingProcess:
+    """A child that does jobs one at a time, at the lowest priority, in a session of its own.
+
+    It ends, with every process that its jobs have started, at `stop`, at this process's exit, or when this process is
+    killed. The thread that started it may end before. Thread-safe; a second `do` waits for the first.
+    """
+
+    @classmethod
+    def start(cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> CompilingProcess:
+        """Start it and return at once; its imports are under way then.
+
+        `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
+        function that does a job. What the child and its children print is appended to `log`, and dropped beyond 8 MiB.
+        Raises `OSError` where no process can be started, or `log` cannot be written.
+        """
+        with ExitStack() as theirs, ExitStack() as ours:
+            channel, jobs = socket.socketpair()
+            ours.enter_context(channel)
+            theirs.enter_context(jobs)
+            watched, held = os.pipe()
+            theirs.callback(os.close, watched)
+            ours.callback(os.close, held)
+            output = theirs.enter_context(log.open("ab"))
+            log_start = _bound(log)
+            child = _spawn((jobs.fileno(), watched), output.fileno(), environ)
+            process = cls(child, channel, ours.pop_all(), log, log_start)
+        atexit.register(process.stop)
+        process._begin(handler, setup)
+        return process
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, log_start: int
+    ) -> None:
+        self._child = child
+        self._channel = channel
+        self._held = held
+        self._log = log
+        self._log_start = log_start
+        self._server = os.getpid()
+        self._unsent = bytearray()
+        self._is_ready = False
+        self._is_stopped = False
+        self._doing = threading.RLock()
+        self._stopping = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """The child's, which is also the number of its process group."""
+        return self._child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the child has not ended. This does not reap it, so that its group's number stays its own."""
+        if self._child.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # somebody else has reaped it
+            return False
+
+    def do(self, job: bytes, timeout_s: float) -> bytes:
+        """The answer to a job. The first job's time includes the start of the process.
+
+        Raises `JobFailed` where the job raised an error; the process lives on. `ProcessDied`, `ProcessNotReady` and
+        `JobTimedOut` are raised when the process and its whole group are gone.
+        """
+        with self._doing:
+            if self._is_ready:
+                self._log_start = _bound(self._log)
+            self._unsent += encode(Message("job", job))
+            try:
+                answer = self._exchange(time.monotonic() + timeout_s)
+            except TimeoutError:
+                raise self._stop_late(timeout_s) from None
+            except (EOFError, OSError, ValueError) as error:
+                raise self._stop_dead() from error
+        if answer.kind == "failed":
+            raise JobFailed(**json.loads(answer.body))
+        return answer.body
+
+    def stop(self) -> None:
+        """Kill the child and its whole process group, and reap it. Does nothing the second time, or in a fork."""
+        if os.getpid() != self._server:
+            return
+        with self._stopping:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            self._end_group()
+            atexit.unregister(self.stop)
+        # A thread in `do` sees that the child is gone, and leaves. Before, its file numbers must not be used again.
+        if self._doing.acquire(timeout=_END_S):
+            self._held.close()
+            self._doing.release()
+
+    def _end_group(self) -> None:
+        # The child is not reaped yet, so no other group can have its number.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        try:
+            self._child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            log.warning("background.not_ended pid=%d: it was killed, and hangs in the kernel", self._child.pid)
+
+    def _begin(self, handler: str, setup: bytes) -> None:
+        """Send as much of the setup as the channel takes without a wait. `do` sends the rest."""
+        self._unsent += encode(Message("setup", handler.encode() + b"\0" + setup))
+        self._channel.setblocking(False)
+        with suppress(OSError):
+            self._send()
+
+    def _send(self) -> None:
+        sent = self._channel.send(self._unsent[:_SENT_AT_ONCE_BYTES], socket.MSG_NOSIGNAL)
+        del self._unsent[:sent]
+
+    def _exchange(self, deadline: float) -> Message:
+        """Raises `TimeoutError` at the deadline, `EOFError` or another `OSError` when the child is gone."""
+        while self._unsent:
+            self._patiently(self._send, deadline)
+        while True:
+            message = read_message(lambda most: self._patiently(lambda: self._channel.recv(most), deadline))
+            if message.kind == "unready":
+                self.stop()
+                told = JobFailed(**json.loads(message.body))
+                raise ProcessNotReady(f"The compiling process could not prepare itself: {told}. See {self._log}.")
+            if message.kind != "ready":
+                return message
+            self._is_ready = True
+
+    def _patiently(self, step: Callable[[], _Result], deadline: float) -> _Result:
+        """What `step` returns. It waits on the channel, which is tried until the deadline or the child's end."""
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            self._channel.settimeout(min(_LOOK_S, remaining_s))
+            try:
+                return step()
+            except TimeoutError:
+                if not self.is_alive:
+                    raise EOFError("the process has ended") from None
+
+    def _stop_late(self, timeout_s: float) -> ProcessNotReady | JobTimedOut:
+        self.stop()
+        if not self._is_ready:
+            return ProcessNotReady(f"The compiling process was not ready after {timeout_s:g} s. See {self._log}.")
+        return JobTimedOut(f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}.")
+
+    def _stop_dead(self) -> ProcessDied:
+        """Reap a child that ended by itself, kill what it left, and say how it ended."""
+        if self._is_stopped:
+            return ProcessDied("The compiling process was stopped.")
+        self.stop()
+        told = f"The compiling process {_in_words(self._child.returncode)}. {self._last_line()}"
+        return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
+
+    def _last_line(self) -> str:
+        """What the log says of the job that was under way: the last line before Python's own dump of a crash."""
+        try:
+            with self._log.open("rb") as file:
+                size_bytes = file.seek(0, os.SEEK_END)
+                file.seek(max(size_bytes - _LOG_TAIL_BYTES, min(self._log_start, size_bytes)))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            return f"Its log cannot be read: {error}."
+        lines = [line for line in text.partition(_CRASH_DUMP)[0].splitlines() if line.strip()]
+        if not lines:
+            return f"It wrote no last line into {self._log}."
+        return f"The last line of {self._log}: {lines[-1].strip()[:_LONGEST_LINE]}"
+
+
+def _bound(log_file: Path) -> int:
+    """The size of a log in bytes. One that has grown too large is emptied, which its writers, who append, allow."""
+    try:
+        if log_file.stat().st_size > _LOG_LIMIT_BYTES:
+            os.truncate(log_file, 0)
+        return log_file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the worker with two file descriptors, in the order in which it expects them."""
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    numbers = [str(number) for number in (os.getpid(), *passed)]
+    return subprocess.Popen(
+        # -P: no module of the working directory is imported in place of json. -u: a crash loses no line.
+        [sys.executable, "-P", "-u", "-c", _PROGRAM, path, *numbers],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=passed,
+        start_new_session=True,
+        env=dict(environ),
+    )
+
+
+def _in_words(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "hangs in the kernel"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-exit_code}"
+    return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")

@@ -1,0 +1,143 @@
+"""The compiling process itself: does its server's jobs one after another, and ends when its server does.
+
+`process.py` starts it, as the leader of a process group. Compilers that a job starts are in that group too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from compile_cache.background.wire import Message, encode, read_message
+
+Handler = Callable[[bytes], bytes]
+
+_LOOK_S = 0.5
+_NICENESS = 19
+# Errors of the process rather than of its job: no memory, or a GPU context that an earlier error has broken.
+_OF_PROCESS = re.compile(
+    "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP) error|(CUDNN|CUBLAS)_STATUS", re.IGNORECASE
+)
+
+
+def main() -> None:
+    """Serve until the server ends or hangs up. `process.py` says by which file descriptors."""
+    server, channel, liveness = (int(text) for text in sys.argv[1:4])
+    del sys.argv[1:]  # libraries that a handler imports may read it
+    for descriptor in (channel, liveness):
+        os.set_inheritable(descriptor, False)
+    _end_with(server, liveness)
+    _give_way()
+    faulthandler.enable()
+    with contextlib.suppress(EOFError, OSError):
+        _serve(socket.socket(fileno=channel))
+    _end_group()
+
+
+def _serve(channel: socket.socket) -> None:
+    """Raises `EOFError` or `OSError` when the server has hung up."""
+    name, _, setup = read_message(channel.recv).body.partition(b"\0")
+    try:
+        handler = _make_handler(name.decode(), setup)
+    except BaseException as error:
+        channel.sendall(encode(_failure("unready", error)))
+        while True:  # until the server has read it: it may still be sending a job
+            read_message(channel.recv)
+    channel.sendall(encode(Message("ready")))
+    while True:
+        channel.sendall(_do(handler, read_message(channel.recv).body))
+        gc.collect()  # a process that waits for its next job should not hold the last one's memory
+
+
+def _make_handler(name: str, setup: bytes) -> Handler:
+    module, _, factory = name.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), factory)(setup)
+    return handler
+
+
+def _do(handler: Handler, job: bytes) -> bytes:
+    """The encoded answer. A job that raises anything, `SystemExit` included, leaves the process serving."""
+    try:
+        return encode(Message("answer", handler(job)))
+    except BaseException as error:
+        return encode(_failure("failed", error))
+
+
+def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Message:
+    """What the server is told of an error. The traceback goes to the log."""
+    with contextlib.suppress(OSError):  # a full disk
+        traceback.print_exception(error)
+    chain = [f"{type(link).__name__}: {link}" for link in _chain(error)]
+    module = type(error).__module__
+    name = type(error).__qualname__
+    told = {
+        "error_type": name if module == "builtins" else f"{module}.{name}",
+        "message": str(error),
+        "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
+    }
+    return Message(kind, json.dumps(told).encode())
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error, and the errors that led to it."""
+    links: list[BaseException] = []
+    while error is not None and error not in links:
+        links.append(error)
+        error = error.__cause__ or error.__context__
+    return links
+
+
+def _give_way() -> None:
+    """Compete with nobody: the lowest priority, and no core file after a crash."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    # Where the kernel groups tasks by session (sched_autogroup), it weighs this session against others by this file.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _end_with(server: int, liveness: int) -> None:
+    """From now on, end the whole process group when the process `server` ends, however it ends.
+
+    `liveness` is a pipe on which nothing is ever written; the server alone holds its other end. The kernel kills the
+    group when that end closes, even while C code holds Python's lock. A thread looks too: the kernel may not know
+    F_SETSIG (gVisor), and a fork of the server, which keeps the pipe open, may outlive it. Not PR_SET_PDEATHSIG: that
+    follows the thread that started this process.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_watch, args=(server, liveness), name="compile-cache-watch", daemon=True).start()
+
+
+def _watch(server: int, liveness: int) -> NoReturn:
+    poll = select.poll()
+    poll.register(liveness, select.POLLIN)
+    while os.getppid() == server and not poll.poll(_LOOK_S * 1000):
+        pass
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    """Kill every process of the group. This process is one of them."""
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)  # not reached: SIGKILL cannot be held back

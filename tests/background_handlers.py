@@ -1,0 +1,164 @@
+"""Handlers for a compiling process: jobs that work, fail, crash, hang and leave processes behind."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compile_cache
+
+
+def make(setup: bytes) -> Callable[[bytes], bytes]:
+    """The handler of jobs that `job` writes. `setup` comes back with each answer to `describe`."""
+
+    def do(job: bytes) -> bytes:
+        told = json.loads(job)
+        return _JOBS[told.pop("name")](setup=setup, **told)
+
+    return do
+
+
+def job(name: str, **arguments: Any) -> bytes:
+    return json.dumps({"name": name, **arguments}).encode()
+
+
+def make_nothing(setup: bytes) -> Callable[[bytes], bytes]:
+    raise LookupError(f"nothing is made from {setup.decode()}")
+
+
+def make_crash(setup: bytes) -> Callable[[bytes], bytes]:
+    print("crashing before the first job")
+    os.abort()
+
+
+def make_once(setup: bytes) -> Callable[[bytes], bytes]:
+    """As `make` with no setup, but crashes where the folder `setup` has no file `tried` yet."""
+    if _is_first_time(setup.decode()):
+        os.abort()
+    return make(b"")
+
+
+def _describe(setup: bytes) -> bytes:
+    described = {
+        "setup": setup.decode(),
+        "pid": os.getpid(),
+        "group": os.getpgrp(),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "path": sys.path,
+        "arguments": sys.argv[1:],
+        "cwd": os.getcwd(),
+        "library": compile_cache.__file__,
+        "environ": dict(os.environ),
+        "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
+        "has_torch": "torch" in sys.modules,
+    }
+    return json.dumps(described).encode()
+
+
+def _descriptors() -> list[str]:
+    return [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
+
+
+def _echo(setup: bytes, size: int) -> bytes:
+    return b"e" * size
+
+
+def _speak(setup: bytes) -> bytes:
+    print("said with print")
+    print("said to stderr", file=sys.stderr)
+    os.write(1, b"written to 1\n")
+    subprocess.run(["sh", "-c", "echo said by a grandchild; echo grandchild to stderr >&2; cat"], check=True)
+    return b""
+
+
+def _raise(setup: bytes, error: str, message: str) -> bytes:
+    try:
+        raise {"MemoryError": MemoryError, "RuntimeError": RuntimeError, "SystemExit": SystemExit}[error](message)
+    except BaseException as cause:
+        raise ValueError("wrapped") from cause
+
+
+def _fail(setup: bytes, message: str) -> bytes:
+    raise OSError(28, message)
+
+
+def _exit(setup: bytes, code: int) -> bytes:
+    print("about to exit")
+    os._exit(code)
+
+
+def _abort(setup: bytes) -> bytes:
+    print("about to abort")
+    os.abort()
+
+
+def _die(setup: bytes) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
+def _leave(setup: bytes, code: int) -> bytes:
+    """End, and leave a fork that has the channel open."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(code)
+
+
+def _hang(setup: bytes, folder: str) -> bytes:
+    """Hang with a child, a fork and a semaphore."""
+    subprocess.Popen(["sleep", "600"])
+    kept = multiprocessing.get_context("fork").Queue()
+    if os.fork() == 0:
+        time.sleep(600)
+    Path(folder, "hangs").touch()
+    time.sleep(600)
+    return repr(kept).encode()
+
+
+def _hold_the_lock(setup: bytes, folder: str) -> bytes:
+    """Hang in C code that keeps Python's lock: no other thread of this process runs."""
+    Path(folder, "hangs").touch()
+    ctypes.PyDLL(None).sleep(600)
+    return b""
+
+
+def _fail_once(setup: bytes, folder: str, how: str) -> bytes:
+    if not _is_first_time(folder):
+        return b"done"
+    if how == "memory":
+        raise MemoryError("no memory for this")
+    if how == "hang":
+        time.sleep(600)
+    return _die(setup)
+
+
+def _is_first_time(folder: str) -> bool:
+    tried = Path(folder, "tried")
+    is_first = not tried.exists()
+    tried.touch()
+    return is_first
+
+
+_JOBS: dict[str, Callable[..., bytes]] = {
+    "describe": _describe,
+    "echo": _echo,
+    "speak": _speak,
+    "raise": _raise,
+    "fail": _fail,
+    "exit": _exit,
+    "abort": _abort,
+    "die": _die,
+    "leave": _leave,
+    "hang": _hang,
+    "hold_the_lock": _hold_the_lock,
+    "fail_once": _fail_once,
+}
