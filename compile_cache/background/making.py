@@ -83,7 +83,7 @@ class _Maker:
     def _tidy(self) -> None:
         torch._dynamo.reset()
         gc.collect()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
 
@@ -96,7 +96,7 @@ def _run(made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
         function(module, args, kwargs)
     except CompileCacheError as error:
         return str(error)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return ""
 

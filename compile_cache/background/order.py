@@ -19,6 +19,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedCall:
+    """A call that another process can build, and whether all of its tensors are on a GPU."""
+
+    content: bytes
+    on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """One kind of call: the call as `hand_over` packs it, the server's state, and the (tensor, dimension) pairs whose
     size the code must leave open."""

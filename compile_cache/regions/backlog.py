@@ -10,16 +10,15 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_cache.aot.switches import on_gpu
-from compile_cache.background.call import hand_over
+from compile_cache.background.call import hand_over, hand_over_shared
 from compile_cache.background.jobs import Done, Jobs
-from compile_cache.background.order import Making, Order, Place
+from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
 from compile_cache.background.workshop import Workshop
@@ -33,14 +32,6 @@ _HANDLER = "compile_cache.background.making:start_making"
 # A transformer in one piece, tuned, takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCall:
-    """A call that another process can build, and whether all of its tensors are on a GPU."""
-
-    content: bytes
-    on_gpu: bool
 
 
 class Backlog:
@@ -74,8 +65,12 @@ class Backlog:
         Raises:
             NotHandedOver: no other process can.
         """
-        call = hand_over(module, args, kwargs, _is_shared if shares_weights else None)
-        return PackedCall(call, on_gpu(module, args, kwargs))
+        if not shares_weights:
+            return PackedCall(hand_over(module, args, kwargs), on_gpu(module, args, kwargs))
+        call = hand_over_shared(module, args, kwargs, _is_shared)
+        if call.unshared:
+            log.info("background.unshared reason=%s The second process makes weights of its own.", call.unshared)
+        return PackedCall(call.content, on_gpu(module, args, kwargs))
 
     def order(
         self, name: str, call: PackedCall, dynamic: tuple[tuple[int, int], ...], done: Callable[[Making], None]

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from compile_cache.aot.traced import call_region
-from compile_cache.errors import CompileCacheError, UnseenCallError
+from compile_cache.background.order import Making, PackedCall
+from compile_cache.errors import UnseenCallError
 from compile_cache.regions.border import Failure, attempt, first_line
 from compile_cache.regions.check import measured
 from compile_cache.regions.counters import count_precompiled, read_counts
@@ -33,8 +34,7 @@ from compile_cache.regions.stored import StoredFunctions
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Found
-    from compile_cache.background.order import Making
-    from compile_cache.regions.backlog import Backlog, PackedCall
+    from compile_cache.regions.backlog import Backlog
     from compile_cache.regions.compiled_here import CompiledHere
 
 log = logging.getLogger("compile_cache")
@@ -169,33 +169,31 @@ class Region:
         """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
         cannot build is compiled in this one."""
         backlog = self._backlog()
-        call = None
-        try:
-            if backlog is not None and kind.ask(module):
-                self._let_go()
-                call = backlog.pack(module, args, kwargs, self.shares_weights)
-        except CompileCacheError as error:
-            self._refuse(kind, f"cannot be compiled in a second process: {error}")
-            kind.waiting -= 1
+        call: PackedCall | Failure | None = None
+        if backlog is not None and kind.ask(module):
+            self._let_go()
+            call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
+        if isinstance(call, Failure):
+            self._refuse(kind, call)
             if self.watched:
                 return self._serve_anew(module, args, kwargs, kind.refused)
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
-        if backlog is not None and call is not None:
-            self._order(backlog, kind, key, call)
+        if backlog is not None and isinstance(call, PackedCall):
+            dynamic = self._kinds.varying(kind, _likeness(key))
+            receive = functools.partial(self._receive, kind, bool(dynamic))
+            ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
+            if isinstance(ordered, Failure):
+                self._refuse(kind, ordered)
+            self.report.wait_for(self._kinds.waiting)
         return output
 
-    def _order(self, backlog: Backlog, kind: Kind, key: Hashable, call: PackedCall) -> None:
-        dynamic = self._kinds.varying(kind, _likeness(key))
-        receive = functools.partial(self._receive, kind, bool(dynamic))
-        try:
-            backlog.order(f"{self.report.name} {kind.text}", call, dynamic, receive)
-        except CompileCacheError as error:
-            kind.waiting -= 1
-            self._refuse(kind, f"cannot be compiled in a second process: {error}")
-        self.report.wait_for(self._kinds.waiting)
+    def _refuse(self, kind: Kind, failure: Failure) -> None:
+        """Give up a kind that cannot be handed to the second process."""
+        kind.waiting -= 1
+        self._serve_eager(kind, f"cannot be compiled in a second process: {failure.reason}")
 
-    def _refuse(self, kind: Kind, reason: str) -> None:
+    def _serve_eager(self, kind: Kind, reason: str) -> None:
         kind.refused = reason
         self.report.explain(f"eager for {kind.text}: {reason}")
         self.report.take_step("eager")
@@ -209,7 +207,7 @@ class Region:
             self.report.made += 1
             self.report.precompile_s += making.seconds
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
-            self._refuse(kind, making.reason)
+            self._serve_eager(kind, making.reason)
         self._arrived += 1
         self.report.wait_for(self._kinds.waiting)
 
