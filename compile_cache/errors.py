@@ -9,6 +9,7 @@ CompileCacheError
 │       ├── ManifestTooLarge it names more than the limits allow
 │       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
+├── NotHandedOver            a call holds something that no other process can rebuild
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 └── StoreError               a request to the object store failed
     ├── StoreUnavailable     it did not answer, or not in time
@@ -54,6 +55,10 @@ class TooManyPacks(PackForbidden):
 
 class NotPrecompilable(CompileCacheError):
     """A region cannot be compiled ahead of time, or its artifact might be wrong in another process."""
+
+
+class NotHandedOver(CompileCacheError):
+    """A call cannot be handed over to another process, or not be rebuilt there. The message names the attribute."""
 
 
 class ArtifactError(CompileCacheError):
