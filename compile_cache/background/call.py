@@ -25,7 +25,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from compile_cache.background.obstacle import TracingPickler, obstacle
-from compile_cache.background.sharing import Handle, share
+from compile_cache.background.sharing import Handle, forget_freed, share
 from compile_cache.background.tensors import (
     MadeStorage,
     TensorDescriber,
@@ -78,6 +78,7 @@ def hand_over_shared(
     content, storages = _pickled((module, args, kwargs), shared)
     handles: dict[int, Handle] = {}
     unshared = ""
+    forget_freed()
     for used in storages:
         if used.is_shared:
             try:

@@ -34,11 +34,16 @@ def share(storage: torch.UntypedStorage) -> Handle:
         raise RuntimeError(f"it is on the device {storage.device}")
     known = _handles.get(storage._cdata)
     if known is None:
-        for address in [address for address, (reference, _) in _handles.items() if reference.expired()]:  # type: ignore[no-untyped-call]
-            del _handles[address]
         known = StorageWeakRef(storage), storage._share_cuda_()  # type: ignore[no-untyped-call]
         _handles[storage._cdata] = known
     return known[1]
+
+
+def forget_freed() -> None:
+    """Forget the handles of storages that this process has freed."""
+    for address, (reference, _) in list(_handles.items()):
+        if reference.expired():  # type: ignore[no-untyped-call]
+            _handles.pop(address, None)
 
 
 def mapped(handle: Handle) -> torch.UntypedStorage | None:
