@@ -10,6 +10,7 @@ CompileCacheError
 │       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
+├── NotHandedOver            a call holds something that no other process can rebuild
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 ├── StateNotTaken            the server is in a state that another process cannot have
 ├── StateNotMade             the compiling process cannot be brought into the server's state
@@ -65,6 +66,10 @@ class NotPrecompilable(CompileCacheError):
 
 class UnseenCallError(CompileCacheError):
     """Nothing is compiled for a call, and the settings ask for an error. The message names the call."""
+
+
+class NotHandedOver(CompileCacheError):
+    """A call cannot be handed over to another process, or not be rebuilt there. The message names the attribute."""
 
 
 class ArtifactError(CompileCacheError):

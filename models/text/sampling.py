@@ -69,7 +69,7 @@ class Sampler(nn.Module):
 
     temperature: torch.Tensor
     top_p: torch.Tensor
-    top_k: torch.Tensor
+    last_kept: torch.Tensor
     repetition_penalty: torch.Tensor
     is_greedy: torch.Tensor
     seen: torch.Tensor
@@ -83,7 +83,8 @@ class Sampler(nn.Module):
         buffers = {
             "temperature": torch.ones(1),
             "top_p": torch.ones(1),
-            "top_k": torch.full((1,), vocabulary),
+            # The place of the last of the top k, so that 0 is valid: a process that only compiles has nothing but 0.
+            "last_kept": torch.full((1,), vocabulary - 1),
             "repetition_penalty": torch.ones(1),
             "is_greedy": torch.ones(1, dtype=torch.bool),
             "seen": torch.zeros(vocabulary, dtype=torch.bool),
@@ -100,7 +101,7 @@ class Sampler(nn.Module):
         self.temperature.fill_(1.0 if is_greedy else sampling.temperature)
         # By rounding, sums of probabilities reach 1 before the last token. The first token always stays.
         self.top_p.fill_(max(sampling.top_p, _LEAST_TOP_P) if sampling.top_p < 1 else float("inf"))
-        self.top_k.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary))
+        self.last_kept.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary) - 1)
         self.repetition_penalty.fill_(sampling.repetition_penalty)
         self.generator.manual_seed(sampling.seed)
         self.seen.zero_()
@@ -122,7 +123,7 @@ class Sampler(nn.Module):
         # A greedy request has temperature 1, so that the first in this order is the first of the likeliest.
         ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
         # Ties with the last of the top k stay, as in TopKLogitsWarper.
-        is_kept = ordered >= ordered.gather(0, self.top_k - 1)
+        is_kept = ordered >= ordered.gather(0, self.last_kept)
         weights = torch.where(is_kept, torch.exp(ordered - ordered[0]), 0.0)
         sums = running_sum(weights)
         weights = torch.where(sums - weights < self.top_p * sums[-1], weights, 0.0)

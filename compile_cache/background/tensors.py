@@ -1,0 +1,270 @@
+"""Tensors without their contents: described in one process, and made again in another, with the same layout.
+
+A tensor is described by its class, type, shape, strides and flags, and by its place in a storage. A storage is
+described by the bytes that its tensors use. Views of one storage therefore stay views of one storage.
+
+Nothing here reads, moves or writes what a described tensor holds, and nothing waits for a device.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_cache.background.sharing import Handle, mapped
+from compile_cache.errors import NotHandedOver
+
+# Storages begin at the same address modulo this. No item and no vector load of a kernel is larger.
+ALIGNMENT_BYTES = 64
+# Weights on a GPU are drawn from ±this.
+_LARGEST = 0.05
+_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DRAWN_AND_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+# What `tensor.__reduce_ex__` may return: a function, its arguments, attributes, and a function that sets them.
+Reduced = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class UsedStorage:
+    """A storage, and what is known so far of the tensors in it. `low` and `high` are bytes from its beginning."""
+
+    index: int
+    storage: torch.UntypedStorage = field(repr=False)
+    low: int
+    high: int
+    dtype: torch.dtype | None
+    is_shared: bool
+
+    def use(self, low: int, high: int, dtype: torch.dtype, is_shared: bool) -> None:
+        """Add a tensor. It is shared only if all the others are."""
+        if high > low:
+            self.low = min(self.low, low) if self.high else low
+            self.high = max(self.high, high)
+        self.dtype = dtype if dtype == self.dtype else None
+        self.is_shared = self.is_shared and is_shared
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLayout:
+    """A storage as it travels: `size_bytes` from byte `start` on, which lies at an address of `skew` modulo 64.
+
+    `dtype` is None where tensors of several types use the storage. A `handle` names the storage itself, to be shared.
+    """
+
+    device: str
+    start: int
+    size_bytes: int
+    skew: int
+    dtype: torch.dtype | None
+    handle: Handle | None
+
+
+class TensorDescriber:
+    """Describes the tensors of one call, as a pickler reduces them, and collects their storages."""
+
+    def __init__(self, is_shared: Callable[[torch.Tensor], bool] | None = None) -> None:
+        self._is_shared = is_shared
+        self._used: dict[int, UsedStorage] = {}
+        # Tensors that a shared tensor is made of, by identity.
+        self._shared_parts: set[int] = set()
+
+    @property
+    def storages(self) -> list[UsedStorage]:
+        """Every storage that a tensor was found in, by its index."""
+        return list(self._used.values())
+
+    def reduce(self, tensor: torch.Tensor) -> Reduced:
+        """How to make a tensor again.
+
+        Raises:
+            NotHandedOver: a tensor of this kind has no plain storage.
+        """
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__"):
+            return self._reduce_parts(tensor)
+        _check(tensor)
+        flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
+        place = self._use(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
+
+    def _use(self, tensor: torch.Tensor) -> UsedStorage:
+        low, high = _span(tensor)
+        is_shared = self._may_share(tensor)
+        storage = tensor.untyped_storage()
+        used = self._used.get(storage._cdata)
+        if used is None:
+            used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared)
+            self._used[storage._cdata] = used
+        else:
+            used.use(low, high, tensor.dtype, is_shared)
+        return used
+
+    def _may_share(self, tensor: torch.Tensor) -> bool:
+        return self._is_shared is not None and (id(tensor) in self._shared_parts or self._is_shared(tensor))
+
+    def _reduce_parts(self, tensor: Any) -> Reduced:
+        if tensor.is_nested:
+            raise NotHandedOver("a nested tensor cannot be handed over")
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        if self._may_share(tensor):
+            self._shared_parts.update(map(id, parts.values()))
+        flags = tensor.requires_grad, tensor.is_inference()
+        arguments = type(tensor), parts, context, tuple(tensor.shape), tensor.stride(), flags
+        attributes = {name: value for name, value in tensor.__dict__.items() if name not in parts}
+        return _with_attributes((make_of_parts, arguments), attributes)
+
+
+def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
+    """How a storage travels: whole with a `handle`, else the part that is used."""
+    device, address = str(used.storage.device), used.storage.data_ptr()
+    if handle is not None:
+        return StorageLayout(device, 0, used.storage.nbytes(), 0, used.dtype, handle)
+    start = used.low - used.low % ALIGNMENT_BYTES
+    return StorageLayout(device, start, used.high - start, address % ALIGNMENT_BYTES, used.dtype, None)
+
+
+def _check(tensor: torch.Tensor) -> None:
+    kind = f"a {type(tensor).__name__}"
+    if tensor.is_nested:
+        raise NotHandedOver("a nested tensor cannot be handed over")
+    if tensor.layout != torch.strided:
+        raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotHandedOver(f"{kind} cannot be handed over: it is a tensor with operators of its own, and has no parts")
+    if nn.parameter.is_lazy(tensor):
+        raise NotHandedOver(f"{kind} cannot be handed over: it has no shape yet")
+    if tensor.device.type == "meta":
+        raise NotHandedOver("a tensor on the device meta cannot be handed over: it has no storage")
+    if tensor.is_quantized:
+        raise NotHandedOver(f"a tensor of the type {tensor.dtype} cannot be handed over")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    first = int(tensor.storage_offset())
+    shape = tensor.shape
+    if 0 in shape:
+        return 0, 0
+    items = 1 + sum((int(size) - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (first + items) * tensor.itemsize
+
+
+def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:
+    # Tensor.__setstate__ takes something else.
+    return (*reduced, dict(attributes), None, None, set_attributes) if attributes else reduced
+
+
+def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor the attributes that Python code has set on the original."""
+    tensor.__dict__.update(attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStorage:
+    """A storage that stands for another one: byte `b` of that is byte `b + shift` of this."""
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    shift: int
+
+
+def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> torch.Tensor:
+    """The tensor that `TensorDescriber.reduce` has described, in a storage of this process."""
+    made, dtype, offset, shape, strides = place
+    requires_grad, is_inference, is_conj, is_neg = flags
+    with torch.inference_mode(is_inference), torch.no_grad():
+        tensor = torch.empty(0, dtype=dtype, device=made.device)
+        # An empty tensor may have its place before the part that is used.
+        tensor.set_(made.storage, max(0, offset + made.shift // dtype.itemsize), shape, strides)
+        if is_conj:
+            tensor = tensor.conj()
+        if is_neg:
+            tensor = torch._neg_view(tensor)
+        if kind is not torch.Tensor:
+            return torch.Tensor._make_subclass(kind, tensor, requires_grad)
+        return tensor.requires_grad_(requires_grad)
+
+
+def make_of_parts(
+    kind: Any,
+    parts: dict[str, Any],
+    context: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    flags: tuple[bool, bool],
+) -> torch.Tensor:
+    """A tensor of a class that puts tensors together, of parts that `make_tensor` has made."""
+    requires_grad, is_inference = flags
+    with torch.inference_mode(is_inference), torch.no_grad():
+        tensor: torch.Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
+        return tensor if tensor.requires_grad == requires_grad else tensor.requires_grad_(requires_grad)
+
+
+def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
+    """A storage for each layout.
+
+    Integers and booleans are 0: they may be indices. On a GPU, floating-point numbers are small and random, because
+    tuning measures kernels, whose speed depends on how many bits flip; the global generators are not used. On a CPU
+    they are 0, in pages that take memory only when they are written. A storage that holds several types is 0.
+
+    Raises:
+        RuntimeError: there is no such device, or no memory on it (`torch.OutOfMemoryError`).
+        OSError: there is no memory on the CPU.
+    """
+    arena, generators = _Arena(layouts), dict[str, torch.Generator]()
+    with torch.inference_mode(False), torch.no_grad():
+        return [_make_storage(layout, arena, generators) for layout in layouts]
+
+
+def _make_storage(layout: StorageLayout, arena: _Arena, generators: dict[str, torch.Generator]) -> MadeStorage:
+    device = torch.device(layout.device)
+    if device.type == "cpu":
+        return MadeStorage(arena.take(layout), device, -layout.start)
+    if layout.handle is not None and (storage := mapped(layout.handle)) is not None:
+        return MadeStorage(storage, device, 0)
+    size = layout.size_bytes + layout.skew if layout.size_bytes else 0
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    if layout.dtype is not None and size:
+        if layout.device not in generators:
+            generators[layout.device] = torch.Generator(device).manual_seed(0)
+        _draw(memory, layout.dtype, generators[layout.device])
+    return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
+
+
+def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Fill bytes with random numbers of a type, if it is a floating-point type that torch can convert to."""
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    values = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    if dtype in _DRAWN:
+        values.uniform_(-_LARGEST, _LARGEST, generator=generator)
+    elif dtype in _DRAWN_AND_CONVERTED:
+        drawn = torch.empty_like(values, dtype=torch.bfloat16)
+        values.copy_(drawn.uniform_(-_LARGEST, _LARGEST, generator=generator))
+
+
+class _Arena:
+    """Zeros for all storages on the CPU: one private mapping, whose pages take memory only when they are written."""
+
+    def __init__(self, layouts: Sequence[StorageLayout]) -> None:
+        sizes = [layout.size_bytes + 2 * ALIGNMENT_BYTES for layout in layouts if layout.device == "cpu"]
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, sum(sizes), flags=private) if sizes else None
+        self._taken = 0
+
+    def take(self, layout: StorageLayout) -> torch.UntypedStorage:
+        """The next storage. It begins at the address that the layout wants, modulo 64."""
+        if not layout.size_bytes or self._memory is None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+        first = -(-self._taken // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + layout.skew
+        self._taken = first + layout.size_bytes
+        taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=layout.size_bytes, offset=first)
+        return taken.untyped_storage()
