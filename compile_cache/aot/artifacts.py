@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from compile_cache.aot.adapter import inductor_options
+from compile_cache.aot.call_inputs import describe_call
 from compile_cache.aot.compiling import compile_ahead
 from compile_cache.aot.describe import (
     Description,
@@ -40,6 +41,7 @@ from compile_cache.aot.describe import (
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, digest, read_artifact, write_artifact
 from compile_cache.aot.precompiled import Precompiled, obstacle
 from compile_cache.aot.record import Record
+from compile_cache.aot.refusals import Refusal, code_digest_of, read_refusals, write_refusal
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.settings import Settings
 
@@ -62,7 +64,8 @@ _PASSES = (
 
 @dataclass(slots=True)
 class _Group:
-    """The artifacts of one group in this process; `refused` says why the others are not used."""
+    """The artifacts of one group in this process; `refused` says why the others are not used. `refusals` are those that
+    hold; None before they are read."""
 
     path: str
     key: dict[str, Description]
@@ -70,6 +73,7 @@ class _Group:
     refused: dict[str, str] = field(default_factory=dict)
     is_read: bool = False
     not_precompilable: str = ""
+    refusals: list[Refusal] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,8 @@ class Artifacts:
     @property
     def used(self) -> set[str]:
         """The paths, inside the cache directory, of what belongs to this boot's model."""
-        return {path for group in self._groups.values() for path in group.loaded}
+        refusals = {refusal.path for group in self._groups.values() for refusal in group.refusals or ()}
+        return refusals | {path for group in self._groups.values() for path in group.loaded}
 
     def note_options(self) -> None:
         """Take Inductor's options as they are now, in this thread, for those that what follows is compiled with."""
@@ -191,7 +196,8 @@ class Artifacts:
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
             return group.not_precompilable
-        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
+        call = describe_call(args, kwargs)
+        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload, call)
         path = f"{group.path}/{name}"
         if path in group.loaded:
             group.not_precompilable = "the artifact of this call is there, and does not fit it"
@@ -221,6 +227,34 @@ class Artifacts:
             if path.startswith(f"{group.path}/"):
                 group.loaded.pop(path, None)
                 group.refused[path] = group.not_precompilable = reason
+
+    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why calls like this one are served eager, as an earlier boot of the same code has found out; empty if they
+        need not be. Reads the group's refusals once."""
+        try:
+            group = self._group(module, args, kwargs)
+        except NotDescribedError:
+            return ""
+        if group.refusals is None:
+            stored = read_refusals(self._directory, group.path)
+            group.refusals = [refusal for refusal in stored if refusal.holds(module)]
+        return group.refusals[0].reason if group.refusals else ""
+
+    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
+        """Remember, for all boots with the same code, that calls like this one are served eager; the refusal's path
+        inside the cache directory. Empty if the inputs or the code cannot be named: then the next boot tries again.
+
+        Raises:
+            OSError: the cache directory cannot be written.
+        """
+        try:
+            group, code = self._group(module, args, kwargs), code_digest_of(module)
+        except (NotDescribedError, NotPrecompilable) as error:
+            log.info("refusal.not_remembered class=%s error=%r", class_name(type(module)), error)
+            return ""
+        path = write_refusal(self._directory, group.path, group.key, code, reason)
+        group.refusals = [refusal for refusal in read_refusals(self._directory, group.path) if refusal.holds(module)]
+        return path
 
     def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Group:
         key = {
