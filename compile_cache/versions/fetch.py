@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.pack.format import Run, runs, unpack_run
@@ -16,8 +17,10 @@ from compile_cache.pack.reading import READ_BYTES, Abandoned, ObjectReader, in_d
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.heads import HEAD_READ_BYTES, WHOLE_PACK_BYTES, StoredPack
 from compile_cache.versions.packs import PacksOfKey
-from compile_cache.versions.portion import Portion
 from compile_cache.versions.refused import RefusedPack
+
+if TYPE_CHECKING:
+    from compile_cache.versions.portion import Portion
 
 _MOST_LISTINGS = 5
 
@@ -51,8 +54,8 @@ def fetch(
     left_alone: Collection[str] = (),
     portion: Portion | None = None,
 ) -> Fetched:
-    """Get, verify and unpack the selected files of all packs but `left_alone`, in parallel; only a `portion` of them, if
-    it is given. Other frames are not read.
+    """Get, verify and unpack the selected files of all packs but `left_alone`, in parallel; of these files only the
+    `portion`, if one is given. Other frames are not read.
 
     A pack of which anything is wrong is refused whole, and the other packs make up for it where they can. Where a pack
     vanishes meanwhile, because it was merged into another one, the store is listed again.
