@@ -11,35 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import shutil
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import inductor_options
+from compile_cache.aot.call_inputs import describe_call
 from compile_cache.aot.compiling import compile_ahead
 from compile_cache.aot.describe import (
-    Description,
     NotDescribedError,
-    class_name,
-    describe,
     is_inference,
-    signature,
-    structure,
-    structure_digest,
 )
-from compile_cache.aot.files import PRECOMPILED, SUFFIX, digest, read_artifact, write_artifact
-from compile_cache.aot.options import TRACED_PACKAGES
+from compile_cache.aot.files import PRECOMPILED, SUFFIX, read_artifact, write_artifact
+from compile_cache.aot.groups import Group, Groups
 from compile_cache.aot.precompiled import Precompiled, obstacle
 from compile_cache.aot.record import Record
-from compile_cache.aot.switches import describe_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.settings import Settings
 
@@ -48,26 +39,6 @@ log = logging.getLogger("compile_cache")
 # As many as Dynamo may make graphs of a function.
 MOST_OF_A_GROUP = 64
 _MOST_PREFETCHED = 256
-# Passes of the program's own over a graph, which torch keeps out of the options that it lists.
-_PASSES = (
-    "pre_grad_custom_pass",
-    "joint_custom_pre_pass",
-    "joint_custom_post_pass",
-    "post_grad_custom_pre_pass",
-    "post_grad_custom_post_pass",
-)
-
-
-@dataclass(slots=True)
-class _Group:
-    """The artifacts of one group in this process; `refused` says why the others are not used."""
-
-    path: str
-    key: dict[str, Description]
-    loaded: dict[str, Precompiled] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    is_read: bool = False
-    not_precompilable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +88,7 @@ class Artifacts:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
-        self._groups: dict[str, _Group] = {}
-        self._options: str | None = None
+        self._groups = Groups(settings, directory)
         self._prefetched: dict[str, _Stored] = {}
         # Artifacts arrive on one thread, and are looked for on others.
         self._arriving = threading.RLock()
@@ -128,11 +98,25 @@ class Artifacts:
     def used(self) -> set[str]:
         """The paths, inside the cache directory, of what belongs to this boot's model."""
         with self._arriving:
-            return self._arrived | {path for group in self._groups.values() for path in group.loaded}
+            refusals = {refusal.path for group in self._groups for refusal in group.refusals or ()}
+            loaded = {path for group in self._groups for path in group.loaded}
+            return self._arrived | refusals | loaded
 
     def forget_options(self) -> None:
         """Take Inductor's options anew at the next call, in its thread: what follows is compiled with those."""
-        self._options = None
+        self._groups.forget_options()
+
+    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why an earlier boot of the same code has served such calls eager; empty if they need not be."""
+        return self._groups.refusal(module, args, kwargs)
+
+    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
+        """Remember for later boots that such calls are served eager; the path of the file, empty if there is none.
+
+        Raises:
+            OSError: the cache directory cannot be written.
+        """
+        return self._groups.refuse(module, args, kwargs, reason)
 
     def prefetch(self) -> int:
         """Load every artifact that is there and was made of the code that is here; how many there are, with the others.
@@ -145,7 +129,7 @@ class Artifacts:
         for path in paths[:_MOST_PREFETCHED]:
             try:
                 stored = self._parse(path)
-                if self._may_serve(stored.key) and stored.record.is_imported:
+                if self._groups.may_hold(stored.key) and stored.record.is_imported:
                     self._prefetched[path] = _loaded(stored)
             except (ArtifactError, OSError) as error:  # `find` meets it again, and says so
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
@@ -162,14 +146,14 @@ class Artifacts:
         with self._arriving:
             self._prefetched[path] = stored
             self._arrived.add(path)
-            for group in self._groups.values():
+            for group in self._groups:
                 if path.startswith(f"{group.path}/"):
                     group.is_read = False
 
     def let_go(self, path: str) -> None:
         """Forget a loaded artifact, and remove its file."""
         with self._arriving:
-            for group in self._groups.values():
+            for group in self._groups:
                 group.loaded.pop(path, None)
             self._prefetched.pop(path, None)
             self._arrived.discard(path)
@@ -184,7 +168,9 @@ class Artifacts:
         try:
             if reason := obstacle(module):
                 return reason
-            groups = [self._group(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
+            groups = [
+                self._groups.of(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))
+            ]
         except NotDescribedError as error:
             return f"this call cannot be described: {error}"
         for group in groups:
@@ -195,7 +181,7 @@ class Artifacts:
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
 
     def _find_in(
-        self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Found | list[str]:
         with self._arriving:
             if not group.is_read:
@@ -217,7 +203,7 @@ class Artifacts:
         try:
             if reason := obstacle(module):
                 return reason
-            group = self._group(module, args, kwargs, self._dynamic)
+            group = self._groups.of(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
             return f"this call cannot be described: {error}"
         if not group.not_precompilable and len(group.loaded) + len(group.refused) >= MOST_OF_A_GROUP:
@@ -230,7 +216,8 @@ class Artifacts:
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
             return group.not_precompilable
-        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
+        call = describe_call(args, kwargs)
+        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload, call)
         path = f"{group.path}/{name}"
         if path in group.loaded:
             group.not_precompilable = "the artifact of this call is there, and does not fit it"
@@ -239,7 +226,7 @@ class Artifacts:
 
     def take(self, made: Made, function: Precompiled) -> None:
         """Let an artifact that was just made, and has proved right, serve this process as well."""
-        group = next(group for group in self._groups.values() if group.path == made.group)
+        group = next(group for group in self._groups if group.path == made.group)
         group.loaded[made.path] = function
         group.refused.pop(made.path, None)
 
@@ -256,40 +243,12 @@ class Artifacts:
 
     def reject(self, path: str, reason: str) -> None:
         """Never use an artifact again in this process, nor make another one in its place."""
-        for group in self._groups.values():
+        for group in self._groups:
             if path.startswith(f"{group.path}/"):
                 group.loaded.pop(path, None)
                 group.refused[path] = group.not_precompilable = reason
 
-    def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> _Group:
-        key = {
-            **self._fixed_key(dynamic),
-            "options": self._noted_options(),
-            "class": class_name(type(module)),
-            "structure": structure_digest(structure(module)),
-            "inputs": signature(args, kwargs, with_sizes=dynamic is False),
-            "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
-        }
-        name = digest(key)
-        if name not in self._groups:
-            self._groups[name] = _Group(f"{PRECOMPILED}/{name}", key)
-        return self._groups[name]
-
-    def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
-        return {"mode": self._mode, "dynamic": str(dynamic), "versions": _versions()}
-
-    def _noted_options(self) -> str:
-        if self._options is None:
-            try:
-                self._options = _options_digest()
-            except Exception as error:  # a pass of the program's own whose `uuid` raises
-                raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
-        return self._options
-
-    def _may_serve(self, key: Mapping[str, Any]) -> bool:
-        return any(key.items() >= self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None))
-
-    def _read_all(self, group: _Group) -> None:
+    def _read_all(self, group: Group) -> None:
         group.is_read = True
         folder = self._directory / group.path
         names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
@@ -302,7 +261,7 @@ class Artifacts:
                     group.refused[path] = str(error)
                     log.info("precompiled.refused artifact=%s reason=%s", path, error)
 
-    def _read(self, group: _Group, path: str) -> Precompiled:
+    def _read(self, group: Group, path: str) -> Precompiled:
         stored = self._prefetched.pop(path, None) or self._parse(path)
         if stored.key != group.key:
             raise ArtifactError("it belongs to another group")
@@ -321,28 +280,3 @@ def _loaded(stored: _Stored) -> _Stored:
     """The same with its function, whose guards are made for the thread-local state that they are made under."""
     with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
         return replace(stored, function=stored.load())
-
-
-def _versions() -> Mapping[str, str]:
-    """Of everything that decides how a model is traced and compiled."""
-    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in TRACED_PACKAGES}
-    python = f"{platform.python_implementation()} {platform.python_version()}"
-    return {**packages, "torch": str(torch.__version__), "python": python}
-
-
-def _options_digest() -> str:
-    """Of Inductor's options, as set in the program; those from the environment are in the environment's key."""
-    return digest(sorted([name, _option(value)] for name, value in inductor_options(_PASSES).items()))
-
-
-def _option(value: Any) -> str:
-    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
-        return f"{class_name(type(value))} {uuid()!r}"
-    if isinstance(value, set | frozenset):
-        return repr(sorted(value, key=repr))
-    if isinstance(value, Sequence | Mapping | int | float | None):
-        return repr(value)
-    try:
-        return str(describe(value))  # a pass of the program's own
-    except NotDescribedError:
-        return class_name(type(value))

@@ -2,8 +2,9 @@
 
     8 bytes magic, 4 bytes length of the header (big endian), header (JSON), compiled function (torch's pickle)
 
-Both names are digests of what they stand for, so that two cold boots write the same names. The header is read, and
-compared with this process, before anything is unpickled. This module imports no torch.
+The header has the group's key, the record that is compared with this process before anything is unpickled, the
+checksum of the function, and the inputs of the call. Both names are digests of key and record, so that two cold boots
+write the same names. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from compile_cache.errors import ArtifactError
 from compile_cache.files import replacing
@@ -33,15 +35,28 @@ def digest(description: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes) -> str:
-    """Write an artifact into the folder of its group; its file's name.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is stored before the compiled function. `call` describes the inputs that it was made of (call_inputs.py);
+    None where they cannot be described, or where an older version wrote the artifact."""
+
+    key: Mapping[str, Any]
+    record: Mapping[str, Any]
+    sha256: str
+    call: Any = None
+
+
+def write_artifact(
+    group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes, call: Any = None
+) -> str:
+    """Write an artifact into the folder of its group; its file's name, which does not depend on `call`.
 
     Raises:
         OSError: it cannot be written.
     """
     name = _artifact_name(key, record)
     with replacing(group / name) as file:
-        file.write(_joined({"key": key, "record": record}, payload))
+        file.write(_joined(Header(key, record, "", call), payload))
     return name
 
 
@@ -52,28 +67,42 @@ def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], byt
         ArtifactError: it is damaged, or has another name.
         OSError: it cannot be read.
     """
-    header, payload = _split(path.read_bytes())
-    if _artifact_name(header["key"], header["record"]) != path.name:
-        raise ArtifactError("its name is not that of its content")
-    return header["key"], header["record"], payload
+    with path.open("rb") as file:
+        header = _read_header(file, path.name)
+        payload = file.read()
+    if header.sha256 != hashlib.sha256(payload).hexdigest():
+        raise ArtifactError("it is damaged: its content is not what its header says")
+    return header.key, header.record, payload
 
 
-def relocated(content: bytes, old: bytes, new: bytes) -> bytes:
-    """An artifact's content for a cache directory with another path, which is as long.
+def read_header(path: Path) -> Header:
+    """The header of an artifact that has the name of its header. The compiled function is not read.
+
+    Raises:
+        ArtifactError: it is damaged, or has another name.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return _read_header(file, path.name)
+
+
+def copy_artifact(source: Path, target: Path, old: bytes, new: bytes) -> None:
+    """Copy an artifact into a cache directory whose path is `new`, as long as the path `old` of its own.
 
     Raises:
         ArtifactError: it is damaged.
-        ValueError: the paths differ in length.
+        OSError: it cannot be read or written.
     """
-    if len(old) != len(new):
-        raise ValueError(f"{old!r} and {new!r} differ in length")
-    header, payload = _split(content)
-    return _joined(header, payload.replace(old, new))
+    with source.open("rb") as file:
+        header = _read_header(file, source.name)
+        payload = file.read()
+    with replacing(target) as copy:
+        copy.write(_joined(header, payload.replace(old, new)))
 
 
-def _joined(header: Mapping[str, Any], payload: bytes) -> bytes:
-    header = {**header, "sha256": hashlib.sha256(payload).hexdigest()}
-    encoded = json.dumps(header, sort_keys=True).encode()
+def _joined(header: Header, payload: bytes) -> bytes:
+    fields = {**asdict(header), "sha256": hashlib.sha256(payload).hexdigest()}
+    encoded = json.dumps(fields, sort_keys=True).encode()
     return _MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload
 
 
@@ -81,20 +110,23 @@ def _artifact_name(key: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return digest([dict(key), dict(record)]) + SUFFIX
 
 
-def _split(content: bytes) -> tuple[Mapping[str, Any], bytes]:
-    """Raises ArtifactError where it is damaged."""
-    start = len(_MAGIC) + _LENGTH.size
-    if len(content) < start or content[: len(_MAGIC)] != _MAGIC:
+def _read_header(file: BinaryIO, name: str) -> Header:
+    """Raises ArtifactError where it is damaged, or belongs to another name."""
+    start = file.read(len(_MAGIC) + _LENGTH.size)
+    if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
         raise ArtifactError("it is damaged, or not of this version's format")
-    (length,) = _LENGTH.unpack(content[len(_MAGIC) : start])
-    payload = content[start + length :]
+    (length,) = _LENGTH.unpack(start[len(_MAGIC) :])
     try:
-        header = json.loads(content[start : start + min(length, _LARGEST_HEADER_BYTES)])
-    except ValueError as error:
+        header = json.loads(file.read(min(length, _LARGEST_HEADER_BYTES)))
+        if not _is_header(header):
+            raise ArtifactError("it is damaged: its header is not one")
+        if _artifact_name(header["key"], header["record"]) != name:
+            raise ArtifactError("its name is not that of its content")
+    except (ValueError, RecursionError) as error:
         raise ArtifactError("it is damaged: its header is not readable") from error
-    is_header = (
-        isinstance(header, dict) and isinstance(header.get("key"), dict) and isinstance(header.get("record"), dict)
-    )
-    if not is_header or header.get("sha256") != hashlib.sha256(payload).hexdigest():
-        raise ArtifactError("it is damaged: its content is not what its header says")
-    return header, payload
+    return Header(header["key"], header["record"], header["sha256"], header.get("call"))
+
+
+def _is_header(header: Any) -> bool:
+    kinds = {"key": dict, "record": dict, "sha256": str}
+    return isinstance(header, dict) and all(isinstance(header.get(name), kind) for name, kind in kinds.items())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import importlib
 import os
 import re
 import sys
@@ -22,6 +20,7 @@ import torch
 from compile_cache.aot.adapter import Compilation, torch_key
 from compile_cache.aot.describe import code_digest
 from compile_cache.aot.guards import RecordedGuard, importable, resolve
+from compile_cache.aot.sources import file_digest
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.key import environment
@@ -128,7 +127,7 @@ def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
     return {
         # Of the module of `call_region`, that function is enough.
         name: {
-            "file": "" if name == call_region.__module__ else _file_digest(name),
+            "file": "" if name == call_region.__module__ else file_digest(name),
             "functions": {
                 qualified: code_digest(code)
                 for qualified, code in sorted(functions.items())
@@ -173,7 +172,7 @@ def _code_of(value: Any) -> types.CodeType | None:
 
 def _source_difference(name: str, source: Mapping[str, Any]) -> str:
     try:
-        if source["file"] and _file_digest(name) != source["file"]:
+        if source["file"] and file_digest(name) != source["file"]:
             return f"the source of {name} has changed"
         for qualified, expected in source["functions"].items():
             code = _code_of(resolve(name, qualified))
@@ -185,18 +184,3 @@ def _source_difference(name: str, source: Mapping[str, Any]) -> str:
 
 
 _cached_code_digest = functools.cache(code_digest)
-
-
-@functools.cache
-def _file_digest(module: str) -> str:
-    """SHA-256 of the file that a module was made from, as it is on disk when this is first asked.
-
-    Raises:
-        NotPrecompilable: it has none.
-    """
-    file = getattr(importlib.import_module(module), "__file__", None)
-    try:
-        with open(file or "", "rb") as source:
-            return hashlib.sha256(source.read()).hexdigest()
-    except OSError as error:
-        raise NotPrecompilable(f"the source of {module} is not at hand") from error

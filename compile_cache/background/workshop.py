@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from compile_cache.aot.files import PRECOMPILED, SUFFIX, relocated
+from compile_cache.aot.files import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.files import replacing
 from compile_cache.versions.directory import CacheDirectory
 
@@ -41,6 +41,7 @@ class Workshop:
         """Copy finished files into the cache directory: kernels first, and what needs them last.
 
         Raises:
+            ArtifactError: an artifact is damaged.
             OSError: one is not there, or the cache directory cannot be written.
         """
         self._copy(sorted(paths, key=lambda path: path.startswith(PRECOMPILED)), self.path, self._directory.path)
@@ -51,13 +52,14 @@ class Workshop:
 
     def _copy(self, paths: Iterable[str], source: Path, target: Path) -> None:
         old, new = os.fsencode(source), os.fsencode(target)
+        assert len(old) == len(new)
         for path in paths:
             if (target / path).exists() and not path.endswith(_REWRITTEN):
                 continue
-            content = (source / path).read_bytes()
-            if old in content:
-                content = relocated(content, old, new) if path.endswith(SUFFIX) else content.replace(old, new)
             (target / path).parent.mkdir(parents=True, exist_ok=True)
+            if path.endswith(SUFFIX):
+                copy_artifact(source / path, target / path, old, new)
+                continue
             with replacing(target / path) as file:
-                file.write(content)
+                file.write((source / path).read_bytes().replace(old, new))
             shutil.copymode(source / path, target / path)

@@ -24,8 +24,11 @@ from compile_cache.store.local import LocalStore
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.copy import Copied, copy_versions
 from compile_cache.versions.explain import explain_boot
+from compile_cache.versions.packs import PacksOfKey
 from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
+from compile_cache.versions.stored_refusals import stored_refusals
 from compile_cache.versions.verify import PackState, verify_all, verify_heads
 
 
@@ -101,8 +104,11 @@ def show(
         for version in found:
             out.print_note(f"  {version.key.environment}/{version.key.model_name}/{version.key.model_version}")
         raise typer.Exit(2)
-    packs = verify_heads(reading, found[0].packs, Rules.of(settings))
-    printing.print_version(reading, catalog, found[0], packs, files, json)
+    rules = Rules.of(settings)
+    packs = verify_heads(reading, found[0].packs, rules)
+    earlier = RefusedEarlier(Path(settings.dir) / "refused", reading.location, rules, is_read_only=True)
+    refusals = stored_refusals(PacksOfKey(reading, found[0].key, rules, earlier))
+    printing.print_version(reading, catalog, found[0], packs, refusals, files, json)
 
 
 @app.command()

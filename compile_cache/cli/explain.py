@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_cache.cli import terminal as out
+from compile_cache.cli.printing import print_refusals, refusal_records
 from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
 from compile_cache.regions.counters import CompileCounts
@@ -25,7 +26,8 @@ _DERIVED = ("compile_s", "fully_cached", "fully_precompiled")
 def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:
     """Print the answer of `explain MODEL`."""
     if as_json:
-        out.print_json({"store": store.location, **asdict(found)})
+        refusals = {"refusals": refusal_records(found.refusals)}
+        out.print_json({"store": store.location, **asdict(found), **refusals})
         return
     out.print_line(f"model        {found.key.model_name}")
     out.print_line(f"version      {found.key.model_version}")
@@ -38,6 +40,7 @@ def print_explanation(settings: Settings, store: ObjectStore, found: Explanation
         out.print_line(f"stored       for this environment: {', '.join(versions[:_MOST_VERSIONS])}{more}")
     for refused in found.refused:
         out.print_line(f"refused      {refused.name}: {refused.reason}")
+    print_refusals("eager        ", found.refusals)
     usable = f"{out.count_text(found.packs, 'pack')}, {out.size_text(found.stored_bytes)}"
     said = {"hit": usable, "seeded": f"from version {found.seeded_from}, {usable}; {found.reason}"}
     out.print_line(f"{found.outcome}: {said.get(found.outcome, found.reason)}")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from compile_cache.aot.refusals import Refusal
 from compile_cache.cli import terminal as out
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import Catalog, Version, read_record
@@ -70,6 +71,7 @@ def print_version(
     catalog: Catalog,
     version: Version,
     packs: Sequence[VerifiedPack],
+    refusals: Sequence[Refusal],
     with_files: bool,
     as_json: bool,
 ) -> None:
@@ -81,13 +83,14 @@ def print_version(
     if as_json:
         environment = asdict(record) if record else None
         shown = [_pack_record(pack, with_files) for pack in packs]
-        keys = dict(sorted(kinds.items()))
-        out.print_json({**version_record(version), "record": environment, "packs": shown, "logical_keys": keys})
+        document = {**version_record(version), "record": environment, "packs": shown}
+        out.print_json({**document, "logical_keys": dict(sorted(kinds.items())), "refusals": refusal_records(refusals)})
         return
     out.print_line(f"{version.key.model_name}/{version.key.model_version}")
     out.print_line(f"  environment   {version.key.environment}: {out.environment_text(record)}")
     out.print_line(f"  published     {out.age_text(version.published_s)}, last used {out.age_text(version.used_s)}")
     out.print_line(f"  logical keys  {', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds)) or 'none'}")
+    print_refusals("  eager         ", refusals)
     for pack in packs:
         out.print_line()
         out.print_line(f"pack {pack.entry.name.rpartition('/')[2].removesuffix('.pack')}")
@@ -102,6 +105,20 @@ def print_version(
             out.print_line(f"  created {created}, by {manifest.creator or 'nobody named'}")
             if with_files:
                 out.print_table(("    size>", "file"), [(out.size_text(f.size_bytes), f.path) for f in manifest.files])
+
+
+def refusal_records(refusals: Sequence[Refusal]) -> list[dict[str, str]]:
+    """Refusals as JSON."""
+    return [
+        {"class": refusal.class_name, "inputs": refusal.inputs, "reason": refusal.reason, "created": refusal.created}
+        for refusal in refusals
+    ]
+
+
+def print_refusals(label: str, refusals: Sequence[Refusal]) -> None:
+    """A line for each kind of call that is served eager: `Block(float32[4, 16] on cpu): why, since 2026-11-22`."""
+    for refusal in refusals:
+        out.print_line(f"{label}{refusal.class_name}({refusal.inputs}): {refusal.reason}, since {refusal.created}")
 
 
 def _pack_record(pack: VerifiedPack, with_files: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from compile_cache.aot.refusals import Refusal
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
@@ -15,6 +16,7 @@ from compile_cache.versions.packs import PacksOfKey, Selection
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
+from compile_cache.versions.stored_refusals import stored_refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Explanation:
     for the `reason`. `packs` are those that files would be taken from, as far as their heads tell.
 
     `stored_versions` of the model have packs for this environment. `assumes_no_sources` is True where the version would
-    be another one if the predictor names sources.
+    be another one if the predictor names sources. `refusals` are the kinds of calls that a boot of the
+    same code serves eager.
     """
 
     key: CacheKey
@@ -36,13 +39,14 @@ class Explanation:
     refused: tuple[RefusedPack, ...] = ()
     stored_versions: tuple[str, ...] = ()
     assumes_no_sources: bool = False
+    refusals: tuple[Refusal, ...] = ()
 
 
 def explain_boot(
     settings: Settings, store: ObjectStore, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]
 ) -> Explanation:
     """Look for what a boot would restore, by the boot's own rules, without torch and without claiming the cache
-    directory: its number is taken to be 0, as in a container. Only the packs' heads are read.
+    directory: its number is taken to be 0, as in a container. Only the packs' heads are read, and refusals.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -66,7 +70,8 @@ def explain_boot(
         selection = packs.select()
         refused += selection.refused
         if selection.files:
-            return _with_packs(replace(found, refused=tuple(refused)), candidate, selection)
+            found = replace(found, refused=tuple(refused), refusals=stored_refusals(packs))
+            return _with_packs(found, candidate, selection)
     return replace(found, reason=explain_miss(store, key, environment), refused=tuple(refused))
 
 

@@ -1,0 +1,167 @@
+"""Groups of artifacts: a class, its structure, a kind of inputs, and everything else that is known before a call.
+
+Importing this module fails where `adapter.py` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compile_cache.aot.adapter import inductor_options
+from compile_cache.aot.describe import (
+    Description,
+    NotDescribedError,
+    class_name,
+    describe,
+    signature,
+    structure,
+    structure_digest,
+)
+from compile_cache.aot.files import PRECOMPILED, digest
+from compile_cache.aot.options import TRACED_PACKAGES
+from compile_cache.aot.refusals import Refusal, code_digest_of, read_refusals, write_refusal
+from compile_cache.aot.switches import describe_switches, on_gpu, switches
+from compile_cache.errors import NotPrecompilable
+from compile_cache.settings import Settings
+
+if TYPE_CHECKING:
+    from compile_cache.aot.precompiled import Precompiled
+
+log = logging.getLogger("compile_cache")
+
+# Passes of the program's own over a graph, which torch keeps out of the options that it lists.
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+
+
+@dataclass(slots=True)
+class Group:
+    """The artifacts of one group in this process; `refused` says why the others are not used. `refusals` are those that
+    hold; None before they are read."""
+
+    path: str
+    key: dict[str, Description]
+    loaded: dict[str, Precompiled] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    is_read: bool = False
+    not_precompilable: str = ""
+    refusals: list[Refusal] | None = None
+
+
+class Groups:
+    """The groups that this process has met, by name."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self._mode = settings.mode
+        self._dynamic = settings.dynamic
+        self._directory = directory
+        self._groups: dict[str, Group] = {}
+        self._options: str | None = None
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(list(self._groups.values()))
+
+    def forget_options(self) -> None:
+        """Take Inductor's options anew at the next call, in its thread: what follows is compiled with those."""
+        self._options = None
+
+    def of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> Group:
+        """The group of a call. `dynamic` as torch.compile has it: False names the sizes of its tensors.
+
+        Raises:
+            NotDescribedError: the inputs or the options cannot be described.
+        """
+        key = {
+            **self._fixed_key(dynamic),
+            "options": self._noted_options(),
+            "class": class_name(type(module)),
+            "structure": structure_digest(structure(module)),
+            "inputs": signature(args, kwargs, with_sizes=dynamic is False),
+            "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
+        }
+        name = digest(key)
+        if name not in self._groups:
+            self._groups[name] = Group(f"{PRECOMPILED}/{name}", key)
+        return self._groups[name]
+
+    def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
+        return {"mode": self._mode, "dynamic": str(dynamic), "versions": _versions()}
+
+    def _noted_options(self) -> str:
+        if self._options is None:
+            try:
+                self._options = _options_digest()
+            except Exception as error:  # a pass of the program's own whose `uuid` raises
+                raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
+        return self._options
+
+    def may_hold(self, key: Mapping[str, Any]) -> bool:
+        """Whether a stored artifact's key can be that of a group of this process."""
+        return any(key.items() >= self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None))
+
+    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why calls like this one are served eager, as an earlier boot of the same code has found out; empty if they
+        need not be. Reads the group's refusals once."""
+        try:
+            group = self.of(module, args, kwargs, self._dynamic)
+        except NotDescribedError:
+            return ""
+        if group.refusals is None:
+            stored = read_refusals(self._directory, group.path)
+            group.refusals = [refusal for refusal in stored if refusal.holds(module)]
+        return group.refusals[0].reason if group.refusals else ""
+
+    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
+        """Remember, for all boots with the same code, that calls like this one are served eager; the refusal's path
+        inside the cache directory. Empty if the inputs or the code cannot be named: then the next boot tries again.
+
+        Raises:
+            OSError: the cache directory cannot be written.
+        """
+        try:
+            group, code = self.of(module, args, kwargs, self._dynamic), code_digest_of(module)
+        except (NotDescribedError, NotPrecompilable) as error:
+            log.info("refusal.not_remembered class=%s error=%r", class_name(type(module)), error)
+            return ""
+        path = write_refusal(self._directory, group.path, group.key, code, reason)
+        group.refusals = [refusal for refusal in read_refusals(self._directory, group.path) if refusal.holds(module)]
+        return path
+
+
+def _versions() -> Mapping[str, str]:
+    """Of everything that decides how a model is traced and compiled."""
+    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in TRACED_PACKAGES}
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return {**packages, "torch": str(torch.__version__), "python": python}
+
+
+def _options_digest() -> str:
+    """Of Inductor's options, as set in the program; those from the environment are in the environment's key."""
+    return digest(sorted([name, _option(value)] for name, value in inductor_options(_PASSES).items()))
+
+
+def _option(value: Any) -> str:
+    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
+        return f"{class_name(type(value))} {uuid()!r}"
+    if isinstance(value, set | frozenset):
+        return repr(sorted(value, key=repr))
+    if isinstance(value, Sequence | Mapping | int | float | None):
+        return repr(value)
+    try:
+        return str(describe(value))  # a pass of the program's own
+    except NotDescribedError:
+        return class_name(type(value))
