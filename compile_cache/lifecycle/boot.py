@@ -130,6 +130,11 @@ class Boot:
             self._start_publishing()
         if self._compiler is not None:
             self._compiler.release()
+            if self._settings.cold_start == "background" and self._directory is not None:
+                from compile_cache.lifecycle.plan import plan_ahead
+
+                cache = self._restored.cache if self._restored is not None else None
+                plan_ahead(self._compiler, self._directory, cache, self.report.restore.outcome)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

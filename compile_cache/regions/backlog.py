@@ -35,12 +35,20 @@ _IDLE_S = 30.0
 
 
 class Backlog:
-    """One compiling process, and the calls that wait for it. `open` is called, once, before the first artifact is
-    loaded, on this class's own thread."""
+    """One compiling process, and the calls that wait for it.
 
-    def __init__(self, settings: Settings, directory: CacheDirectory, load: Callable[[str], None]) -> None:
+    `open_artifacts` imports torch's compiler, and `load` loads an artifact. Both are called on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: CacheDirectory,
+        open_artifacts: Callable[[], None],
+        load: Callable[[str], None],
+    ) -> None:
         self._settings = settings
-        self._load = load
+        self._open_artifacts, self._load = open_artifacts, load
         self._workshop = Workshop(directory)
         self._log = directory.path.with_name(f"{directory.path.name}.compiling.log")
         self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
@@ -95,6 +103,7 @@ class Backlog:
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
         making = Making(reason=answer.reason) if answer.answer is None else pickle.loads(answer.answer)
+        self._open_artifacts()
         if not making.reason:
             try:
                 self._workshop.take(making.files)

@@ -119,6 +119,7 @@ class CompiledHere:
         if check is None or kept is None or check.passed:
             return answer.output
         self.demote(check.difference)
+        self.stored.refuse(module, args, kwargs, check.difference)
         return kept.give_back(kept.eager().output)
 
     def _check_made(

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.refusals import SUFFIX as REFUSED_SUFFIX
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
@@ -28,6 +29,7 @@ from compile_cache.versions.directory import CacheDirectory, has_artifacts
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts
+    from compile_cache.aot.known_calls import KnownCall
     from compile_cache.regions.backlog import Backlog
     from compile_cache.regions.compiled_here import CompiledHere
 
@@ -68,7 +70,7 @@ class Compiler:
 
             with self._opening:
                 if self._backlog is None:
-                    self._backlog = Backlog(self._settings, self._directory, self._load_arrived)
+                    self._backlog = Backlog(self._settings, self._directory, self.open, self._load_arrived)
                     if self._is_released:
                         self._backlog.release()
         return self._backlog
@@ -107,7 +109,6 @@ class Compiler:
 
     def _load_arrived(self, path: str) -> None:
         """Load an artifact of the second process. Raises ArtifactError or OSError where it cannot be used."""
-        self.open()
         if self._precompiled is None:
             raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
         self._precompiled.arrive(path)
@@ -128,6 +129,16 @@ class Compiler:
         self._deadline_s = deadline_s
         for region in self.regions.values():
             region.deadline_s = deadline_s
+
+    def plan(self, calls: Iterable[KnownCall]) -> int:
+        """Have calls compiled that nobody has made here yet; how many there are. Imports torch's compiler.
+
+        Call it in the background, after READY, under the thread-local state of a prediction.
+        """
+        from compile_cache.regions.plan import order_known
+
+        self.open()
+        return order_known(self.regions.values(), calls, self._settings)
 
     @property
     def waiting(self) -> int:
@@ -193,7 +204,7 @@ class Compiler:
 
     def _new_artifacts(self) -> set[str]:
         """The artifacts that have appeared since the last call."""
-        now = set(self._directory.scan())
+        now = {path for path in self._directory.scan() if not path.endswith(REFUSED_SUFFIX)}
         new, self._seen = now - self._seen, now
         return new
 

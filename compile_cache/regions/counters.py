@@ -19,7 +19,8 @@ _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune
 class CompileCounts:
     """torch's own counters, and files: what was found, and what was made anew, since the boot began.
 
-    `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory that were not restored.
+    `refused` counts kinds of calls that later boots serve eager at once. `kernels_compiled` counts the compiled kernels
+    (`.so`, `.cubin`) in the cache directory that were not restored.
     """
 
     graphs: int = 0
@@ -32,6 +33,7 @@ class CompileCounts:
     benchmarks: int = 0
     precompiled_loaded: int = 0
     precompiled_made: int = 0
+    refused: int = 0
     kernels_compiled: int = 0
 
     def since(self, before: CompileCounts) -> CompileCounts:
@@ -67,6 +69,7 @@ def read_counts() -> CompileCounts:
         benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
         precompiled_loaded=_precompiled["loaded"],
         precompiled_made=_precompiled["made"],
+        refused=_precompiled["refused"],
     )
 
 
@@ -95,5 +98,5 @@ def uncounted() -> Iterator[None]:
 
 
 def count_precompiled(what: str) -> None:
-    """Add one to the precompiled regions that were `loaded` and served, or `made`."""
+    """Add one to the precompiled regions that were `loaded` and served, or `made`, or to the calls `refused`."""
     _precompiled[what] += 1

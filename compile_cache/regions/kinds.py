@@ -41,6 +41,7 @@ class Kind:
     asked: dict[nn.Module, int] = field(default_factory=dict)
     waiting: int = 0
     refused: str = ""
+    is_to_remember: bool = False
     paths: list[str] = field(default_factory=list)
 
     def turn(self, module: nn.Module, generation: int) -> Turn:

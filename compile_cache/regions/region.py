@@ -132,6 +132,11 @@ class Region:
             )
         looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
         if isinstance(looked, str):
+            if reason := self.stored.refusal(module, args, kwargs):
+                self.served["eager"] += 1
+                self.report.explain(f"eager, as an earlier boot has found: {reason}")
+                self.report.take_step("eager")
+                return call_region(module, args, kwargs)
             return self._serve_anew(module, args, kwargs, looked)
         return self._serve_found(looked, module, args, kwargs)
 
@@ -147,6 +152,8 @@ class Region:
             if not isinstance(found, str):
                 return self._serve_found(found, module, args, kwargs)
             kind.looked[module] = self._current
+            if not kind.refused and (reason := self.stored.refusal(module, args, kwargs)):
+                self._serve_eager(kind, reason)
             turn = kind.turn(module, self._current)
         if self._here is not None and self._here.knows(key):
             self.served["compiled"] += 1
@@ -158,6 +165,9 @@ class Region:
             )
         if turn is Turn.ASK and policy == "background":
             return self._serve_and_ask(kind, key, module, args, kwargs)
+        if kind.is_to_remember:
+            kind.is_to_remember = False
+            self.stored.refuse(module, args, kwargs, kind.refused)
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
@@ -168,25 +178,48 @@ class Region:
     def _serve_and_ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
         cannot build is compiled in this one."""
-        backlog = self._backlog()
-        call: PackedCall | Failure | None = None
-        if backlog is not None and kind.ask(module):
-            self._let_go()
-            call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
-        if isinstance(call, Failure):
-            self._refuse(kind, call)
-            if self.watched:
-                return self._serve_anew(module, args, kwargs, kind.refused)
+        call = self._pack(kind, module, args, kwargs)
+        if call is None and self.watched and kind.refused:
+            return self._serve_anew(module, args, kwargs, kind.refused)
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
-        if backlog is not None and isinstance(call, PackedCall):
-            dynamic = self._kinds.varying(kind, _likeness(key))
-            receive = functools.partial(self._receive, kind, bool(dynamic))
-            ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
-            if isinstance(ordered, Failure):
-                self._refuse(kind, ordered)
-            self.report.wait_for(self._kinds.waiting)
+        if call is not None:
+            self._order(kind, key, call)
         return output
+
+    def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Have a call compiled that nobody has made here yet; whether it was ordered."""
+        args, kwargs = with_plain_strides(args, kwargs)
+        key = kind_of_call(module, args, kwargs)
+        kind = self._kinds.of(key, args, kwargs)
+        is_there = kind.waiting or not isinstance(self.stored.find(module, args, kwargs), str)
+        if is_there or self.stored.refusal(module, args, kwargs):
+            return False
+        call = self._pack(kind, module, args, kwargs)
+        if call is not None:
+            self._order(kind, key, call)
+        return call is not None
+
+    def _pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
+        backlog = self._backlog()
+        if backlog is None or not kind.ask(module):
+            return None
+        self._let_go()
+        call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
+        if isinstance(call, Failure):
+            self._refuse(kind, call)
+            return None
+        return call
+
+    def _order(self, kind: Kind, key: Hashable, call: PackedCall) -> None:
+        backlog = self._backlog()
+        assert backlog is not None
+        dynamic = self._kinds.varying(kind, _likeness(key))
+        receive = functools.partial(self._receive, kind, bool(dynamic))
+        ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
+        if isinstance(ordered, Failure):
+            self._refuse(kind, ordered)
+        self.report.wait_for(self._kinds.waiting)
 
     def _refuse(self, kind: Kind, failure: Failure) -> None:
         """Give up a kind that cannot be handed to the second process."""
@@ -208,6 +241,7 @@ class Region:
             self.report.precompile_s += making.seconds
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
             self._serve_eager(kind, making.reason)
+            kind.is_to_remember = True
         self._arrived += 1
         self.report.wait_for(self._kinds.waiting)
 
@@ -273,7 +307,10 @@ class Region:
             is_exhausted = isinstance(answer.error, torch.OutOfMemoryError)
             return answer.reason if is_exhausted else self.stored.reject(found.path, answer.reason)
         check = check_against_eager(self.report, answer, kept)
-        return "" if check is None or check.passed else self.stored.reject(found.path, f"it {check.difference}")
+        if check is None or check.passed:
+            return ""
+        self.stored.refuse(module, args, kwargs, check.difference)
+        return self.stored.reject(found.path, f"it {check.difference}")
 
     def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve the first call of a module by an artifact that has proved right for others, and compare it as well."""
@@ -290,13 +327,14 @@ class Region:
             self.report.take_step("precompiled")
             return answer.output
         self.stored.reject(found.path, f"it {check.difference}")
+        self.stored.refuse(module, args, kwargs, check.difference)
         self.report.take_step("eager")
         return kept.give_back(kept.eager().output)
 
     def conclude(self) -> None:
         """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""
         if not self._calls and not self._unused:
-            self._unused = _unused(self.stored.any_instance())
+            self._unused = _unused(self.stored.instances()[0])
             self.report.explain(self._unused)
             log.warning("nothing is compiled of %s: %s", self.report.name, self._unused)
         here = self._here

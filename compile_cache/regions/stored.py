@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compile_cache.regions.border import Failure, attempt
-from compile_cache.regions.counters import uncounted
+from compile_cache.regions.counters import count_precompiled, uncounted
 from compile_cache.regions.ladder import RegionReport
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class StoredFunctions:
         self._found.setdefault(module, ())
         return len(self._found)
 
-    def any_instance(self) -> nn.Module:
-        """One of the modules that are served."""
-        return next(iter(self._found))
+    def instances(self) -> tuple[nn.Module, ...]:
+        """The modules that are served."""
+        return tuple(self._found)
 
     def open(self, artifacts: Artifacts) -> None:
         """Find artifacts from now on."""
@@ -84,6 +84,19 @@ class StoredFunctions:
         if not isinstance(found, str):
             self._found[module] = (found, *self._found[module])
         return found
+
+    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why an earlier boot has served such calls eager; empty if they need not be, or that is not known."""
+        if self._artifacts is None:
+            return ""
+        reason = attempt(self._artifacts.refusal, module, args, kwargs)
+        return "" if isinstance(reason, Failure) else reason
+
+    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
+        """Let later boots of the same code serve such calls eager at once."""
+        if self._artifacts is not None:
+            attempt(self._artifacts.refuse, module, args, kwargs, reason)
+            count_precompiled("refused")
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         """Compile a call ahead of time, if that is possible."""

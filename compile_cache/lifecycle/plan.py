@@ -1,0 +1,44 @@
+"""After READY, what is known is compiled: the calls that the headers of stored artifacts name, on a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from compile_cache.aot.known_calls import KnownCall, known_calls
+from compile_cache.errors import CompileCacheError
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory
+
+if TYPE_CHECKING:
+    from compile_cache.regions.compiler import Compiler
+
+log = logging.getLogger("compile_cache")
+
+# How a boot's restore may end where the stored artifacts of this version and GPU may lack calls that are known.
+_INCOMPLETE = ("miss", "seeded")
+
+
+def plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCache | None, outcome: str) -> None:
+    """Order what artifacts in the cache directory name, and, if this version has none of its own in this environment,
+    what the model's other versions and environments have. A failure costs nothing."""
+    if outcome not in _INCOMPLETE:
+        return
+
+    def run() -> None:
+        try:
+            if calls := _known(directory, cache):
+                compiler.plan(calls)
+        except (CompileCacheError, OSError) as error:
+            log.info("plan.failed error=%s", error)
+
+    threading.Thread(target=run, name="compile-cache-plan", daemon=True).start()
+
+
+def _known(directory: CacheDirectory, cache: CompileCache | None) -> list[KnownCall]:
+    from compile_cache.versions.relatives import calls_of_relatives
+
+    own = known_calls(directory.path)
+    relatives = calls_of_relatives(cache) if cache is not None else []
+    return list({call.name: call for call in (*own, *relatives)}.values())
