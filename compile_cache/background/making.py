@@ -64,14 +64,14 @@ class _Maker:
         settings = replace(self._settings, dynamic=None) if dynamic else self._settings
         # New for each order: what an earlier one has made is not looked at.
         artifacts = Artifacts(settings, self._path)
-        _leave_open(dynamic, args, kwargs)
-        made = artifacts.make(module, args, kwargs)
+        made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
             return made
         if reason := _run(made, module, args, kwargs):
             return reason
         # Now it is on record what tuning has chosen: made again, the artifact has the kernels that won, and no others.
-        return artifacts.make(module, args, kwargs) if on_gpu(module, args, kwargs) else made
+        is_tuned = on_gpu(module, args, kwargs)
+        return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if is_tuned else made
 
     def _new_files(self, artifact: str) -> tuple[str, ...]:
         files = set(scan_folder(self._path))
@@ -101,7 +101,16 @@ def _run(made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _leave_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> None:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs with marks on the dimensions whose size is left open. Marks stay on a tensor, and code for marked ones
+    does not fit others: the marked ones are copies that share the memory."""
+    if not dynamic:
+        return args, kwargs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for number, dimension in dynamic:
-        torch._dynamo.mark_dynamic(tensors[number], dimension)
+        place = tensors[number]
+        leaves[place] = leaves[place].detach()
+        torch._dynamo.mark_dynamic(leaves[place], dimension)
+    marked: tuple[Any, Any] = pytree.tree_unflatten(leaves, spec)
+    return marked

@@ -78,6 +78,7 @@ class StoredFunctions:
         """The artifact that serves this call, remembered; or why none does, empty where none is wanted."""
         if self._artifacts is None:
             return ""
+        _configure()
         found = attempt(self._artifacts.find, module, args, kwargs)
         if isinstance(found, Failure):
             return found.reason
@@ -89,12 +90,14 @@ class StoredFunctions:
         """Why an earlier boot has served such calls eager; empty if they need not be, or that is not known."""
         if self._artifacts is None:
             return ""
+        _configure()
         reason = attempt(self._artifacts.refusal, module, args, kwargs)
         return "" if isinstance(reason, Failure) else reason
 
     def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
         """Let later boots of the same code serve such calls eager at once."""
         if self._artifacts is not None:
+            _configure()
             attempt(self._artifacts.refuse, module, args, kwargs, reason)
             count_precompiled("refused")
 
@@ -102,10 +105,8 @@ class StoredFunctions:
         """Compile a call ahead of time, if that is possible."""
         if self._artifacts is None:
             return None
-        from compile_cache.regions.torch_settings import configure_torch
-
         started = time.perf_counter()
-        configure_torch()
+        _configure()
         with uncounted():
             made = attempt(self._artifacts.make, module, args, kwargs)
         self._report.precompile_s += time.perf_counter() - started
@@ -130,3 +131,10 @@ class StoredFunctions:
         if self._artifacts is not None:
             self._artifacts.reject(path, reason)
         return reason
+
+
+def _configure() -> None:
+    """Make this library's settings of torch in this thread. They are part of an artifact's name."""
+    from compile_cache.regions.torch_settings import configure_torch
+
+    configure_torch()
