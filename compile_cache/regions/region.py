@@ -26,6 +26,7 @@ from compile_cache.regions.counters import CompileCounts, are_counted, count_pre
 from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
 from compile_cache.regions.inputs import Kept, with_plain_strides
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.speed import compare_speed
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
 
@@ -247,7 +248,8 @@ class Region:
             function = made.load()
             if misfit := function.misfit(module, args, kwargs):
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
-            check = compare(function(module, unchanged.args, unchanged.kwargs), reference.output)
+            tried = Kept(module, unchanged.args, unchanged.kwargs)
+            check = compare(function(module, tried.args, tried.kwargs), reference.output)
             if not check.passed:
                 raise ArtifactError(f"it {check.difference}")
             return function
@@ -262,6 +264,12 @@ class Region:
         self.report.made += 1
         self._compared |= {(None, made.path), (module, "precompiled")}
         self.stored.take(made, function)
+        self._time(function, module, unchanged)
+
+    def _time(self, compiled: Callable[..., Any], module: nn.Module, unchanged: Kept) -> None:
+        speed = attempt(compare_speed, compiled, module, unchanged)
+        if not isinstance(speed, Failure):
+            self.report.note_speed(speed.compiled_ms, speed.eager_ms)
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> Kept | None:
         """Copies of the inputs; None where there can be none, which leaves the call unchecked."""

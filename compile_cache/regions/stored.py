@@ -45,6 +45,7 @@ class StoredFunctions:
         """Find and make nothing more, because of `reason`."""
         self._artifacts = None
         self._report.explain(f"not precompiled: {reason}")
+        self._report.note_not_precompiled(reason)
 
     def fitting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
         """Of the functions that have served `module` before, the one that fits this call."""
@@ -85,6 +86,7 @@ class StoredFunctions:
             made = made.reason
         if isinstance(made, str):
             self._report.explain(f"cannot be precompiled: {made}")
+            self._report.note_not_precompiled(made)
             return None
         return made
 
@@ -97,6 +99,7 @@ class StoredFunctions:
         """Use an artifact no more, and withhold it from the store; `reason` again."""
         log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
         self._report.explain(f"not precompiled: {reason}")
+        self._report.note_not_precompiled(reason)
         self.withheld.add(path)
         for module, known in self._found.items():
             self._found[module] = tuple(other for other in known if other.path != path)
