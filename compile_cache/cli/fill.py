@@ -37,8 +37,8 @@ def fill_store(
         CompileCacheError: there is no predictor or no store, the setup failed, or the store cannot be read.
     """
     project = read_project(Path.cwd(), predictor)
-    for name, value in {**project.variables, **os.environ}.items():
-        os.environ[name] = value
+    for name, value in project.variables.items():
+        os.environ.setdefault(name, value)
     if model is not None:
         os.environ["MODEL"] = model
     settings = prepare_environ(os.environ, str(to.absolute()) if to else store)
@@ -77,9 +77,7 @@ def _one_line(reference: str) -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
-        raise CompileCacheError(
-            f"{reference} could not be set up, and nothing more was published: {error!r}"
-        ) from error
+        raise CompileCacheError(f"{reference} could not be set up, so nothing was published: {error!r}") from error
 
 
 def _print_filled(predictor: str, location: str, boots: Sequence[FilledBoot], findings: Findings | None) -> None:

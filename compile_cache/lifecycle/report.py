@@ -104,7 +104,7 @@ class BootReport:
     def fully_precompiled(self) -> bool:
         """True if the boot is fully cached, and traced nothing: all planned regions are `precompiled`."""
         return self.fully_cached and all(
-            region.step == "precompiled" for region in self.regions if not region.is_left_eager
+            region.step == "precompiled" or region.is_left_eager for region in self.regions
         )
 
     def to_json(self) -> str:

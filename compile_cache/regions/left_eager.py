@@ -42,7 +42,7 @@ class LeftEager:
         met = {report.name for report in self.reports}
         classes = ", ".join(sorted({*met, *compiled})) or "none"
         return [
-            f"COMPILE_CACHE_LEAVE_EAGER names {name}, which is no class that this boot compiles. It compiles: {classes}."
+            f"COMPILE_CACHE_LEAVE_EAGER names {name}, which no region of this boot is. Its regions: {classes}."
             for name in self._names
             if name not in met
         ]

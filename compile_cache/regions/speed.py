@@ -50,7 +50,8 @@ def _time_ms(function: Callable[..., Any], module: nn.Module, inputs: Kept) -> f
         started = time.perf_counter()
         function(module, inputs.args, inputs.kwargs)
         return (time.perf_counter() - started) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    events: Any = torch.cuda  # whose events have no types
+    start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
     if wait := getattr(torch.cuda, "_sleep", None):
         wait(_HEAD_START_CYCLES)
     start.record()
