@@ -18,6 +18,7 @@ from precompiling import activated, boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.cli.project import ProjectError, load_predictor, read_project, set_up
+from compile_cache.cli.terminal import size_text
 from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.regions.explanation import Finding, explained
@@ -27,7 +28,7 @@ from compile_cache.store.web_index import INDEX, parse_index
 
 # Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python that
 # runs, and a server's Python is this one.
-COMMAND = (sys.executable, "-c", "from compile_cache.cli import main; main()")
+COMMAND = (sys.executable, "-m", "compile_cache.cli")
 
 # Of one predictor, a class for each thing that can be missing, and one that is as it should be.
 PREDICT = """
@@ -194,11 +195,11 @@ def test_what_is_not_missing_is_stored_and_counted(incomplete):
     folder, done = incomplete
     packs = {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
     last = done.stdout.splitlines()[-1]
-    found = re.match(r"not filled \(3 problems\): (\d+) artifacts, (\d+\.\d) MB in (\S+), ", last)
+    found = re.match(r"not filled \(3 problems\): (\d+) artifacts, (\d+\.\d kB) in (\S+), ", last)
     assert found, last
     assert int(found[1]) > 0
     assert found[3] == str(folder / "store")
-    assert float(found[2]) == pytest.approx(sum(map(len, packs.values())) / 1e6, abs=0.051)
+    assert found[2] == size_text(sum(map(len, packs.values())))
 
 
 def test_explain_names_file_and_line_of_a_graph_break_and_the_guard_of_a_recompile(incomplete):

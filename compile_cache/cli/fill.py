@@ -149,9 +149,9 @@ def _print_end(location: str, boots: Sequence[FilledBoot], problems: Sequence[Pr
     for problem in problems:
         out.print_note(f"missing: {problem}")
     artifacts = out.count_text(sum(filled.stored.artifacts for filled in boots), "artifact")
-    size = sum(filled.stored.stored_bytes for filled in boots) / 1e6
+    size = out.size_text(sum(filled.stored.stored_bytes for filled in boots))
     filled = "filled" if not problems else f"not filled ({out.count_text(len(problems), 'problem')})"
-    out.print_line(f"{filled}: {artifacts}, {size:.1f} MB in {location}{_devices(boots)}")
+    out.print_line(f"{filled}: {artifacts}, {size} in {location}{_devices(boots)}")
 
 
 def _devices(boots: Sequence[FilledBoot]) -> str:
