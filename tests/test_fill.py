@@ -9,21 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import blocks
 import pytest
-import torch
 from boots import stored
 from cog_server import PROJECT, CogServer
-from precompiling import activated, boot, build, only_report, tensor, warm_up
-from toy_model import ToyModel
 
-from compile_cache.cli.project import ProjectError, load_predictor, read_project, set_up
 from compile_cache.cli.terminal import size_text
 from compile_cache.lifecycle.boot import observed_boots
-from compile_cache.lifecycle.report import BootReport
-from compile_cache.regions.explanation import Finding, explained
-from compile_cache.regions.ladder import RegionReport
-from compile_cache.settings import Settings
 from compile_cache.store.web_index import INDEX, parse_index
 
 # Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python that
@@ -290,51 +281,6 @@ def test_a_fill_that_could_not_fill_anything_does_not_begin(tmp_path, variables,
     assert "SystemError" not in done.stderr
 
 
-def test_a_folder_without_a_predictor_is_no_project(tmp_path):
-    with pytest.raises(ProjectError, match="--predictor"):
-        read_project(tmp_path, None)
-
-
-def test_a_predictor_that_is_given_replaces_the_one_of_cog_yaml(tmp_path):
-    small_project(tmp_path)
-    assert read_project(tmp_path, None).predictor == "predict.py:Predictor"
-    assert read_project(tmp_path, "other.py").predictor == "other.py"
-    assert read_project(tmp_path, None).variables == {"FROM_COG_YAML": "1"}
-
-
-def test_the_older_name_of_cogs_entry_is_read(tmp_path):
-    (tmp_path / "cog.yaml").write_text("predict: predict.py:Runner\n")
-    assert read_project(tmp_path, None).predictor == "predict.py:Runner"
-
-
-@pytest.mark.parametrize("content", ["[1, 2]", "run: [", "environment: [NAME]\nrun: predict.py"])
-def test_a_cog_yaml_that_is_none_is_named(tmp_path, content):
-    (tmp_path / "cog.yaml").write_text(content)
-    with pytest.raises(ProjectError, match=r"cog\.yaml"):
-        read_project(tmp_path, None)
-
-
-def test_a_class_or_a_file_that_is_not_there_is_named(tmp_path):
-    (tmp_path / "one_predictor.py").write_text("class Predictor: pass\n")
-    with pytest.raises(ProjectError, match=r"missing_predictor\.py is not there"):
-        load_predictor("missing_predictor.py:Predictor", tmp_path)
-    with pytest.raises(ProjectError, match="has no Other"):
-        load_predictor("one_predictor.py:Other", tmp_path)
-    assert type(load_predictor("one_predictor.py", tmp_path)).__name__ == "Predictor"
-
-
-def test_an_asynchronous_setup_is_waited_for_and_gets_its_weights(monkeypatch):
-    monkeypatch.setenv("COG_WEIGHTS", "/weights")
-    given = []
-
-    class Asynchronous:
-        async def setup(self, weights: str | None = None) -> None:
-            given.append(weights)
-
-    set_up(Asynchronous())
-    assert given == ["/weights"]
-
-
 def test_a_boot_is_observed_only_while_somebody_looks(tmp_path):
     import compile_cache
 
@@ -343,93 +289,3 @@ def test_a_boot_is_observed_only_while_somebody_looks(tmp_path):
         begun = compile_cache.boot("toy/model", environ=environ)
     compile_cache.boot("toy/model", environ=environ)
     assert boots == [begun]
-
-
-def test_a_class_that_is_left_eager_is_not_compiled_and_the_report_says_why(tmp_path):
-    with activated(tmp_path) as directory:
-        model = build(ToyModel)
-        compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing")))
-        warm_up(compiler, lambda: model(torch.ones(4, 16)))
-    reports = {report.name: report for report in compiler.reports}
-    assert (reports["WideBlock"].step, reports["NormBlock"].step) == ("cold", "eager")
-    assert reports["NormBlock"].instances == 2
-    assert reports["NormBlock"].reason == "left eager by COMPILE_CACHE_LEAVE_EAGER"
-    (warning,) = compiler.left_eager_warnings()
-    assert "Missing" in warning
-    assert "NormBlock, WideBlock" in warning
-
-
-def test_a_boot_is_fully_precompiled_whatever_is_left_eager():
-    left = RegionReport("Left", 1, "eager", is_left_eager=True)
-    good = RegionReport("Good", 1, "precompiled", loaded=1, relative_error=0.0, tolerance=1e-3)
-    report = BootReport(regions=[good, left])
-    report.counts.precompiled_loaded = 1
-    assert report.fully_precompiled
-    left.is_left_eager = False
-    assert not report.fully_cached
-
-
-def test_an_artifact_that_was_made_is_timed_and_one_that_was_found_is_not(tmp_path):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Block)
-        made = boot(directory, module)
-        warm_up(made, lambda: module(tensor()))
-        found = boot(directory, module)
-        warm_up(found, lambda: module(tensor()))
-    assert (only_report(made).made, only_report(found).loaded) == (1, 1)
-    assert only_report(made).speedup > 0
-    assert only_report(found).speedup is None
-
-
-def test_timing_changes_no_input(tmp_path):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Pair)
-        x, y = tensor(16, 16), tensor(16, 16, seed=2)
-        compiler = boot(directory, module)
-        answer = warm_up(compiler, lambda: module(x, y))
-        expected = tensor(16, 16).mm(y.T)
-    assert only_report(compiler).speedup is not None
-    torch.testing.assert_close(x, expected)
-    torch.testing.assert_close(answer, expected.mm(y))
-
-
-@pytest.mark.parametrize(
-    ("compiled_ms", "eager_ms", "line"),
-    [
-        (1.0, 1.32, "region Block x1: cold, 0.00 s, 1.32 x eager's speed"),
-        (1.0, 0.95, "region Block x1: cold, 0.00 s, 0.95 x eager's speed"),
-        (
-            1.5,
-            1.0,
-            "warning: Block is slower compiled: a compiled call takes 1.500 ms, an eager one 1.000 ms. "
-            "COMPILE_CACHE_LEAVE_EAGER=Block leaves it eager.",
-        ),
-    ],
-)
-def test_the_report_says_how_fast_a_region_is(compiled_ms, eager_ms, line):
-    region = RegionReport("Block", 1, "cold")
-    region.note_speed(compiled_ms, eager_ms)
-    assert line in BootReport(regions=[region]).lines()
-
-
-def test_the_times_of_a_region_are_those_of_its_slowest_call():
-    region = RegionReport("Block", 1)
-    for compiled_ms, eager_ms in ((2.0, 4.0), (0.1, 0.2)):
-        region.note_speed(compiled_ms, eager_ms)
-    assert (region.compiled_ms, region.eager_ms) == (2.0, 4.0)
-    assert BootReport(regions=[region]).metrics()["compile_cache.speedup"] == {"Block": 2.0}
-
-
-def test_an_explanation_begins_with_its_context(tmp_path):
-    with activated(tmp_path) as directory:
-        module, other = build(blocks.Breaking), build(blocks.Breaking, seed=1)
-        with explained() as before:
-            warm_up(boot(directory, module), lambda: module(tensor()))
-        with explained() as after:
-            pass
-        assert not after.of_region
-        assert [finding.what for finding in before.of_region["Breaking"]] == ["graph break"]
-        assert other is not module
-    (finding,) = before.of_region["Breaking"]
-    assert isinstance(finding, Finding)
-    assert re.search(r"blocks\.py:\d+ in forward$", finding.place)
