@@ -50,7 +50,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="List, verify, copy and prune stores of compiled artifacts, and explain what a boot finds there.",
+    help="Fill, list, verify, copy and prune stores of compiled artifacts, and explain what a boot finds there.",
 )
 _silent = logging.NullHandler()
 
@@ -240,6 +240,34 @@ def explain(
         explanation = explain_boot(settings, reading, model, source or (), os.environ)
         opt.warn_of_problems(reading)
         explaining.print_explanation(settings, reading, explanation, json)
+
+
+@app.command()
+def fill(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Set the variable MODEL for the boot.")] = None,
+    predictor: Annotated[
+        str | None, typer.Option(metavar="FILE:CLASS", help="The predictor, instead of the one that cog.yaml names.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Fill this store instead of COMPILE_CACHE_STORE.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", file_okay=False, help="Fill this folder instead, for an image.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say for each region what torch could not compile, and how fast it is.")
+    ] = False,
+    json: opt.Json = False,
+) -> None:
+    """Boot this folder's predictor once, and fill a store for this kind of machine. The exit code is 1 if something is
+    missing."""
+    from compile_cache.cli.fill import fill_store
+
+    if store is not None and to is not None:
+        out.print_note("error: give --store or --to, not both")
+        raise typer.Exit(2)
+    if not fill_store(model, predictor, store, to, explain, json):
+        raise typer.Exit(1)
 
 
 @app.command()

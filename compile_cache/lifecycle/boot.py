@@ -38,6 +38,7 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
+_observed: list[Boot] | None = None
 
 
 def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
@@ -57,7 +58,21 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     settings = resolve_cold_start(Settings.from_env(environ))
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"sources of the model are not there: {', '.join(missing)}. Give paths from {Path.cwd()}.")
-    return Boot(settings, model, sources, environ)
+    begun = Boot(settings, model, sources, environ)
+    if _observed is not None:
+        _observed.append(begun)
+    return begun
+
+
+@contextlib.contextmanager
+def observed_boots() -> Iterator[list[Boot]]:
+    """A list that gets every boot that begins in this process while the context lasts, whoever begins it."""
+    global _observed
+    outer, _observed = _observed, []
+    try:
+        yield _observed
+    finally:
+        _observed = outer
 
 
 class Boot:
@@ -181,7 +196,7 @@ class Boot:
             compiler = self._prepared_compiler()
             if compiler is not None:
                 compiler.compile(module, whole, until_swap, shares_weights)
-                self.report.regions = [region.report for region in compiler.regions.values()]
+                self.report.regions = compiler.reports
 
     def _prepared_compiler(self) -> Compiler | None:
         """The compiler over the restored directory, with all of its imports; None where it cannot be had.
@@ -278,6 +293,11 @@ class Boot:
         """Block until the warm-up's artifacts are in the store, or the attempt failed; False after `timeout_s`."""
         return self._publisher is None or self._publisher.wait(timeout_s)
 
+    def end_publishing(self) -> None:
+        """Publish what is left, within the exit budget; nothing is published or compacted after that."""
+        if self._publisher is not None:
+            self._publisher.flush()
+
     def _join(self) -> None:
         """Wait for the restore, compare its environment with torch, and take the verified files. Once."""
         with self._preparing:
@@ -304,6 +324,8 @@ class Boot:
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation
+        for warning in self._compiler.left_eager_warnings() if self._compiler else ():
+            self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
         with self._degrading("count what was compiled"):
             self._count()

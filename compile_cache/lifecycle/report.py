@@ -95,14 +95,17 @@ class BootReport:
         nothing was compiled or benchmarked."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
-        regions_cached = bool(self.regions) and all(region.step in ("cached", "precompiled") for region in self.regions)
-        regions_checked = all(region.relative_error is not None for region in self.regions)
+        planned = [region for region in self.regions if not region.is_left_eager]
+        regions_cached = bool(planned) and all(region.step in ("cached", "precompiled") for region in planned)
+        regions_checked = all(region.relative_error is not None for region in planned)
         return regions_cached and regions_checked and counts.hits + counts.precompiled_loaded > 0 and made_anew == 0
 
     @property
     def fully_precompiled(self) -> bool:
         """True if the boot is fully cached, and traced nothing: all planned regions are `precompiled`."""
-        return self.fully_cached and all(region.step == "precompiled" for region in self.regions)
+        return self.fully_cached and all(
+            region.step == "precompiled" or region.is_left_eager for region in self.regions
+        )
 
     def to_json(self) -> str:
         """The whole report, with the figures that are derived from it."""
@@ -137,6 +140,7 @@ class BootReport:
             *(f"layer left out: {problem}" for problem in restore.problems),
             *(f"refused pack {pack.name}: {pack.reason}" for pack in restore.refused),
             *(_region_line(region) for region in self.regions),
+            *(f"warning: {_slower_line(region)}" for region in self.regions if region.is_slower),
             f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "
             f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
             f"{counts.benchmarks} benchmarks",
@@ -147,7 +151,9 @@ class BootReport:
 
     def metrics(self) -> dict[str, Any]:
         """The main figures by metric name, for `record_metric`."""
+        speedups = {region.name: round(region.speedup, 2) for region in self.regions if region.speedup is not None}
         return {
+            **({"compile_cache.speedup": speedups} if speedups else {}),
             "compile_cache.ready_s": round(self.ready_s, 3),
             "compile_cache.restore_s": round(self.restore.seconds, 3),
             "compile_cache.compile_s": round(self.compile_s, 3),
@@ -176,4 +182,10 @@ def _from(restore: RestoreReport) -> str:
 def _region_line(region: RegionReport) -> str:
     error = "" if region.relative_error is None else f", differs from eager by {region.relative_error:.1e}"
     reason = f" ({region.reason})" if region.reason else ""
-    return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compile_s:.2f} s{error}"
+    speed = "" if region.speedup is None or region.is_slower else f", {region.speedup:.2f} x eager's speed"
+    return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compile_s:.2f} s{error}{speed}"
+
+
+def _slower_line(region: RegionReport) -> str:
+    times = f"a compiled call takes {region.compiled_ms:.3f} ms, an eager one {region.eager_ms:.3f} ms"
+    return f"{region.name} is slower compiled: {times}. COMPILE_CACHE_LEAVE_EAGER={region.name} leaves it eager."

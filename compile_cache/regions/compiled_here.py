@@ -21,6 +21,7 @@ from compile_cache.regions.counters import CompileCounts, are_counted, count_pre
 from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
 from compile_cache.regions.inputs import Kept, check_against_eager, keep
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.speed import compare_speed
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
 
@@ -132,7 +133,8 @@ class CompiledHere:
             function = made.load()
             if misfit := function.misfit(module, args, kwargs):
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
-            check = compare(function(module, unchanged.args, unchanged.kwargs), reference.output)
+            tried = Kept(module, unchanged.args, unchanged.kwargs)
+            check = compare(function(module, tried.args, tried.kwargs), reference.output)
             if not check.passed:
                 raise ArtifactError(f"it {check.difference}")
             return function
@@ -147,6 +149,9 @@ class CompiledHere:
         self.report.made += 1
         self._compared |= {(None, made.path), (module, "precompiled")}
         self.stored.take(made, function)
+        speed = attempt(compare_speed, function, module, unchanged)
+        if not isinstance(speed, Failure):
+            self.report.note_speed(speed.compiled_ms, speed.eager_ms)
 
     def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception) -> Any:
         """Serve a call that was not compiled: the one place where a failure becomes a slower call.

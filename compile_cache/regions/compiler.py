@@ -22,6 +22,7 @@ from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.left_eager import LeftEager
 from compile_cache.regions.region import Region
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.settings import Settings
@@ -52,6 +53,7 @@ class Compiler:
         self._is_hit = is_hit
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
+        self._left_eager = LeftEager(settings.leave_eager)
         self._precompiled: Artifacts | None = None
         self._why_not_precompiled = ""
         self._backlog: Backlog | None = None
@@ -170,9 +172,10 @@ class Compiler:
             raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}: pass the module that it calls.")
         self._configure()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
-            region = self._region(type(module))
-            region.holds, region.shares_weights = holds, shares_weights
-            region.adopt(module)
+            if not self._left_eager.takes(module):
+                region = self._region(type(module))
+                region.holds, region.shares_weights = holds, shares_weights
+                region.adopt(module)
 
     def _configure(self) -> None:
         """Make torch's settings in this thread, once the compiler is there."""
@@ -180,6 +183,15 @@ class Compiler:
             from compile_cache.regions.torch_settings import configure_torch
 
             configure_torch()
+
+    @property
+    def reports(self) -> list[RegionReport]:
+        """A report for each class, those that are left eager last."""
+        return [*(region.report for region in self.regions.values()), *self._left_eager.reports]
+
+    def left_eager_warnings(self) -> list[str]:
+        """A line for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
+        return self._left_eager.warnings([region.report.name for region in self.regions.values()])
 
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:

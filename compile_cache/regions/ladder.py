@@ -7,7 +7,7 @@ others go to `torch.compile`, which finds a graph or compiles one; the model's o
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 log = logging.getLogger("compile_cache")
 
@@ -15,6 +15,9 @@ log = logging.getLogger("compile_cache")
 _LADDER = ("unused", "precompiled", "cached", "cold", "eager")
 # A server that meets new failures for weeks must not fill its report with them.
 _LONGEST_REASON = 4000
+_MOST_REASONS = 20
+# Three runs of one call differ by some percent: less is no difference.
+_SLOWER = 0.9
 
 
 @dataclass(slots=True)
@@ -28,6 +31,10 @@ class RegionReport:
     `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all that was checked; in JSON,
     which has no infinity, an infinite one is the text `Infinity`. The peaks are device memory over what was in use
     before the call, of the largest call that was checked.
+
+    `not_precompiled` says of each kind of call that will not be precompiled in the next boot why not. `compiled_ms` and
+    `eager_ms` are the device time of one call, of the slowest that was timed; they are None where this boot compiled
+    nothing. `is_left_eager`: `COMPILE_CACHE_LEAVE_EAGER` names the class.
     """
 
     name: str
@@ -45,6 +52,20 @@ class RegionReport:
     tolerance: float | None = None
     compiled_peak_bytes: int | None = None
     eager_peak_bytes: int | None = None
+    compiled_ms: float | None = None
+    eager_ms: float | None = None
+    not_precompiled: list[str] = field(default_factory=list)
+    is_left_eager: bool = False
+
+    @property
+    def speedup(self) -> float | None:
+        """Eager's time over the compiled time; None where nothing was timed."""
+        return self.eager_ms / self.compiled_ms if self.eager_ms and self.compiled_ms else None
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether compiled calls take longer than eager ones, by more than timing errs."""
+        return self.speedup is not None and self.speedup < _SLOWER
 
     def take_step(self, step: str) -> None:
         """Go down to `step`; a region that is there or below stays where it is."""
@@ -62,6 +83,16 @@ class RegionReport:
         if reason not in self.reason and len(self.reason) < _LONGEST_REASON:
             log.info("compile.note region=%s reason=%s", self.name, reason)
             self.reason = "; ".join(filter(None, (self.reason, reason)))
+
+    def note_not_precompiled(self, reason: str) -> None:
+        """Add why a kind of call will not be precompiled in the next boot, once."""
+        if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
+            self.not_precompiled.append(reason)
+
+    def note_speed(self, compiled_ms: float, eager_ms: float) -> None:
+        """Add the times of one call."""
+        if eager_ms > (self.eager_ms or 0.0):
+            self.compiled_ms, self.eager_ms = compiled_ms, eager_ms
 
     def note_error(self, error: float, tolerance: float) -> None:
         """Add the result of a comparison with eager."""

@@ -58,6 +58,7 @@ class StoredFunctions:
         """Find and make nothing more, because of `reason`."""
         self._artifacts = None
         self._report.explain(f"not precompiled: {reason}")
+        self._report.note_not_precompiled(reason)
 
     def fitting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
         """Of the functions that have served `module` before, the one that fits this call."""
@@ -114,6 +115,7 @@ class StoredFunctions:
             made = made.reason
         if isinstance(made, str):
             self._report.explain(f"cannot be precompiled: {made}")
+            self._report.note_not_precompiled(made)
             return None
         return made
 
@@ -126,6 +128,7 @@ class StoredFunctions:
         """Use an artifact no more, and withhold it from the store; `reason` again."""
         log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
         self._report.explain(f"not precompiled: {reason}")
+        self._report.note_not_precompiled(reason)
         self.withheld.add(path)
         self._drop(path)
         if self._artifacts is not None:

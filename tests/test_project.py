@@ -1,0 +1,54 @@
+"""The predictor of a folder: which one cog.yaml names, how it is imported, and how it is set up."""
+
+from __future__ import annotations
+
+import pytest
+
+from compile_cache.cli.project import ProjectError, load_predictor, read_project, set_up
+
+CONFIGURATION = 'environment:\n  - FROM_COG_YAML=1\nrun: "predict.py:Predictor"\n'
+
+
+def test_a_folder_without_a_predictor_is_no_project(tmp_path):
+    with pytest.raises(ProjectError, match="--predictor"):
+        read_project(tmp_path, None)
+
+
+def test_a_predictor_that_is_given_replaces_the_one_of_cog_yaml(tmp_path):
+    (tmp_path / "cog.yaml").write_text(CONFIGURATION)
+    assert read_project(tmp_path, None).predictor == "predict.py:Predictor"
+    assert read_project(tmp_path, "other.py").predictor == "other.py"
+    assert read_project(tmp_path, None).variables == {"FROM_COG_YAML": "1"}
+
+
+def test_the_older_name_of_cogs_entry_is_read(tmp_path):
+    (tmp_path / "cog.yaml").write_text("predict: predict.py:Runner\n")
+    assert read_project(tmp_path, None).predictor == "predict.py:Runner"
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "run: [", "environment: [NAME]\nrun: predict.py"])
+def test_a_cog_yaml_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "cog.yaml").write_text(content)
+    with pytest.raises(ProjectError, match=r"cog\.yaml"):
+        read_project(tmp_path, None)
+
+
+def test_a_class_or_a_file_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "one_predictor.py").write_text("class Predictor: pass\n")
+    with pytest.raises(ProjectError, match=r"missing_predictor\.py is not there"):
+        load_predictor("missing_predictor.py:Predictor", tmp_path)
+    with pytest.raises(ProjectError, match="has no Other"):
+        load_predictor("one_predictor.py:Other", tmp_path)
+    assert type(load_predictor("one_predictor.py", tmp_path)).__name__ == "Predictor"
+
+
+def test_an_asynchronous_setup_is_waited_for_and_gets_its_weights(monkeypatch):
+    monkeypatch.setenv("COG_WEIGHTS", "/weights")
+    given = []
+
+    class Asynchronous:
+        async def setup(self, weights: str | None = None) -> None:
+            given.append(weights)
+
+    set_up(Asynchronous())
+    assert given == ["/weights"]
