@@ -140,6 +140,7 @@ def test_ls_as_json_is_one_document_with_the_record(run, root, local, key, envir
         "version": "version-1",
         "environment": environment.digest,
         "packs": 1,
+        "withdrawn_packs": 0,
         "size_bytes": size_bytes,
         "published_s": modified_s,
         "used_s": modified_s,
