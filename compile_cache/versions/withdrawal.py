@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeGuard
 
 from compile_cache.errors import SettingsError, StoreError
 from compile_cache.pack.format import PACK_NAME
@@ -74,10 +75,14 @@ def read_withdrawal(store: ObjectStore, entry: StoredObject) -> Withdrawal:
     since_s, reason = stated.get("withdrawn_s"), stated.get("reason")
     return Withdrawal(
         entry.name.removesuffix(WITHDRAWN),
-        float(since_s) if isinstance(since_s, int | float) and 0 <= since_s < _LATEST_S else entry.modified_s,
+        float(since_s) if _is_number(since_s) and 0 <= since_s < _LATEST_S else entry.modified_s,
         reason if isinstance(reason, str) and _is_reason(reason) else "",
     )
 
 
 def _is_reason(text: str) -> bool:
     return text.isprintable() and len(text) <= LONGEST_REASON
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
