@@ -775,9 +775,8 @@ def test_an_unknown_command_is_a_usage_error(run):
 
 def test_help_names_every_command(run):
     text = run("--help").out
-    assert all(
-        name in text for name in ("ls", "show", "verify", "pull", "push", "withdraw", "reinstate", "prune", "explain")
-    )
+    commands = ("ls", "show", "verify", "pull", "push", "withdraw", "reinstate", "prune", "explain", "keygen")
+    assert all(name in text for name in commands)
     assert "--install-completion" in text
 
 

@@ -16,7 +16,7 @@ from compile_cache.errors import SettingsError
 from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
-from compile_cache.versions.catalog import explain_miss, predecessors
+from compile_cache.versions.catalog import explain_miss, predecessors, read_catalog
 from compile_cache.versions.compaction import Compacted, compact
 from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal
 from compile_cache.versions.withdrawing import Reinstated, reinstate
@@ -125,6 +125,9 @@ def test_only_the_exact_name_takes_a_pack_out_of_use(local, machine, key, name):
     booted.restore()
     assert booted.files() == COLD
     assert len(in_use(local, key)) == 1
+    assert [e.name for v in read_catalog(local).versions for e in v.withdrawals] == (
+        [f"{key.prefix}{'0' * 64}.pack.withdrawn"] if "other" in name else []
+    )
 
 
 def test_a_withdrawal_in_another_versions_folder_takes_nothing_out_of_use(local, machine, key):

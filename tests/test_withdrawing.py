@@ -173,6 +173,7 @@ def test_prune_removes_a_withdrawn_pack_and_keeps_its_withdrawal_and_the_environ
     put_record(local, environment)
     take_out(local, key)
     set_age(Path(local.location), "v1/", 40, NOW_S)
+    assert plan_prune(read_catalog(local), PrunePolicy(unused_days=30), NOW_S).environments == ()
     assert prune(local, unused_days=30).packs == 1
     left = {name + ".withdrawn", f"v1/{key.environment}/environment.json"}
     assert set(contents(local)) == left
