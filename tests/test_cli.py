@@ -140,6 +140,7 @@ def test_ls_as_json_is_one_document_with_the_record(run, root, local, key, envir
         "version": "version-1",
         "environment": environment.digest,
         "packs": 1,
+        "withdrawn_packs": 0,
         "size_bytes": size_bytes,
         "published_s": modified_s,
         "used_s": modified_s,
@@ -774,7 +775,8 @@ def test_an_unknown_command_is_a_usage_error(run):
 
 def test_help_names_every_command(run):
     text = run("--help").out
-    assert all(name in text for name in ("ls", "show", "verify", "pull", "push", "prune", "explain", "keygen"))
+    commands = ("ls", "show", "verify", "pull", "push", "withdraw", "reinstate", "prune", "explain", "keygen")
+    assert all(name in text for name in commands)
     assert "--install-completion" in text
 
 

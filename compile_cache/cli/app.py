@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
-from compile_cache.cli import printing
+from compile_cache.cli import printing, withdrawing
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError
 from compile_cache.pack.signing import generate_keys
@@ -29,7 +29,7 @@ from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
 from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.stored_refusals import stored_refusals
-from compile_cache.versions.verify import PackState, verify_all, verify_heads
+from compile_cache.versions.verify import PackState, list_withdrawn, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):
@@ -50,7 +50,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="Fill, list, verify, copy and prune stores of compiled artifacts, and explain what a boot finds there.",
+    help="Fill, list, verify, copy, withdraw and prune stores of compiled artifacts, and explain what a boot finds there.",
 )
 _silent = logging.NullHandler()
 
@@ -79,7 +79,7 @@ def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False)
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
-    versions = [version for version in catalog.versions if version.packs and opt.Selection(model).takes(version.key)]
+    versions = [v for v in catalog.versions if v.all_packs and opt.Selection(model).takes(v.key)]
     versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
     printing.print_versions(reading, catalog, versions, json)
 
@@ -96,19 +96,12 @@ def show(
     reading = opt.open_reading(settings)
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
-    found = opt.find_versions(catalog.versions, key)
-    if not found:
-        raise CompileCacheError(f"nothing stored begins with {key}: `compile-cache ls` lists what there is")
-    if len(found) > 1:
-        out.print_note(f"error: {key} is ambiguous; use more characters:")
-        for version in found:
-            out.print_note(f"  {version.key.environment}/{version.key.model_name}/{version.key.model_version}")
-        raise typer.Exit(2)
+    version = opt.find_version(catalog.versions, key)
     rules = Rules.of(settings)
-    packs = verify_heads(reading, found[0].packs, rules)
+    packs = verify_heads(reading, version.all_packs, rules)
     earlier = RefusedEarlier(Path(settings.dir) / "refused", reading.location, rules, is_read_only=True)
-    refusals = stored_refusals(PacksOfKey(reading, found[0].key, rules, earlier))
-    printing.print_version(reading, catalog, found[0], packs, refusals, files, json)
+    refusals = stored_refusals(PacksOfKey(reading, version.key, rules, earlier))
+    printing.print_version(reading, catalog, version, packs, refusals, files, json)
 
 
 @app.command()
@@ -119,15 +112,15 @@ def verify(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Read every pack whole and verify it. The exit code is 1 if a pack is not sound, or if there is none."""
+    """Read every pack in use whole and verify it. The exit code is 1 if a pack is not sound, or if there is none."""
     settings = opt.read_settings(store)
     looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
-    versions = read_catalog(looked_at).versions
+    versions = [v for v in read_catalog(looked_at).versions if opt.Selection(model).takes(v.key)]
     opt.warn_of_problems(looked_at)
-    packs = [pack for version in versions if opt.Selection(model).takes(version.key) for pack in version.packs]
+    packs = [pack for version in versions for pack in version.packs]
     with out.progress_bar("verifying") as progress:
         verified = verify_all(looked_at, packs, Rules.of(settings), progress)
-    printing.print_verified(looked_at, verified, json)
+    printing.print_verified(looked_at, [*verified, *list_withdrawn(looked_at, versions)], json)
     damaged = [pack.entry for pack in verified if pack.state is PackState.DAMAGED]
     if delete and damaged and (yes or typer.confirm(f"Delete the damaged packs ({len(damaged)})?", err=True)):
         # Read again: a pack that was only damaged on its way here is sound in the store.
@@ -152,7 +145,8 @@ def pull(
 
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())
-    copied = _copy(opt.open_reading(settings), target, settings, opt.Selection(model, version, environment))
+    selection = opt.Selection(model, version, environment)
+    copied = _copy(opt.open_reading(settings), target, settings, selection, is_mirror=True)
     if to.is_dir():
         write_index(to)
     _end(copied, target)
@@ -173,18 +167,20 @@ def push(
     _end(copied, target)
 
 
-def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection) -> Copied:
+def _copy(
+    source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection, is_mirror: bool = False
+) -> Copied:
     with out.progress_bar("copying") as progress:
-        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress)
+        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress, is_mirror)
     opt.warn_of_problems(source)
-    if not copied.versions:
+    if not copied.versions and not copied.withdrawn:
         raise CompileCacheError(f"there is nothing to copy in {source.location}{selection.text}")
     return copied
 
 
 def _end(copied: Copied, target: ObjectStore) -> None:
     printing.print_copied(copied, target)
-    if copied.refused:
+    if copied.refused or not copied.versions:
         raise typer.Exit(1)
 
 
@@ -215,6 +211,10 @@ def prune(
     policy = PrunePolicy(unused_days, keep_versions, max_bytes, in_use_days)
     plan = plan_prune(read_catalog(writing), policy, time.time())
     printing.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
+
+
+app.command("withdraw")(withdrawing.withdraw_command)
+app.command("reinstate")(withdrawing.reinstate_command)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from compile_cache.cli.terminal import print_note
-from compile_cache.errors import SettingsError, StoreError
+from compile_cache.errors import CompileCacheError, SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
 from compile_cache.store.base import ObjectStore
@@ -99,14 +99,33 @@ class Selection:
         return f" of {', '.join(named)}" if named else ""
 
 
-def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVersion]:
+def find_version(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> StoredVersion:
+    """The one version that `text` names (`find_versions`).
+
+    Raises:
+        CompileCacheError: there is none.
+        Exit: there are several, which are named on stderr.
+    """
+    found = find_versions(versions, text, withdrawn)
+    if not found:
+        state = "withdrawn" if withdrawn else "stored"
+        raise CompileCacheError(f"nothing {state} begins with {text}: `compile-cache ls` lists what there is")
+    if len(found) > 1:
+        print_note(f"error: {text} is ambiguous; use more characters:")
+        for version in found:
+            print_note(f"  {version.key.environment}/{version.key.model_name}/{version.key.model_version}")
+        raise typer.Exit(2)
+    return found[0]
+
+
+def find_versions(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> list[StoredVersion]:
     """The versions that `text` may name: by the beginning of `[environment/]model/version`, where the environment's
     digest may be cut as well, or by the beginning of a pack's name. A version named in full is found alone, even if
-    other names begin with its name."""
+    other names begin with its name. With `withdrawn`, only withdrawals count, whose packs may be gone."""
     parts = text.removeprefix("v1/").rstrip("/").split("/")
-    stored = [version for version in versions if version.packs]
+    stored = [version for version in versions if (version.withdrawals if withdrawn else version.all_packs)]
     if len(parts) == 1:
-        begins = [v for v in stored if v.key.model_name.startswith(text) or _has_pack(v, text)]
+        begins = [v for v in stored if v.key.model_name.startswith(text) or _has_pack(v, text, withdrawn)]
         return [v for v in begins if v.key.model_name == text] or begins
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
@@ -114,5 +133,6 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     return [v for v in begins if v.key.model_version == version] or begins
 
 
-def _has_pack(version: StoredVersion, text: str) -> bool:
-    return any(pack.name.rpartition("/")[2].startswith(text) for pack in version.packs)
+def _has_pack(version: StoredVersion, text: str, withdrawn: bool) -> bool:
+    entries = version.withdrawals if withdrawn else version.all_packs
+    return any(entry.name.rpartition("/")[2].startswith(text) for entry in entries)

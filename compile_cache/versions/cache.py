@@ -54,7 +54,9 @@ class CompileCache:
             OSError: the staging folder cannot be made.
         """
         stores = Stores(self.writing, self.writing)
-        return CompileCache(stores, self.key, self.environment, self._directory.annex(), self.rules)
+        written = CompileCache(stores, self.key, self.environment, self._directory.annex(), self.rules)
+        written.packs.withdrawn_elsewhere = self.packs.withdrawn  # a layer may withdraw what this store has
+        return written
 
     def forget_annex(self) -> None:
         """Free the disk space that `of_written_store` has taken."""

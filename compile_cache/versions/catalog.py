@@ -16,6 +16,7 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
 from compile_cache.pack.format import PACK_NAME
 from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.withdrawal import read_withdrawal, withdrawals_among
 
 ROOT = f"v{FORMAT_VERSION}/"
 
@@ -33,21 +34,34 @@ _MOST_PREDECESSORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One key's objects: its packs, oldest first, and the others (uses, leases). Times are seconds since 1970."""
+    """One key's objects: its packs in use, oldest first, its withdrawn packs, the withdrawals, and the others (uses,
+    leases). A withdrawal stays when its pack is gone. Times are seconds since 1970."""
 
     key: CacheKey
     packs: tuple[StoredObject, ...] = ()
     others: tuple[StoredObject, ...] = ()
+    withdrawn: tuple[StoredObject, ...] = ()
+    withdrawals: tuple[StoredObject, ...] = ()
+
+    @property
+    def all_packs(self) -> tuple[StoredObject, ...]:
+        """The packs in use, then those withdrawn."""
+        return (*self.packs, *self.withdrawn)
+
+    @property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """Everything."""
+        return (*self.packs, *self.others, *self.withdrawn, *self.withdrawals)
 
     @property
     def size_bytes(self) -> int:
-        """All packs together."""
-        return sum(pack.size_bytes for pack in self.packs)
+        """All packs together, withdrawn or not."""
+        return sum(pack.size_bytes for pack in self.all_packs)
 
     @property
     def published_s(self) -> float:
-        """When the newest pack was stored; 0 without one."""
-        return max((pack.modified_s for pack in self.packs), default=0.0)
+        """When the newest pack in use was stored; without one, the newest withdrawn pack; 0 without any."""
+        return max((pack.modified_s for pack in self.packs or self.withdrawn), default=0.0)
 
     @property
     def used_s(self) -> float:
@@ -82,8 +96,7 @@ def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
 
 def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
     """Sort a listing."""
-    packs: dict[CacheKey, list[StoredObject]] = {}
-    others: dict[CacheKey, list[StoredObject]] = {}
+    objects: dict[CacheKey, list[StoredObject]] = {}
     records: dict[str, StoredObject] = {}
     strangers: list[StoredObject] = []
     for entry in entries:
@@ -97,14 +110,27 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
                 strangers.append(entry)
         else:
             key = CacheKey(name["environment"], name["model"], name["version"])
-            packs.setdefault(key, [])
-            (packs[key] if PACK_NAME.fullmatch(name["object"]) else others.setdefault(key, [])).append(entry)
-    versions = tuple(Version(key, tuple(found), tuple(others.get(key, ()))) for key, found in packs.items())
-    return Catalog(versions, records, tuple(strangers))
+            objects.setdefault(key, []).append(entry)
+    return Catalog(tuple(_version(key, found) for key, found in objects.items()), records, tuple(strangers))
+
+
+def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
+    """The version whose objects are listed as `entries`."""
+    withdrawals = withdrawals_among(entries)
+    marks = set(withdrawals.values())
+    packs: list[StoredObject] = []
+    withdrawn: list[StoredObject] = []
+    others: list[StoredObject] = []
+    for entry in entries:
+        if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]):
+            (withdrawn if entry.name in withdrawals else packs).append(entry)
+        elif entry not in marks:
+            others.append(entry)
+    return Version(key, tuple(packs), tuple(others), tuple(withdrawn), tuple(withdrawals.values()))
 
 
 def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
-    """The versions of the key's model that have packs for its environment, the one with the newest pack first.
+    """The versions of the key's model that have packs in use for its environment, the one with the newest pack first.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -131,6 +157,8 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
         StoreError: the store cannot be listed or read.
     """
     catalog = read_catalog(store)
+    if withdrawn := next((v for v in catalog.versions if v.key == key and v.withdrawn and not v.packs), None):
+        return _explain_withdrawn(store, withdrawn)
     same_model = [v for v in catalog.versions if v.packs and v.key.model_name == key.model_name]
     elsewhere = [v for v in same_model if v.key.environment != key.environment]
     if not same_model:
@@ -145,6 +173,13 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
     if record is None:
         return f"{key.model_name} is stored for another environment, whose record cannot be read"
     return "stored for another environment: " + ", ".join(record.differences(environment))
+
+
+def _explain_withdrawn(store: ObjectStore, version: Version) -> str:
+    """That no pack of `version` is in use, since when and why: one read."""
+    newest = max(version.withdrawals, key=lambda entry: entry.modified_s)
+    which = f"version {version.key.model_version} of {version.key.model_name}"
+    return f"every pack stored for {which} is withdrawn; the last one is {read_withdrawal(store, newest).text}"
 
 
 def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ def compact(
     read before it put one with all of their verified contents. So the copy of a file that was put last is always there:
     whoever deletes a copy has put a later one. Stops, without deleting, when `stopped` is set or not `is_wanted`.
 
+    Withdrawn packs are neither merged nor deleted. If a pack is withdrawn meanwhile, the merged one is taken back.
+
     Raises:
         StoreError: the store failed. Nothing is lost.
         PackError: the merged pack does not verify; nothing was deleted.
@@ -57,6 +59,9 @@ def compact(
     except PackError:
         store.delete(name)
         raise
+    if _is_one_withdrawn(cache, merged):
+        store.delete(name)
+        return Compacted()
     deleted = 0
     for old in merged:
         if not is_wanted():
@@ -64,6 +69,12 @@ def compact(
         store.delete(old)
         deleted += 1
     return Compacted(deleted, pack.stored_bytes)
+
+
+def _is_one_withdrawn(cache: CompileCache, packs: Collection[str]) -> bool:
+    """Whether the store now says of one of `packs` that it is out of use. Raises StoreError if it cannot be listed."""
+    cache.list()
+    return not cache.packs.withdrawn.keys().isdisjoint(packs)
 
 
 def _fetch_mergeable(cache: CompileCache, stopped: threading.Event | None) -> Fetched:

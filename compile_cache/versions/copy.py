@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,19 +17,24 @@ from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Ver
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import PackState, Progress, verify_heads, verify_whole
+from compile_cache.versions.withdrawal import WITHDRAWN, Withdrawal, read_withdrawal
 
 _MOST_LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy did. `present_packs` were in the target already; `refused` packs were not copied."""
+    """What a copy did. `present_packs` were in the target already; `refused` packs were not copied, nor were those
+    `withdrawn` in the source. `withdrawn_in_target` are packs that nobody uses there, although the source has them in
+    use."""
 
     versions: int = 0
     packs: int = 0
     stored_bytes: int = 0
     present_packs: int = 0
     refused: tuple[RefusedPack, ...] = ()
+    withdrawn: tuple[Withdrawal, ...] = ()
+    withdrawn_in_target: tuple[str, ...] = ()
 
 
 def copy_versions(
@@ -38,12 +43,16 @@ def copy_versions(
     is_wanted: Callable[[CacheKey], bool],
     rules: Rules,
     progress: Progress = lambda done_bytes, total_bytes: None,
+    with_withdrawals: bool = False,
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
     Each pack is read whole into a temporary folder and verified there; then `target` gets it in one put. So an
     interrupted copy leaves only whole and sound packs, and the next copy goes on from there. Where packs were merged
     meanwhile, the source is listed again. `progress` is called from several threads, one at a time.
+
+    Withdrawn packs are not copied. `with_withdrawals`, for a mirror, also withdraws them in `target` where it has them.
+    Nothing is reinstated there.
 
     Raises:
         StoreError: a store cannot be listed, or `target` cannot be written.
@@ -52,13 +61,35 @@ def copy_versions(
     copy = _Copy(source, target, rules, _Counter(progress))
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
-        versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
+        wanted = [version for version in catalog.versions if is_wanted(version.key)]
+        versions = [version for version in wanted if version.packs]
         copy.packs(versions)
         if not copy.vanished:
             break
     copy.records(catalog, {version.key.environment for version in versions})
-    refused = (*copy.refused.values(), *copy.vanished.values())
-    return Copied(len(versions), len(copy.copied), sum(copy.copied.values()), len(copy.present), refused)
+    withdrawals = [entry for version in wanted for entry in version.withdrawals]
+    in_target = {entry.name for entry in target.list(ROOT)}
+    if with_withdrawals:
+        _copy_withdrawals(source, target, withdrawals, in_target)
+    there = {pack.name for version in wanted for pack in version.withdrawn}
+    return Copied(
+        len(versions),
+        len(copy.copied),
+        sum(copy.copied.values()),
+        len(copy.present),
+        (*copy.refused.values(), *copy.vanished.values()),
+        tuple(found for entry in withdrawals if (found := read_withdrawal(source, entry)).pack in there),
+        tuple(pack.name for version in versions for pack in version.packs if pack.name + WITHDRAWN in in_target),
+    )
+
+
+def _copy_withdrawals(
+    source: ObjectStore, target: ObjectStore, withdrawals: Sequence[StoredObject], in_target: Collection[str]
+) -> None:
+    """Withdraw in `target` what it has of these packs."""
+    for entry in withdrawals:
+        if entry.name not in in_target and entry.name.removesuffix(WITHDRAWN) in in_target:
+            target.put(entry.name, read_withdrawal(source, entry).to_json())
 
 
 class _Counter:

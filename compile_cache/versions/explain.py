@@ -17,6 +17,7 @@ from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.stored_refusals import stored_refusals
+from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,9 @@ class Explanation:
     """What a boot on this machine would find: `outcome` is `hit`, `seeded` (from the version `seeded_from`) or `miss`,
     for the `reason`. `packs` are those that files would be taken from, as far as their heads tell.
 
-    `stored_versions` of the model have packs for this environment. `assumes_no_sources` is True where the version would
-    be another one if the predictor names sources. `refusals` are the kinds of calls that a boot of the
-    same code serves eager.
+    `refused` and `withdrawn` packs are left out. `stored_versions` of the model have packs in use for this environment.
+    `assumes_no_sources` is True where the version would be another one if the predictor names sources. `refusals` are
+    the kinds of calls that a boot of the same code serves eager.
     """
 
     key: CacheKey
@@ -37,6 +38,7 @@ class Explanation:
     stored_bytes: int = 0
     seeded_from: str = ""
     refused: tuple[RefusedPack, ...] = ()
+    withdrawn: tuple[Withdrawal, ...] = ()
     stored_versions: tuple[str, ...] = ()
     assumes_no_sources: bool = False
     refusals: tuple[Refusal, ...] = ()
@@ -64,9 +66,12 @@ def explain_boot(
         assumes_no_sources=not sources and not settings.model_version,
     )
     refused: list[RefusedPack] = []
+    withdrawn: list[Withdrawal] = []
     for candidate in (key, *predecessors(store, key)):
         packs = PacksOfKey(store, candidate, rules, earlier)
         packs.refresh()
+        withdrawn += [read_withdrawal(store, entry) for entry in packs.withdrawn.values()]
+        found = replace(found, withdrawn=tuple(withdrawn))
         selection = packs.select()
         refused += selection.refused
         if selection.files:

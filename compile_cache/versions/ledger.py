@@ -21,7 +21,8 @@ _TUNED = ".best_config"
 
 
 class Ledger:
-    """Compares `directory` with the packs that are known now: what was pruned meanwhile is new again."""
+    """Compares `directory` with the packs that are known now: what was pruned meanwhile is new again, and what was
+    withdrawn is not."""
 
     def __init__(self, directory: CacheDirectory, packs: PacksOfKey) -> None:
         self._directory = directory
@@ -94,6 +95,10 @@ class Ledger:
                 yield Source(local, path, variant)
 
     def _forget_pruned(self) -> None:
+        """Count what the store has lost as new. Not for a key with withdrawn packs: these have what seems lost, or were
+        merged from packs that had it, and nobody is to publish it again."""
+        if self._packs.withdrawn:
+            return
         paths = {file.path for pack in self._packs.known.values() for file in pack.head.manifest.files}
         self._stored = {path: stored for path, stored in self._stored.items() if path in paths}
 
@@ -105,8 +110,12 @@ class Ledger:
         if sha256 == stored_sha256:
             self._stored[path] = (sha256, stamp)
         # Any other file that changes is damaged. Of several successors the first one is used.
-        elif path.endswith(_TUNED) and not self._has_successor(path, stored_sha256):
+        elif path.endswith(_TUNED) and self._has(path, stored_sha256) and not self._has_successor(path, stored_sha256):
             yield Source(local, path, key, replaces=stored_sha256)
+
+    def _has(self, path: str, sha256: str) -> bool:
+        files = (file for pack in self._packs.known.values() for file in pack.head.manifest.files)
+        return any(file.path == path and file.sha256 == sha256 for file in files)
 
     def _has_successor(self, path: str, sha256: str) -> bool:
         files = (file for pack in self._packs.known.values() for file in pack.head.manifest.files)

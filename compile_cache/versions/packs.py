@@ -17,6 +17,7 @@ from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
+from compile_cache.versions.withdrawal import withdrawals_among
 
 log = logging.getLogger("compile_cache")
 
@@ -47,7 +48,9 @@ class Selection:
 class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. Used by one thread at a time.
 
-    `known` are those packs by name, oldest first. `uses` are the marks of the days when the key was used.
+    `known` are those packs by name, oldest first. `uses` are the marks of the days when the key was used. `withdrawn`
+    are the packs out of use, by name with their withdrawals; they count as absent. `withdrawn_elsewhere` are more of
+    them, which other stores' listings have shown.
     """
 
     def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules, earlier: RefusedEarlier) -> None:
@@ -56,6 +59,8 @@ class PacksOfKey:
         self.rules = rules
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
+        self.withdrawn: Mapping[str, StoredObject] = {}
+        self.withdrawn_elsewhere: Mapping[str, StoredObject] = {}
         self.is_listed = False
         self._earlier = earlier
         self._refused: dict[str, RefusedPack] = {}
@@ -73,7 +78,7 @@ class PacksOfKey:
         return bool(self._without_room)
 
     def list(self) -> Sequence[StoredObject]:
-        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
+        """The packs of this key that are in use, oldest first. Objects that are not named like packs are ignored.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -81,7 +86,14 @@ class PacksOfKey:
         found = self.store.list(self.key.prefix)
         names = [entry.name.removeprefix(self.key.prefix) for entry in found]
         self.uses = {name for name in names if name.startswith(USED)}
-        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+        self._note_withdrawn({**withdrawals_among(found), **self.withdrawn_elsewhere})
+        packs = [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+        return [entry for entry in packs if entry.name not in self.withdrawn]
+
+    def _note_withdrawn(self, withdrawn: Mapping[str, StoredObject]) -> None:
+        for name in withdrawn.keys() - self.withdrawn.keys():
+            log.info("pack.withdrawn name=%s: it is not used; `compile-cache show` says why", name)
+        self.withdrawn = withdrawn
 
     def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of packs not seen before, in parallel. A pack that vanishes before it is

@@ -1,6 +1,7 @@
 """Pruning: which versions a store can do without, and removing them. Versions in use are never touched.
 
-Versions are removed whole: their packs add up, and one pack alone is of little use.
+Versions are removed whole: their packs add up, and one pack alone is of little use. Withdrawals stay, because a layer,
+or a container that still runs, may have their packs.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Pruned:
 
 def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
     """Decide what to remove, from the catalog of the written store alone. Changes nothing."""
-    versions = [version for version in catalog.versions if version.packs]
+    versions = [version for version in catalog.versions if version.all_packs]
     kept = {version.key: version for version in versions}
     removals: list[Removal] = []
 
@@ -130,14 +131,14 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
     skipped: list[CacheKey] = []
     for planned in (*(removal.version for removal in plan.removals), *plan.leftovers):
         entries = store.list(planned.key.prefix)
-        if set(entries) - {*planned.packs, *planned.others}:
+        if set(entries) - set(planned.objects):
             skipped.append(planned.key)
             continue
         for version in catalog_of(entries).versions:
-            for entry in (*version.packs, *_ours(version.others)):
+            for entry in (*version.all_packs, *_ours(version.others)):
                 store.delete(entry.name)
-            versions += bool(version.packs)
-            packs += len(version.packs)
+            versions += bool(version.all_packs)
+            packs += len(version.all_packs)
             freed_bytes += version.size_bytes
     for digest in plan.environments:
         folder = f"{ROOT}{digest}/"
@@ -148,8 +149,9 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
 
 
 def _by_use(versions: Iterable[Version]) -> list[Version]:
-    """The version used last comes first; at equal times, the one published last."""
-    return sorted(versions, key=lambda version: (version.used_s, version.published_s), reverse=True)
+    """The version used last comes first; at equal times, the one published last. Versions without a pack in use come
+    after all others."""
+    return sorted(versions, key=lambda v: (bool(v.packs), v.used_s, v.published_s), reverse=True)
 
 
 def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]]:
@@ -162,7 +164,7 @@ def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]
 
 def _touched_s(version: Version) -> float:
     """When any object of it was last written."""
-    return max((entry.modified_s for entry in (*version.packs, *version.others)), default=0.0)
+    return max((entry.modified_s for entry in version.objects), default=0.0)
 
 
 def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
@@ -172,15 +174,16 @@ def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
 
 
 def _is_leftover(version: Version) -> bool:
-    return not version.packs and bool(_ours(version.others))
+    return not version.all_packs and bool(_ours(version.others))
 
 
 def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:
-    """The environments of which only the record would be left, unless somebody has just begun to publish there."""
+    """The environments of which only the record would be left, unless somebody has just begun to publish there. A
+    withdrawal needs its environment's record: people are shown it."""
     inhabited = {
         version.key.environment
         for version in catalog.versions
-        if version.key not in gone or len(_ours(version.others)) < len(version.others)
+        if version.key not in gone or version.withdrawals or len(_ours(version.others)) < len(version.others)
     }
     return tuple(
         sorted(

@@ -12,9 +12,11 @@ from compile_cache.pack.head import Head
 from compile_cache.pack.reading import ObjectReader, in_daemon_threads
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.versions.catalog import Version
 from compile_cache.versions.heads import HeadReader
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
+from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal, withdrawals_among
 
 # Called with the bytes read so far and all that are to be read.
 Progress = Callable[[int, int], None]
@@ -22,12 +24,13 @@ Progress = Callable[[int, int], None]
 
 class PackState(StrEnum):
     """`REFUSED` packs may be intact, and are not used here: the trusted keys, the limits, the pack format or their
-    place forbid it. Only their heads were read."""
+    place forbid it. Only their heads were read. `WITHDRAWN` packs are out of use, and were not read."""
 
     SOUND = "sound"
     DAMAGED = "damaged"
     REFUSED = "refused"
     UNREADABLE = "unreadable"
+    WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,21 @@ def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rul
 
     in_daemon_threads(look, entries)
     return [pack for entry in entries if (pack := found[entry.name])]
+
+
+def read_withdrawals(store: ObjectStore, version: Version) -> dict[str, Withdrawal]:
+    """Why each withdrawn pack of `version` is out of use, by the pack's name: one small read for each."""
+    entries = withdrawals_among(version.withdrawals)
+    return {pack.name: read_withdrawal(store, entries[pack.name]) for pack in version.withdrawn}
+
+
+def list_withdrawn(store: ObjectStore, versions: Sequence[Version]) -> list[VerifiedPack]:
+    """The withdrawn packs of `versions`, with the reasons. The packs are not read."""
+    found = []
+    for version in versions:
+        withdrawals = read_withdrawals(store, version)
+        found += [VerifiedPack(p, PackState.WITHDRAWN, withdrawals[p.name].text) for p in version.withdrawn]
+    return found
 
 
 def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
