@@ -25,7 +25,7 @@ from compile_cache.background import prepare
 from compile_cache.background.portable import pack
 from compile_cache.background.prepare import Preparation, prepare_with, registered
 from compile_cache.background.state import Option, ServerState
-from compile_cache.errors import StateNotTaken
+from compile_cache.errors import StateNotMade, StateNotTaken
 from compile_cache.regions.torch_settings import configure_torch
 
 FOLDERS = (Path(__file__).parent.parent, Path(__file__).parent)
@@ -90,6 +90,12 @@ def threads():
     return told(torch.set_num_threads, now + 1, now)
 
 
+def assert_set_back(answer):
+    """Packages that were imported stay imported."""
+    before, after = ({**answer[when], "versions": None} for when in ("before", "after"))
+    assert before == after
+
+
 # By switch: how a server comes to have another value than a new process.
 CHANGES = {
     "gradients": torch.no_grad,
@@ -116,7 +122,7 @@ def test_switch_of_the_server_is_made_and_set_back(process, switch):
         answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"]["switches"][switch] != server["switches"][switch]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 def test_every_switch_is_made_or_refused():
@@ -126,7 +132,7 @@ def test_every_switch_is_made_or_refused():
 def test_threads_of_a_call_on_a_gpu_are_left_alone(process):
     with threads():
         answer = process.ask("make_state", ServerState.take(on_gpu=True))
-    assert answer["within"] == answer["before"]
+    assert answer["within"]["switches"] == answer["before"]["switches"]
 
 
 # Each in one of torch's two ways of setting them, or in both.
@@ -152,7 +158,7 @@ def test_precision_of_float32_operations_is_made_however_it_was_set(process, way
     answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"]["precisions"] != server["precisions"]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 REFUSED = {
@@ -174,7 +180,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     values = dict(zip(SWITCHES, state.switches, strict=True)) | {"function modes": 2, "math attention": False}
     answer = process.ask("make_state", replace(state, switches=tuple(values.values())))
     assert answer["refused"] == "in the compiling process, function modes is 0, and was 2 in the server"
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
 def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
     answer = process.ask("make_state", replace(ServerState.take(on_gpu=False), **change))
     assert name in answer["refused"]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -237,7 +243,7 @@ def test_option_of_the_server_is_made_and_set_back(process, module, options):
     answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"] != server
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 def test_number_of_compile_workers_is_each_process_s_own():
@@ -365,3 +371,11 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
             assert isinstance(found, Found), found
             assert found.path == path
         assert isinstance(find(directory, build(Block), tensor()), str)
+
+
+def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
+    with told(torch.backends.cuda.enable_flash_sdp, False, True):
+        state = ServerState.take(on_gpu=False)
+    monkeypatch.delattr(torch._C, "_set_sdp_use_flash")
+    with pytest.raises(StateNotMade, match=r"flash attention cannot be made .*_set_sdp_use_flash"), state.applied():
+        raise AssertionError("the state was made")

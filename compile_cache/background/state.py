@@ -136,8 +136,8 @@ class ServerState:
             old = SWITCHES[name]()
             if name in SETTERS and old != value:
                 with _making(name):
-                    stack.callback(SETTERS[name], old)
                     SETTERS[name](value)
+                stack.callback(SETTERS[name], old)
 
     def _check(self) -> None:
         here = describe_switches(switches(self.on_gpu))
