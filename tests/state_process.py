@@ -6,6 +6,7 @@ A request is a pickled pair on its input: a function of this module, by name, an
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -59,11 +60,19 @@ def make_artifact(state: ServerState, directory: Path) -> str:
         return made if isinstance(made, str) else made.path
 
 
+def environment() -> dict[str, str]:
+    """This process's, for one that can import the library and the tests' modules."""
+    tests = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+
+
 class StateProcess:
     """A second process that serves the functions of this module."""
 
     def __enter__(self) -> StateProcess:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

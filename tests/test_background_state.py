@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import subprocess
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import passes
 import pytest
 import torch
 from blocks import Block
 from precompiling import activated, build, find, tensor
-from state_process import StateProcess, facts
+from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_cache.aot.artifacts import Found
 from compile_cache.aot.switches import CONTEXTS, SWITCHES, precisions, set_precisions
-from compile_cache.background import prepare
 from compile_cache.background.portable import pack
-from compile_cache.background.prepare import Preparation, prepare_with, registered
+from compile_cache.background.prepare import Preparation
 from compile_cache.background.state import Option, ServerState
 from compile_cache.errors import StateNotMade, StateNotTaken
 from compile_cache.regions.torch_settings import configure_torch
 
-FOLDERS = (Path(__file__).parent.parent, Path(__file__).parent)
-
 
 @pytest.fixture(scope="module", autouse=True)
-def settings():
-    """What both processes set before they compile; and a path by which the second one finds the tests' modules."""
+def _settings():
+    """What both processes set before they compile."""
     configure_torch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
-        yield
 
 
 @pytest.fixture(scope="module")
-def process(settings):
+def process():
     with StateProcess() as process:
         yield process
-
-
-@pytest.fixture(autouse=True)
-def _nothing_registered(monkeypatch):
-    monkeypatch.setattr(prepare, "_registered", {})
 
 
 @contextlib.contextmanager
@@ -287,34 +274,7 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
         ServerState.take(on_gpu=False)
 
 
-def test_preparations_are_called_once_in_order_and_what_they_set_stays(settings):
-    for _ in range(2):
-        prepare_with(passes.register, "first")
-        prepare_with(passes.register, {"second": torch.float16})
-    prepare_with(passes.set_pass, "of the family")
-    assert len(registered()) == 3
-    with StateProcess() as process:
-        first = process.ask("make_state", ServerState.take(on_gpu=False))
-        second = process.ask("make_state", ServerState.take(on_gpu=False))
-    assert second["registered"] == ["first", {"second": torch.float16}]
-    with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
-        assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
-    assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
-
-
-@pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, of_the_script(), len.__call__])
-def test_preparation_that_no_other_process_can_import_is_refused(function):
-    with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
-        prepare_with(function)
-    assert registered() == ()
-
-
-def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
-    with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
-        prepare_with(passes.register, lambda: None)
-
-
-def test_packages_of_the_server_are_imported_and_no_others_may_be(settings):
+def test_packages_of_the_server_are_imported_and_no_others_may_be():
     state = ServerState.take(on_gpu=False)
     with StateProcess() as process:
         before = process.ask("make_state", replace(state, packages=()))
@@ -341,8 +301,8 @@ with torch.inference_mode():
 """
 
 
-def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for(settings):
-    done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, check=True)
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for():
+    done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
     with StateProcess() as process:
