@@ -18,7 +18,8 @@ import torch
 from blocks import Block
 from precompiling import build, tensor
 
-from compile_cache.aot.artifacts import Artifacts, _options_digest, _versions
+from compile_cache.aot.artifacts import Artifacts
+from compile_cache.aot.groups import _options_digest, _versions
 from compile_cache.aot.options import changed_options
 from compile_cache.aot.switches import describe_switches, precisions, switches
 from compile_cache.background.state import ServerState
