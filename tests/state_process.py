@@ -55,9 +55,7 @@ def make_state(state: ServerState) -> dict[str, Any]:
 def make_artifact(state: ServerState, directory: Path) -> str:
     """Compile a block in the state; the path of the artifact, or why there is none."""
     with state.applied():
-        artifacts = Artifacts(Settings(), directory)
-        artifacts.note_options()
-        made = artifacts.make(build(Block), (tensor(),), {})
+        made = Artifacts(Settings(), directory).make(build(Block), (tensor(),), {})
         return made if isinstance(made, str) else made.path
 
 
