@@ -6,6 +6,7 @@ A request is a pickled pair on its input: a function of this module, by name, an
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import torch
 from blocks import Block
 from precompiling import build, tensor
 
-from compile_cache.aot.artifacts import Artifacts, _options_digest, _versions
+from compile_cache.aot.artifacts import Artifacts
+from compile_cache.aot.groups import _options_digest, _versions
 from compile_cache.aot.options import changed_options
 from compile_cache.aot.switches import describe_switches, precisions, switches
 from compile_cache.background.state import ServerState
@@ -53,17 +55,23 @@ def make_state(state: ServerState) -> dict[str, Any]:
 def make_artifact(state: ServerState, directory: Path) -> str:
     """Compile a block in the state; the path of the artifact, or why there is none."""
     with state.applied():
-        artifacts = Artifacts(Settings(), directory)
-        artifacts.note_options()
-        made = artifacts.make(build(Block), (tensor(),), {})
+        made = Artifacts(Settings(), directory).make(build(Block), (tensor(),), {})
         return made if isinstance(made, str) else made.path
+
+
+def environment() -> dict[str, str]:
+    """This process's, for one that can import the library and the tests' modules."""
+    tests = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
 
 
 class StateProcess:
     """A second process that serves the functions of this module."""
 
     def __enter__(self) -> StateProcess:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

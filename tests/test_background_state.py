@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import subprocess
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import passes
 import pytest
 import torch
 from blocks import Block
 from precompiling import activated, build, find, tensor
-from state_process import StateProcess, facts
+from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_cache.aot.artifacts import Found
 from compile_cache.aot.switches import CONTEXTS, SWITCHES, precisions, set_precisions
-from compile_cache.background import prepare
 from compile_cache.background.portable import pack
-from compile_cache.background.prepare import Preparation, prepare_with, registered
+from compile_cache.background.prepare import Preparation
 from compile_cache.background.state import Option, ServerState
-from compile_cache.errors import StateNotTaken
+from compile_cache.errors import StateNotMade, StateNotTaken
 from compile_cache.regions.torch_settings import configure_torch
-
-FOLDERS = (Path(__file__).parent.parent, Path(__file__).parent)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def settings():
-    """What both processes set before they compile; and a path by which the second one finds the tests' modules."""
+def _settings():
+    """What both processes set before they compile."""
     configure_torch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
-        yield
 
 
 @pytest.fixture(scope="module")
-def process(settings):
+def process():
     with StateProcess() as process:
         yield process
-
-
-@pytest.fixture(autouse=True)
-def _nothing_registered(monkeypatch):
-    monkeypatch.setattr(prepare, "_registered", {})
 
 
 @contextlib.contextmanager
@@ -90,6 +77,12 @@ def threads():
     return told(torch.set_num_threads, now + 1, now)
 
 
+def assert_set_back(answer):
+    """Packages that were imported stay imported."""
+    before, after = ({**answer[when], "versions": None} for when in ("before", "after"))
+    assert before == after
+
+
 # By switch: how a server comes to have another value than a new process.
 CHANGES = {
     "gradients": torch.no_grad,
@@ -116,7 +109,7 @@ def test_switch_of_the_server_is_made_and_set_back(process, switch):
         answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"]["switches"][switch] != server["switches"][switch]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 def test_every_switch_is_made_or_refused():
@@ -126,7 +119,7 @@ def test_every_switch_is_made_or_refused():
 def test_threads_of_a_call_on_a_gpu_are_left_alone(process):
     with threads():
         answer = process.ask("make_state", ServerState.take(on_gpu=True))
-    assert answer["within"] == answer["before"]
+    assert answer["within"]["switches"] == answer["before"]["switches"]
 
 
 # Each in one of torch's two ways of setting them, or in both.
@@ -152,7 +145,7 @@ def test_precision_of_float32_operations_is_made_however_it_was_set(process, way
     answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"]["precisions"] != server["precisions"]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 REFUSED = {
@@ -174,7 +167,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     values = dict(zip(SWITCHES, state.switches, strict=True)) | {"function modes": 2, "math attention": False}
     answer = process.ask("make_state", replace(state, switches=tuple(values.values())))
     assert answer["refused"] == "in the compiling process, function modes is 0, and was 2 in the server"
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
 def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
     answer = process.ask("make_state", replace(ServerState.take(on_gpu=False), **change))
     assert name in answer["refused"]
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -237,7 +230,7 @@ def test_option_of_the_server_is_made_and_set_back(process, module, options):
     answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["before"] != server
-    assert answer["after"] == answer["before"]
+    assert_set_back(answer)
 
 
 def test_number_of_compile_workers_is_each_process_s_own():
@@ -281,34 +274,7 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
         ServerState.take(on_gpu=False)
 
 
-def test_preparations_are_called_once_in_order_and_what_they_set_stays(settings):
-    for _ in range(2):
-        prepare_with(passes.register, "first")
-        prepare_with(passes.register, {"second": torch.float16})
-    prepare_with(passes.set_pass, "of the family")
-    assert len(registered()) == 3
-    with StateProcess() as process:
-        first = process.ask("make_state", ServerState.take(on_gpu=False))
-        second = process.ask("make_state", ServerState.take(on_gpu=False))
-    assert second["registered"] == ["first", {"second": torch.float16}]
-    with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
-        assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
-    assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
-
-
-@pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, of_the_script(), len.__call__])
-def test_preparation_that_no_other_process_can_import_is_refused(function):
-    with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
-        prepare_with(function)
-    assert registered() == ()
-
-
-def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
-    with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
-        prepare_with(passes.register, lambda: None)
-
-
-def test_packages_of_the_server_are_imported_and_no_others_may_be(settings):
+def test_packages_of_the_server_are_imported_and_no_others_may_be():
     state = ServerState.take(on_gpu=False)
     with StateProcess() as process:
         before = process.ask("make_state", replace(state, packages=()))
@@ -335,8 +301,8 @@ with torch.inference_mode():
 """
 
 
-def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for(settings):
-    done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, check=True)
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for():
+    done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
     with StateProcess() as process:
@@ -365,3 +331,11 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
             assert isinstance(found, Found), found
             assert found.path == path
         assert isinstance(find(directory, build(Block), tensor()), str)
+
+
+def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
+    with told(torch.backends.cuda.enable_flash_sdp, False, True):
+        state = ServerState.take(on_gpu=False)
+    monkeypatch.delattr(torch._C, "_set_sdp_use_flash")
+    with pytest.raises(StateNotMade, match=r"flash attention cannot be made .*_set_sdp_use_flash"), state.applied():
+        raise AssertionError("the state was made")

@@ -25,7 +25,7 @@ _OF_A_PROCESS = ("compile_threads", "worker_start_method")
 
 def changed_options() -> Iterator[tuple[str, str, Any]]:
     """Module, name and value of each option that differs from torch's default in this thread: set by the program, or by
-    an environment variable. Modules that are not imported have their defaults. Takes about half a millisecond once the
+    an environment variable. Modules that are not imported have their defaults. Takes under half a millisecond once the
     compiler is imported.
 
     Raises:

@@ -1,0 +1,47 @@
+"""Functions that a model family has the compiling process call first."""
+
+from __future__ import annotations
+
+import passes
+import pytest
+import torch
+from state_process import StateProcess, facts
+
+from compile_cache.background import prepare
+from compile_cache.background.prepare import prepare_with, registered
+from compile_cache.background.state import ServerState
+from compile_cache.errors import StateNotTaken
+from compile_cache.regions.torch_settings import configure_torch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch):
+    configure_torch()
+    monkeypatch.setattr(prepare, "_registered", {})
+
+
+def test_preparations_are_called_once_in_order_and_what_they_set_stays():
+    for _ in range(2):
+        prepare_with(passes.register, "first")
+        prepare_with(passes.register, {"second": torch.float16})
+    prepare_with(passes.set_pass, "of the family")
+    assert len(registered()) == 3
+    with StateProcess() as process:
+        first = process.ask("make_state", ServerState.take(on_gpu=False))
+        second = process.ask("make_state", ServerState.take(on_gpu=False))
+    assert second["registered"] == ["first", {"second": torch.float16}]
+    with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
+        assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
+    assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
+
+
+@pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, len.__call__])
+def test_preparation_that_no_other_process_can_import_is_refused(function):
+    with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
+        prepare_with(function)
+    assert registered() == ()
+
+
+def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
+    with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
+        prepare_with(passes.register, lambda: None)
