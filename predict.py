@@ -115,9 +115,11 @@ class TextPredictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
+                from models.text.compiling import prepare_process
                 from models.text.model import TextModel, import_model
 
                 import_model(model, revision)
+            self.boot.prepare(prepare_process)
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings)

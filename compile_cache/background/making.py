@@ -49,9 +49,8 @@ class _Maker:
     def make(self, order: Order) -> Making:
         """Compile one kind of call."""
         started = time.perf_counter()
+        module, args, kwargs = receive(order.call)
         with order.state.applied():
-            configure_torch()
-            module, args, kwargs = receive(order.call)
             made = self._make(module, args, kwargs, order.dynamic)
         del module, args, kwargs
         self._tidy()

@@ -50,7 +50,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="Fill, list, verify, copy, withdraw and prune stores of compiled artifacts, and explain what a boot finds there.",
+    help="Fill, list, verify, copy, withdraw and prune stores of compiled artifacts; explain what a boot finds.",
 )
 _silent = logging.NullHandler()
 

@@ -173,6 +173,16 @@ class Boot:
             self._preloading = Preloading(self._has_precompiled, self._load_precompiled, is_to_compile)
             self._preloading.start()
 
+    def prepare(self, function: Callable[[], None]) -> None:
+        """Have the second process call `function` before it compiles anything, such as one that registers an attention.
+
+        Raises:
+            StateNotTaken: no other process can import it.
+        """
+        from compile_cache.background.prepare import prepare_with
+
+        prepare_with(function)
+
     def compile(
         self, module: nn.Module, *, whole: bool = False, until_swap: bool = False, shares_weights: bool = False
     ) -> None:

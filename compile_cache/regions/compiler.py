@@ -153,7 +153,7 @@ class Compiler:
 
     def swap(self) -> bool:
         """Let what has arrived serve in the regions that wait for this; whether anything has."""
-        return any([region.swap() for region in self.regions.values() if region.holds])
+        return any([region.ordering.swap() for region in self.regions.values() if region.ordering.holds])
 
     @property
     def is_compiling(self) -> bool:
@@ -174,7 +174,7 @@ class Compiler:
         for module in find_regions(root, "whole" if whole else self._settings.scope):
             if not self._left_eager.takes(module):
                 region = self._region(type(module))
-                region.holds, region.shares_weights = holds, shares_weights
+                region.ordering.holds, region.ordering.shares_weights = holds, shares_weights
                 region.adopt(module)
 
     def _configure(self) -> None:

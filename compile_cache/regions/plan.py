@@ -41,7 +41,7 @@ def _order(region: Region, module: nn.Module, call: KnownCall) -> bool:
     try:
         with torch.no_grad(), torch.inference_mode(is_inference(call.switches)):
             args, kwargs = make_call(call.call)
-            return region.order_ahead(module, args, kwargs)
+            return region.ordering.order_ahead(module, args, kwargs)
     except (ValueError, RuntimeError) as error:  # inputs that do not fit, or no memory
         log.info("plan.not_made class=%s error=%s", call.class_name, error)
         return False

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from compile_cache.aot.traced import call_region
-from compile_cache.background.order import Making, PackedCall
 from compile_cache.errors import UnseenCallError
 from compile_cache.regions.border import Failure, attempt, first_line
 from compile_cache.regions.check import measured
 from compile_cache.regions.counters import count_precompiled, read_counts
 from compile_cache.regions.inputs import check_against_eager, keep, kind_of_call, with_plain_strides
-from compile_cache.regions.kinds import Kind, Kinds, Turn
+from compile_cache.regions.kinds import Kind, Turn
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.ordering import Ordering
 from compile_cache.regions.stored import StoredFunctions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Region:
     """One module class, compiled, and its instances. `report` says how its calls are served, and why; `served` counts
     them by step.
 
-    `watched` is set during the warm-up. Where a region `holds`, code that arrives serves after `swap`. After
+    `watched` is set during the warm-up. After
     `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this process. `cold` and `unseen` say what
     happens to a call that nothing fits, in the warm-up and after READY: `background`, `block`, and after READY also
     `eager` or `error`.
@@ -63,17 +63,13 @@ class Region:
         self.stored = stored
         self.watched = False
         self.compares_every_instance = True
-        self.holds = False
-        self.shares_weights = False
         self.deadline_s = math.inf
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
         self.cold, self.unseen = cold, unseen
-        self._backlog = backlog
+        self.ordering = Ordering(report, stored, backlog)
         self._compile_here = compile_here
         self._here: CompiledHere | None = None
-        self._kinds = Kinds()
-        self._arrived = self._generation = 0
         # Instances, each with the artifact or the way that was compared with eager on it.
         self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
@@ -82,7 +78,7 @@ class Region:
     @property
     def withheld(self) -> set[str]:
         """The files that must not be published: what failed, and what has not been compared with eager yet."""
-        unproved = {path for kind in self._kinds for path in kind.paths if (None, path) not in self._compared}
+        unproved = {path for kind in self.ordering.kinds for path in kind.paths if (None, path) not in self._compared}
         return self.stored.withheld | unproved | (self._here.withheld if self._here else set())
 
     @property
@@ -97,12 +93,6 @@ class Region:
         """Let calls of `module` come here, as `module.compile()` would let them go to the compiled code."""
         self.report.instances = self.stored.adopt(module)
         module._compiled_call_impl = functools.partial(self._call, module)
-
-    def swap(self) -> bool:
-        """Let what has arrived meanwhile serve from now on, where that waits for this call; whether there is any."""
-        has_arrived = self._arrived != self._generation
-        self._generation = self._arrived
-        return has_arrived
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._here is not None and self._here.is_demoted:
@@ -124,12 +114,9 @@ class Region:
         """A call that looks for a precompiled function, and is measured and checked where something is new."""
         self._note_use()
         if self.cold == "background" or time.monotonic() > self.deadline_s:
-            found = self.stored.fitting(module, args, kwargs)
-            return (
-                self._serve_found(found, module, args, kwargs)
-                if found
-                else self._serve_unseen(module, args, kwargs, self.cold)
-            )
+            if found := self.stored.fitting(module, args, kwargs):
+                return self._serve_found(found, module, args, kwargs)
+            return self._serve_unseen(module, args, kwargs, "background")
         looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
         if isinstance(looked, str):
             if reason := self.stored.refusal(module, args, kwargs):
@@ -145,16 +132,16 @@ class Region:
         if policy == "block":
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
-        kind = self._kinds.of(key, args, kwargs)
-        turn = kind.turn(module, self._current)
+        kind = self.ordering.kinds.of(key, args, kwargs)
+        turn = kind.turn(module, self.ordering.generation)
         if turn is Turn.LOOK:
             found = self.stored.find(module, args, kwargs)
             if not isinstance(found, str):
                 return self._serve_found(found, module, args, kwargs)
-            kind.looked[module] = self._current
+            kind.looked[module] = self.ordering.generation
             if not kind.refused and (reason := self.stored.refusal(module, args, kwargs)):
-                self._serve_eager(kind, reason)
-            turn = kind.turn(module, self._current)
+                self.ordering.give_up(kind, reason)
+            turn = kind.turn(module, self.ordering.generation)
         if self._here is not None and self._here.knows(key):
             self.served["compiled"] += 1
             return self._here.serve_found(module, args, kwargs)
@@ -171,85 +158,17 @@ class Region:
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
-    @property
-    def _current(self) -> int:
-        return self._generation if self.holds else self._arrived
-
     def _serve_and_ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
         cannot build is compiled in this one."""
-        call = self._pack(kind, module, args, kwargs)
+        call = self.ordering.pack(kind, module, args, kwargs)
         if call is None and self.watched and kind.refused:
             return self._serve_anew(module, args, kwargs, kind.refused)
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
         if call is not None:
-            self._order(kind, key, call)
+            self.ordering.order(kind, key, call)
         return output
-
-    def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Have a call compiled that nobody has made here yet; whether it was ordered."""
-        args, kwargs = with_plain_strides(args, kwargs)
-        key = kind_of_call(module, args, kwargs)
-        kind = self._kinds.of(key, args, kwargs)
-        is_there = kind.waiting or not isinstance(self.stored.find(module, args, kwargs), str)
-        if is_there or self.stored.refusal(module, args, kwargs):
-            return False
-        call = self._pack(kind, module, args, kwargs)
-        if call is not None:
-            self._order(kind, key, call)
-        return call is not None
-
-    def _pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
-        backlog = self._backlog()
-        if backlog is None or not kind.ask(module):
-            return None
-        self._let_go()
-        call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
-        if isinstance(call, Failure):
-            self._refuse(kind, call)
-            return None
-        return call
-
-    def _order(self, kind: Kind, key: Hashable, call: PackedCall) -> None:
-        backlog = self._backlog()
-        assert backlog is not None
-        dynamic = self._kinds.varying(kind, _likeness(key))
-        receive = functools.partial(self._receive, kind, bool(dynamic))
-        ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
-        if isinstance(ordered, Failure):
-            self._refuse(kind, ordered)
-        self.report.wait_for(self._kinds.waiting)
-
-    def _refuse(self, kind: Kind, failure: Failure) -> None:
-        """Give up a kind that cannot be handed to the second process."""
-        kind.waiting -= 1
-        self._serve_eager(kind, f"cannot be compiled in a second process: {failure.reason}")
-
-    def _serve_eager(self, kind: Kind, reason: str) -> None:
-        kind.refused = reason
-        self.report.explain(f"eager for {kind.text}: {reason}")
-        self.report.take_step("eager")
-
-    def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
-        """Take the answer of the second process. Called on another thread."""
-        kind.waiting -= 1
-        if making.path:
-            kind.paths.append(making.path)
-            count_precompiled("made")
-            self.report.made += 1
-            self.report.precompile_s += making.seconds
-        elif not is_dynamic:  # else it is asked for once more, for its own sizes
-            self._serve_eager(kind, making.reason)
-            kind.is_to_remember = True
-        self._arrived += 1
-        self.report.wait_for(self._kinds.waiting)
-
-    def _let_go(self) -> None:
-        """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""
-        for kind in self._kinds.let_go():
-            for path in kind.paths:
-                self.stored.let_go(path)
 
     def _compile_on_request(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         before, started = read_counts(), time.perf_counter()
@@ -343,13 +262,6 @@ class Region:
                 "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
                 "or this process has compiled the class in an earlier boot"
             )
-
-
-def _likeness(key: Hashable) -> Hashable:
-    """A kind of call without the sizes and strides of its tensors."""
-    assert isinstance(key, tuple)
-    spec, leaves, *rest = key
-    return spec, tuple(leaf[:3] if len(leaf) > 2 else leaf for leaf in leaves), *rest
 
 
 def _unused(module: nn.Module) -> str:

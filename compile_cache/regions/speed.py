@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.describe import on_gpu
+from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.traced import call_region
 from compile_cache.regions.inputs import Kept
 

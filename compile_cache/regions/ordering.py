@@ -1,0 +1,125 @@
+"""What one region orders from the second process, and what has arrived.
+
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from compile_cache.background.order import Making, PackedCall
+from compile_cache.regions.border import Failure, attempt
+from compile_cache.regions.counters import count_precompiled
+from compile_cache.regions.inputs import kind_of_call, with_plain_strides
+from compile_cache.regions.kinds import Kind, Kinds
+from compile_cache.regions.ladder import RegionReport
+from compile_cache.regions.stored import StoredFunctions
+
+if TYPE_CHECKING:
+    from compile_cache.regions.backlog import Backlog
+
+log = logging.getLogger("compile_cache")
+
+
+class Ordering:
+    """The kinds of calls of one region that no code was at hand for. `backlog` gives the second process's orders, or
+    None where nothing may be compiled ahead of time. If it `holds`, what arrives is not looked for until `swap`."""
+
+    def __init__(self, report: RegionReport, stored: StoredFunctions, backlog: Callable[[], Backlog | None]) -> None:
+        self.report = report
+        self.stored = stored
+        self.kinds = Kinds()
+        self.holds = False
+        self.shares_weights = False
+        self._backlog = backlog
+        self._arrived = self._swapped = 0
+
+    @property
+    def generation(self) -> int:
+        """How often something has arrived that may be looked for."""
+        return self._swapped if self.holds else self._arrived
+
+    def swap(self) -> bool:
+        """Let what has arrived meanwhile be looked for; whether there is any."""
+        has_arrived = self._arrived != self._swapped
+        self._swapped = self._arrived
+        return has_arrived
+
+    def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Have a call compiled that nobody has made here yet; whether it was ordered."""
+        args, kwargs = with_plain_strides(args, kwargs)
+        key = kind_of_call(module, args, kwargs)
+        kind = self.kinds.of(key, args, kwargs)
+        is_there = kind.waiting or not isinstance(self.stored.find(module, args, kwargs), str)
+        if is_there or self.stored.refusal(module, args, kwargs):
+            return False
+        call = self.pack(kind, module, args, kwargs)
+        if call is not None:
+            self.order(kind, key, call)
+        return call is not None
+
+    def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
+        """A call to be ordered after it was served; None where it cannot be ordered, or was ordered too often."""
+        backlog = self._backlog()
+        if backlog is None or not kind.ask(module):
+            return None
+        self._let_go()
+        call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
+        if isinstance(call, Failure):
+            self._refuse(kind, call)
+            return None
+        return call
+
+    def order(self, kind: Kind, key: Hashable, call: PackedCall) -> None:
+        """Have a call compiled that was just served eager, in the thread that served it."""
+        backlog = self._backlog()
+        assert backlog is not None
+        dynamic = self.kinds.varying(kind, _likeness(key))
+        receive = functools.partial(self._receive, kind, bool(dynamic))
+        ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
+        if isinstance(ordered, Failure):
+            self._refuse(kind, ordered)
+        self.report.wait_for(self.kinds.waiting)
+
+    def _refuse(self, kind: Kind, failure: Failure) -> None:
+        """Give up a kind that cannot be handed to the second process."""
+        kind.waiting -= 1
+        self.give_up(kind, f"cannot be compiled in a second process: {failure.reason}")
+
+    def give_up(self, kind: Kind, reason: str) -> None:
+        """Serve calls of a kind eager from now on, and order them no more."""
+        kind.refused = reason
+        self.report.explain(f"eager for {kind.text}: {reason}")
+        self.report.take_step("eager")
+
+    def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
+        """Take the answer of the second process. Called on another thread."""
+        kind.waiting -= 1
+        if making.path:
+            kind.paths.append(making.path)
+            count_precompiled("made")
+            self.report.made += 1
+            self.report.precompile_s += making.seconds
+        elif not is_dynamic:  # else it is asked for once more, for its own sizes
+            self.give_up(kind, making.reason)
+            kind.is_to_remember = True
+        self._arrived += 1
+        self.report.wait_for(self.kinds.waiting)
+
+    def _let_go(self) -> None:
+        """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""
+        for kind in self.kinds.let_go():
+            for path in kind.paths:
+                self.stored.let_go(path)
+
+
+def _likeness(key: Hashable) -> Hashable:
+    """A kind of call without the sizes and strides of its tensors."""
+    assert isinstance(key, tuple)
+    spec, leaves, *rest = key
+    return spec, tuple(leaf[:3] if len(leaf) > 2 else leaf for leaf in leaves), *rest
