@@ -113,10 +113,10 @@ def _leave(setup: bytes, code: int) -> bytes:
     os._exit(code)
 
 
-def _hang(setup: bytes, folder: str) -> bytes:
-    """Hang with a child, a fork and a semaphore."""
+def _hang(setup: bytes, folder: str, semaphores: int = 1) -> bytes:
+    """Hang with a child, a fork and semaphores."""
     subprocess.Popen(["sleep", "600"])
-    kept = multiprocessing.get_context("fork").Queue()
+    kept = [multiprocessing.get_context("fork").Lock() for _ in range(semaphores)]
     if os.fork() == 0:
         time.sleep(600)
     Path(folder, "hangs").touch()

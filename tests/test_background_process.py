@@ -347,11 +347,10 @@ def test_process_ends_with_a_killed_server(tmp_path, marked, number):
 
 
 def test_process_ends_with_a_server_that_exits(tmp_path, marked):
-    """The exit hook has ended it before the server is gone: its messages say `stopped`."""
     with serve(tmp_path, marked, "exit") as server:
         said = server.stdout.read()
     assert server.returncode == 0
-    assert said == "at work 0\nThe compiling process was stopped.\n"
+    assert said == "at work 0\nalive: False\n"
     wait_for(lambda: not marked.pids())
 
 
