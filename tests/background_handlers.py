@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def _describe(setup: bytes) -> bytes:
         "library": compile_cache.__file__,
         "environ": dict(os.environ),
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
+        "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "has_torch": "torch" in sys.modules,
     }
     return json.dumps(described).encode()
@@ -113,6 +115,14 @@ def _leave(setup: bytes, code: int) -> bytes:
     os._exit(code)
 
 
+def _babble(setup: bytes) -> bytes:
+    for number in _descriptors():
+        if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            os.write(int(number), b"\xff" * 100)
+    time.sleep(600)
+    return b""
+
+
 def _hang(setup: bytes, folder: str, semaphores: int = 1) -> bytes:
     """Hang with a child, a fork and semaphores."""
     subprocess.Popen(["sleep", "600"])
@@ -158,6 +168,7 @@ _JOBS: dict[str, Callable[..., bytes]] = {
     "abort": _abort,
     "die": _die,
     "leave": _leave,
+    "babble": _babble,
     "hang": _hang,
     "hold_the_lock": _hold_the_lock,
     "fail_once": _fail_once,
