@@ -94,6 +94,7 @@ def _fail(setup: bytes, message: str) -> bytes:
 
 
 def _exit(setup: bytes, code: int) -> bytes:
+    subprocess.Popen(["sleep", "600"])
     print("about to exit")
     os._exit(code)
 
@@ -105,6 +106,12 @@ def _abort(setup: bytes) -> bytes:
 
 def _die(setup: bytes) -> bytes:
     os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
+def _list_inherited(setup: bytes) -> bytes:
+    """Write into the log what a child has open that C code has started."""
+    os.system("ls -l /proc/self/fd")
     return b""
 
 
@@ -136,8 +143,7 @@ def _hang(setup: bytes, folder: str, semaphores: int = 1) -> bytes:
 
 def _hold_the_lock(setup: bytes, folder: str) -> bytes:
     """Hang in C code that keeps Python's lock: no other thread of this process runs."""
-    Path(folder, "hangs").touch()
-    ctypes.PyDLL(None).sleep(600)
+    ctypes.PyDLL(None).system(f"touch '{folder}/hangs'; sleep 600".encode())
     return b""
 
 
@@ -167,6 +173,7 @@ _JOBS: dict[str, Callable[..., bytes]] = {
     "exit": _exit,
     "abort": _abort,
     "die": _die,
+    "list_inherited": _list_inherited,
     "leave": _leave,
     "babble": _babble,
     "hang": _hang,

@@ -32,12 +32,17 @@ class Started:
         self.setup = b""
         self.fault: Exception | None = None
         self.processes: list[CompilingProcess] = []
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     def __call__(self) -> CompilingProcess:
         if self.fault is not None:
             raise self.fault
         handler = f"background_handlers:{self.factory}"
         self.processes.append(CompilingProcess.start(handler, self.setup, self._folder / "log", os.environ))
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
         return self.processes[-1]
 
 
@@ -276,6 +281,19 @@ def test_close_drops_what_waits_and_ends_the_process(make_jobs, started, tmp_pat
     assert not done
     assert len(started.processes) == 1
     assert not caplog.records
+
+
+def test_close_ends_a_process_whose_start_is_under_way(make_jobs, started, tmp_path):
+    jobs = make_jobs()
+    started.may_end.clear()
+    jobs.submit("1", job("hang", folder=str(tmp_path)), print)
+    assert started.begun.wait(PATIENCE_S)
+    closing = threading.Thread(target=jobs.close)
+    closing.start()
+    closing.join(0.3)
+    started.may_end.set()
+    closing.join(PATIENCE_S)
+    wait_for(lambda: not started.processes[0].is_alive)
 
 
 def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
