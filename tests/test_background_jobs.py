@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 from background_handlers import job
+from background_marks import PATIENCE_S, wait_for
 
 from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.process import CompilingProcess
-
-PATIENCE_S = 120.0
 
 
 class Started:
@@ -71,13 +70,6 @@ def do(jobs: Jobs, content: bytes, name: str = "a job") -> Done:
     jobs.submit(name, content, done.append)
     assert jobs.wait(PATIENCE_S)
     return done[0]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs, started):
@@ -301,6 +293,7 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
     import logging, os, time
     from pathlib import Path
     from background_handlers import job
+from background_marks import PATIENCE_S, wait_for
     from compile_cache.background.jobs import Jobs
     from compile_cache.background.process import CompilingProcess
     logging.basicConfig(level=logging.WARNING)
