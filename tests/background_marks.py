@@ -1,4 +1,4 @@
-"""What tests of the compiling process look at from outside: the processes that one test has started, and shared memory."""
+"""What a test of the compiling process sees from outside: the processes that it has started, and shared memory."""
 
 from __future__ import annotations
 

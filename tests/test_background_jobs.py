@@ -293,7 +293,6 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
     import logging, os, time
     from pathlib import Path
     from background_handlers import job
-from background_marks import PATIENCE_S, wait_for
     from compile_cache.background.jobs import Jobs
     from compile_cache.background.process import CompilingProcess
     logging.basicConfig(level=logging.WARNING)
