@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def _describe(setup: bytes) -> bytes:
         "library": compile_cache.__file__,
         "environ": dict(os.environ),
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
+        "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "has_torch": "torch" in sys.modules,
     }
     return json.dumps(described).encode()
@@ -92,6 +94,7 @@ def _fail(setup: bytes, message: str) -> bytes:
 
 
 def _exit(setup: bytes, code: int) -> bytes:
+    subprocess.Popen(["sleep", "600"])
     print("about to exit")
     os._exit(code)
 
@@ -106,6 +109,12 @@ def _die(setup: bytes) -> bytes:
     return b""
 
 
+def _list_inherited(setup: bytes) -> bytes:
+    """Write into the log what a child has open that C code has started."""
+    os.system("ls -l /proc/self/fd")
+    return b""
+
+
 def _leave(setup: bytes, code: int) -> bytes:
     """End, and leave a fork that has the channel open."""
     if os.fork() == 0:
@@ -113,10 +122,18 @@ def _leave(setup: bytes, code: int) -> bytes:
     os._exit(code)
 
 
-def _hang(setup: bytes, folder: str) -> bytes:
-    """Hang with a child, a fork and a semaphore."""
+def _babble(setup: bytes) -> bytes:
+    for number in _descriptors():
+        if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            os.write(int(number), b"\xff" * 100)
+    time.sleep(600)
+    return b""
+
+
+def _hang(setup: bytes, folder: str, semaphores: int = 1) -> bytes:
+    """Hang with a child, a fork and semaphores."""
     subprocess.Popen(["sleep", "600"])
-    kept = multiprocessing.get_context("fork").Queue()
+    kept = [multiprocessing.get_context("fork").Lock() for _ in range(semaphores)]
     if os.fork() == 0:
         time.sleep(600)
     Path(folder, "hangs").touch()
@@ -126,8 +143,7 @@ def _hang(setup: bytes, folder: str) -> bytes:
 
 def _hold_the_lock(setup: bytes, folder: str) -> bytes:
     """Hang in C code that keeps Python's lock: no other thread of this process runs."""
-    Path(folder, "hangs").touch()
-    ctypes.PyDLL(None).sleep(600)
+    ctypes.PyDLL(None).system(f"touch '{folder}/hangs'; sleep 600".encode())
     return b""
 
 
@@ -157,7 +173,9 @@ _JOBS: dict[str, Callable[..., bytes]] = {
     "exit": _exit,
     "abort": _abort,
     "die": _die,
+    "list_inherited": _list_inherited,
     "leave": _leave,
+    "babble": _babble,
     "hang": _hang,
     "hold_the_lock": _hold_the_lock,
     "fail_once": _fail_once,

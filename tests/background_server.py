@@ -7,12 +7,16 @@ It prints a line when its process is at work. After SECONDS it kills itself.
 
 from __future__ import annotations
 
+import atexit
 import os
+import random
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from background_handlers import job
 
@@ -22,35 +26,40 @@ from compile_cache.errors import ProcessDied
 HOUR_S = 3600.0
 
 
-def start(folder: Path) -> CompilingProcess:
-    return CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ)
-
-
-def work(folder: Path, job_name: str) -> None:
+def work(folder: Path, job_name: str, **arguments: int) -> CompilingProcess:
     """Hand over a job that never ends, on another thread, and wait until it has begun."""
-    process = start(folder)
-    hangs = threading.Thread(target=attempt, args=(process, job(job_name, folder=str(folder))), daemon=True)
-    hangs.start()
+    process = CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ)
+    content = job(job_name, folder=str(folder), **arguments)
+    threading.Thread(target=attempt, args=(process, content), daemon=True).start()
     while not (folder / "hangs").exists():
         time.sleep(0.01)
+    return process
 
 
 def attempt(process: CompilingProcess, content: bytes) -> None:
-    try:
+    with suppress(ProcessDied):
         process.do(content, HOUR_S)
-    except ProcessDied as error:
-        print(error)
+
+
+def work_and_stop(folder: Path) -> NoReturn:
+    """Start and stop processes, so that a kill comes at any moment of a process's life."""
+    print("at work", flush=True)
+    while True:
+        # No semaphores: a kill in the middle of glibc's sem_open leaves a file of 32 bytes in /dev/shm.
+        process = work(folder, "hang", semaphores=0)
+        time.sleep(random.uniform(0.0, 0.3))
+        process.stop()
+        (folder / "hangs").unlink()
 
 
 def serve(folder: Path, mode: str) -> None:
-    if mode == "restless":  # killed at any moment of a process's life
-        print("at work", flush=True)
-        while True:
-            work(folder, "hang")
-            (folder / "hangs").unlink()
-    work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
+    if mode == "restless":
+        work_and_stop(folder)
+    # Registered first, so it runs after the process's own exit hook.
+    atexit.register(lambda: print(f"alive: {process.is_alive}"))
+    process = work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
     fork = 0
-    if mode == "fork":  # keeps open what this process has open, and runs its exit hooks
+    if mode == "fork":  # it keeps open what this process has open
         fork = os.fork()
         if fork == 0:
             os.setsid()

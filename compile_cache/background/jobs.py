@@ -188,8 +188,14 @@ class Jobs:
         if self._is_closed:  # it was stopped
             return
         is_known = isinstance(error, CompileCacheError | OSError)
-        log.warning(
-            "background.failed job=%s attempt=%d error=%s", name, attempts, error, exc_info=None if is_known else error
+        log.log(
+            # An error of the job's own goes to its caller, who knows what it means.
+            logging.INFO if isinstance(error, JobFailed) else logging.WARNING,
+            "background.failed job=%s attempt=%d error=%s",
+            name,
+            attempts,
+            error,
+            exc_info=None if is_known else error,
         )
 
     def _ensure_process(self) -> CompilingProcess:

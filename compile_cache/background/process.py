@@ -193,8 +193,12 @@ class CompilingProcess:
         """Reap a child that ended by itself, kill what it left, and say how it ended."""
         if self._is_stopped:
             return ProcessDied("The compiling process was stopped.")
+        deadline = time.monotonic() + _LOOK_S  # a child that ends closes its files first
+        while (is_alive := self.is_alive) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S / 100)
         self.stop()
-        told = f"The compiling process {_in_words(self._child.returncode)}. {self._last_line()}"
+        how = "broke off the exchange and was ended" if is_alive else _in_words(self._child.returncode)
+        told = f"The compiling process {how}. {self._last_line()}"
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
     def _last_line(self) -> str:

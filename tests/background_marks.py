@@ -1,0 +1,48 @@
+"""What a test of the compiling process sees from outside: the processes that it has started, and shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE_S = 120.0
+
+
+class Marked:
+    """The processes that were started with a variable of the test's own, and all that these have started."""
+
+    def __init__(self) -> None:
+        self._entry = f"BACKGROUND_TEST={uuid.uuid4().hex}"
+        self.environ = {**os.environ, "BACKGROUND_TEST": self._entry.partition("=")[2]}
+        self.environ.pop("PYTHONUNBUFFERED", None)
+
+    def pids(self) -> set[int]:
+        return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if self._is_in(folder)}
+
+    def _is_in(self, folder: Path) -> bool:
+        try:
+            return self._entry.encode() in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            return False
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
