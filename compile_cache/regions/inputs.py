@@ -57,7 +57,8 @@ def kind_of_call(module: nn.Module, args: Any, kwargs: Any) -> Hashable:
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         strides = leaf.stride() if leaf.layout == torch.strided else ()
-        return type(leaf), leaf.dtype, leaf.device, tuple(leaf.shape), strides, leaf.requires_grad
+        flags = leaf.requires_grad, leaf.is_inference()
+        return type(leaf), leaf.dtype, leaf.device, tuple(leaf.shape), strides, flags
     return type(leaf), leaf if isinstance(leaf, bool | str) else None
 
 
