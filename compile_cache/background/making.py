@@ -25,6 +25,9 @@ from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place
 from compile_cache.errors import CompileCacheError
 from compile_cache.regions.autotuner import unread_files
+from compile_cache.regions.border import Failure, attempt
+from compile_cache.regions.inputs import Kept
+from compile_cache.regions.speed import Speed, compare_speed
 from compile_cache.regions.torch_settings import configure_torch
 from compile_cache.versions.directory import scan_folder
 
@@ -44,6 +47,7 @@ class _Maker:
         self._path = Path(place.path)
         remember_toolchain(self._path)
         self._settings = place.settings
+        self._speed: Speed | None = None
         self._told = set(scan_folder(self._path))
 
     def make(self, order: Order) -> Making:
@@ -52,12 +56,13 @@ class _Maker:
         module, args, kwargs = receive(order.call)
         with order.state.applied():
             made = self._make(module, args, kwargs, order.dynamic)
+            speed = self._speed
         del module, args, kwargs
         self._tidy()
         seconds = time.perf_counter() - started
         if isinstance(made, str):
             return Making(reason=made, seconds=seconds)
-        return Making(made.path, self._new_files(made.path), seconds=seconds)
+        return Making(made.path, self._new_files(made.path), seconds=seconds, speed=speed)
 
     def _make(self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]) -> Made | str:
         settings = replace(self._settings, dynamic=None) if dynamic else self._settings
@@ -66,11 +71,25 @@ class _Maker:
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
             return made
-        if reason := _run(made, module, args, kwargs):
+        if reason := self._run(made, module, args, kwargs):
             return reason
         # Now it is on record what tuning has chosen: made again, the artifact has the kernels that won, and no others.
         is_tuned = on_gpu(module, args, kwargs)
         return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if is_tuned else made
+
+    def _run(self, made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
+        """Load an artifact and run it, so that tuning's choice is on record, and time it; why that failed, empty if it
+        did not."""
+        try:
+            function = made.load()
+            if misfit := function.misfit(module, args, kwargs):
+                return f"it does not fit its own call: {misfit}"
+            function(module, args, kwargs)
+        except CompileCacheError as error:
+            return str(error)
+        speed = attempt(compare_speed, function, module, Kept(module, args, kwargs))
+        self._speed = None if isinstance(speed, Failure) else speed
+        return ""
 
     def _new_files(self, artifact: str) -> tuple[str, ...]:
         files = set(scan_folder(self._path))
@@ -84,20 +103,6 @@ class _Maker:
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-
-
-def _run(made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Load an artifact and run it once, so that tuning's choice is on record; why that failed, empty if it did not."""
-    try:
-        function = made.load()
-        if misfit := function.misfit(module, args, kwargs):
-            return f"it does not fit its own call: {misfit}"
-        function(module, args, kwargs)
-    except CompileCacheError as error:
-        return str(error)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-    return ""
 
 
 def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> tuple[Any, Any]:

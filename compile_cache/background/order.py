@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from compile_cache.background.state import ServerState
+    from compile_cache.regions.speed import Speed
     from compile_cache.settings import Settings
 
 
@@ -38,9 +39,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none."""
+    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none; and
+    the device time of the call, compiled and eager, where it was measured."""
 
     path: str = ""
     files: tuple[str, ...] = ()
     reason: str = ""
     seconds: float = 0.0
+    speed: Speed | None = None

@@ -340,10 +340,17 @@ class Boot:
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()
+            self._compare_with_first()
         say(self.report.lines())
         if self._settings.report is not None:
             with self._degrading(f"write the boot report to {self._settings.report}"):
                 self.report.write(Path(self._settings.report))
+
+    def _compare_with_first(self) -> None:
+        from compile_cache.lifecycle.history import compare_with_first
+
+        if self._directory is not None and (line := compare_with_first(self._directory.path, self.report)):
+            self._warn(line)
 
     def _count(self) -> None:
         counts = self.counts()

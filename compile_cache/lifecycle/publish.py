@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from compile_cache.errors import CompileCacheError
+from compile_cache.lifecycle.history import remember_first
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.lifecycle.turns import CompileTurn, PublishTurn
 from compile_cache.lifecycle.upkeep import Upkeep
@@ -27,6 +28,7 @@ from compile_cache.pack.format import Pack
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import has_artifacts
 
 log = logging.getLogger("compile_cache")
 
@@ -166,6 +168,8 @@ class Publisher:
         counts = read_counts()
         withheld = self._compiler.withheld if self._compiler else ()
         unread = self._compiler.unread_files() if self._compiler else ()
+        if has_artifacts(self._cache.directory.scan()):
+            remember_first(self._cache.directory.path, self._boot_report)
         self._staged, self._staged_at = [], None  # staging empties the outbox first; if it fails, it is due again
         self._staged = list(self._cache.stage({*withheld, *unread}, self._creator))
         self._staged_at = counts

@@ -22,6 +22,7 @@ from compile_cache.regions.stored import StoredFunctions
 
 if TYPE_CHECKING:
     from compile_cache.regions.backlog import Backlog
+    from compile_cache.regions.speed import Speed
 
 log = logging.getLogger("compile_cache")
 
@@ -105,11 +106,26 @@ class Ordering:
             count_precompiled("made")
             self.report.made += 1
             self.report.precompile_s += making.seconds
+            self._note_speed(kind, making.speed)
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
             self.give_up(kind, making.reason)
             kind.is_to_remember = True
         self._arrived += 1
         self.report.wait_for(self.kinds.waiting)
+
+    def _note_speed(self, kind: Kind, speed: Speed | None) -> None:
+        if speed is None:
+            return
+        self.report.note_speed(speed.compiled_ms, speed.eager_ms)
+        if speed.compiled_ms > speed.eager_ms:
+            log.warning(
+                "compile.slower region=%s call=%s compiled_ms=%.3f eager_ms=%.3f To leave it eager, name the class in "
+                "COMPILE_CACHE_LEAVE_EAGER.",
+                self.report.name,
+                kind.text,
+                speed.compiled_ms,
+                speed.eager_ms,
+            )
 
     def _let_go(self) -> None:
         """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""

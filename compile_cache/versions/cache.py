@@ -67,6 +67,11 @@ class CompileCache:
         return CompileCache(self.stores, key, self.environment, self._directory, self.rules)
 
     @property
+    def directory(self) -> CacheDirectory:
+        """The directory that artifacts are restored into, and published from."""
+        return self._directory
+
+    @property
     def staging(self) -> Path:
         """The folder that packs are unpacked into."""
         return self._directory.inbox
