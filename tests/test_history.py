@@ -13,7 +13,7 @@ from compile_cache.regions.ladder import RegionReport
 def boot_of(ready_s, import_s=0.0, outcome="hit", loaded=1):
     """A report of a boot with one region."""
     report = BootReport(ready_s=ready_s, phases={"import": import_s}, restore=RestoreReport(outcome))
-    report.regions = [RegionReport("Block", 1)]
+    report.regions = [RegionReport("Block", 1, waiting=int(not loaded))]
     report.counts = CompileCounts(precompiled_loaded=loaded)
     return report
 

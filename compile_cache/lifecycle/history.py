@@ -49,10 +49,11 @@ def remember_first(directory: Path, report: BootReport) -> None:
 def compare_with_first(directory: Path, report: BootReport) -> str:
     """One line that says how much worse this boot is than the first one of its key; empty if it is not."""
     counts = report.counts
-    if report.restore.outcome == "hit" and report.regions and not counts.precompiled_loaded + counts.hits:
+    is_compiling = any(region.waiting or region.settled == "cold" for region in report.regions)
+    if report.restore.outcome == "hit" and is_compiling and not counts.precompiled_loaded + counts.hits:
         return (
-            "NOTHING OF WHAT WAS RESTORED SERVES THIS BOOT. The regions above say why. `compile-cache explain` compares "
-            "this machine with the stored environments."
+            "NOTHING OF WHAT WAS RESTORED SERVES THIS BOOT. The regions above say why. `compile-cache explain` "
+            "compares this machine with the stored environments."
         )
     first, now = _read(directory / HISTORY), PastBoot.of(report)
     if first is None or now.own_s < first.own_s * _MUCH_LONGER + _MUCH_LONGER_S:
