@@ -39,11 +39,16 @@ class Ordering:
         self.shares_weights = False
         self._backlog = backlog
         self._arrived = self._swapped = 0
+        self._paths: set[str] = set()
 
     @property
     def generation(self) -> int:
         """How often something has arrived that may be looked for."""
         return self._swapped if self.holds else self._arrived
+
+    def has_arrived(self, path: str) -> bool:
+        """Whether the second process of this boot has made this artifact."""
+        return path in self._paths
 
     def swap(self) -> bool:
         """Let what has arrived meanwhile be looked for; whether there is any."""
@@ -103,6 +108,7 @@ class Ordering:
         kind.waiting -= 1
         if making.path:
             kind.paths.append(making.path)
+            self._paths.add(making.path)
             count_precompiled("made")
             self.report.made += 1
             self.report.precompile_s += making.seconds

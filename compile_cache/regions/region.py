@@ -196,14 +196,17 @@ class Region:
     def _serve_found(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call by an artifact that fits it, compared with eager where that was not done before."""
         started = time.perf_counter()
+        is_new = self.ordering.has_arrived(found.path)  # then no other boot has compared it
+        mark = found.path if is_new else "precompiled"
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
                 return self._serve_anew(module, args, kwargs, reason)
-            self._compared |= {(None, found.path), (module, "precompiled")}
+            self._compared |= {(None, found.path), (module, mark)}
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
-        if self.compares_every_instance and (module, "precompiled") not in self._compared:
+        if (is_new or self.compares_every_instance) and (module, mark) not in self._compared:
+            self._compared.add((module, mark))
             return self._serve_another(found, module, args, kwargs)
         self.served["precompiled"] += 1
         output = found.function(module, args, kwargs)
@@ -240,11 +243,12 @@ class Region:
                 raise answer.error
             kept.give_back(None)  # as they were: nothing has run on the copies
             return self._serve_anew(module, args, kwargs, self.stored.reject(found.path, answer.reason))
-        self._compared.add((module, "precompiled"))
         check = check_against_eager(self.report, answer, kept) if kept else None
         if check is None or kept is None or check.passed:
+            self.served["precompiled"] += 1
             self.report.take_step("precompiled")
             return answer.output
+        self.served["eager"] += 1
         self.stored.reject(found.path, f"it {check.difference}")
         self.stored.refuse(module, args, kwargs, check.difference)
         self.report.take_step("eager")
