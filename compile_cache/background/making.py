@@ -23,7 +23,7 @@ from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place
-from compile_cache.errors import CompileCacheError
+from compile_cache.errors import CompileCacheError, NotHandedOver, StateNotMade
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.inputs import Kept
@@ -53,16 +53,20 @@ class _Maker:
     def make(self, order: Order) -> Making:
         """Compile one kind of call."""
         started = time.perf_counter()
-        module, args, kwargs = receive(order.call)
-        with order.state.applied():
-            made = self._make(module, args, kwargs, order.dynamic)
-            speed = self._speed
-        del module, args, kwargs
+        try:
+            made = self._make_anew(order)
+        except (NotHandedOver, StateNotMade) as error:
+            return Making(reason=str(error), lasting=False)
         self._tidy()
         seconds = time.perf_counter() - started
         if isinstance(made, str):
             return Making(reason=made, seconds=seconds)
-        return Making(made.path, self._new_files(made.path), seconds=seconds, speed=speed)
+        return Making(made.path, self._new_files(made.path), seconds=seconds, speed=self._speed)
+
+    def _make_anew(self, order: Order) -> Made | str:
+        module, args, kwargs = receive(order.call)
+        with order.state.applied():
+            return self._make(module, args, kwargs, order.dynamic)
 
     def _make(self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]) -> Made | str:
         settings = replace(self._settings, dynamic=None) if dynamic else self._settings

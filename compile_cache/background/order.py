@@ -40,10 +40,12 @@ class Order:
 @dataclass(frozen=True, slots=True)
 class Making:
     """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none; and
-    the device time of the call, compiled and eager, where it was measured."""
+    the device time of the call, compiled and eager, where it was measured. Where the reason is not `lasting`, another
+    boot may have more luck."""
 
     path: str = ""
     files: tuple[str, ...] = ()
     reason: str = ""
     seconds: float = 0.0
     speed: Speed | None = None
+    lasting: bool = True

@@ -102,14 +102,15 @@ class Backlog:
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
-        making = Making(reason=answer.reason) if answer.answer is None else pickle.loads(answer.answer)
+        failed = Making(reason=answer.reason, lasting=answer.is_final)
+        making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
         self._open_artifacts()
         if not making.reason:
             try:
                 self._workshop.take(making.files)
                 self._load(making.path)
             except (CompileCacheError, OSError) as error:
-                making = Making(reason=f"its artifact cannot be used: {error}")
+                making = Making(reason=f"its artifact cannot be used: {error}", lasting=False)
         log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
         done(making)
 

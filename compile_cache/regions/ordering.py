@@ -115,7 +115,7 @@ class Ordering:
             self._note_speed(kind, making.speed)
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
             self.give_up(kind, making.reason)
-            kind.is_to_remember = True
+            kind.is_to_remember = making.lasting
         self._arrived += 1
         self.report.wait_for(self.kinds.waiting)
 
