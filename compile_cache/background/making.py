@@ -53,11 +53,14 @@ class _Maker:
     def make(self, order: Order) -> Making:
         """Compile one kind of call."""
         started = time.perf_counter()
+        self._speed = None
         try:
             made = self._make_anew(order)
         except (NotHandedOver, StateNotMade) as error:
             return Making(reason=str(error), lasting=False)
-        self._tidy()
+        torch._dynamo.reset()
+        gc.collect()
+        _free()
         seconds = time.perf_counter() - started
         if isinstance(made, str):
             return Making(reason=made, seconds=seconds)
@@ -75,6 +78,7 @@ class _Maker:
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
             return made
+        _free()
         if reason := self._run(made, module, args, kwargs):
             return reason
         # Now it is on record what tuning has chosen: made again, the artifact has the kernels that won, and no others.
@@ -91,6 +95,7 @@ class _Maker:
             function(module, args, kwargs)
         except CompileCacheError as error:
             return str(error)
+        _free()
         speed = attempt(compare_speed, function, module, Kept(module, args, kwargs))
         self._speed = None if isinstance(speed, Failure) else speed
         return ""
@@ -101,12 +106,6 @@ class _Maker:
         new = files - self._told - unread_files(files) - others
         self._told |= new
         return tuple(sorted(new | {artifact}))
-
-    def _tidy(self) -> None:
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
 
 
 def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -122,3 +121,9 @@ def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> 
         torch._dynamo.mark_dynamic(leaves[place], dimension)
     marked: tuple[Any, Any] = pytree.tree_unflatten(leaves, spec)
     return marked
+
+
+def _free() -> None:
+    """Give the GPU's memory back that torch keeps for later: the server and its predictions may need it."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
