@@ -13,11 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,15 +22,11 @@ from typing import Any
 
 from boot import conclude
 from cold_start_table import bars, check, tables
-from fresh_boot import PROMPT, ROOT, SEED, boot_environment, end, new_log, prepare, run_process
+from fresh_boot import PROMPT, ROOT, SEED, boot_environment, new_log, prepare, run_process
 from observations import VARIABLE
 from one_cold_start import Measured, Requests, measure
-from served import OverHttp
+from served_by_cog import served_by_cog
 from text_boot import SIZES
-
-sys.path.append(str(ROOT / "demo"))
-
-from cog_server import CogServer, streaming_project
 
 KINDS = ("eager", "background")
 # A boot that has less time left is not begun.
@@ -78,25 +70,9 @@ class Plan:
         return {**sizes, **environ, "MODEL": self.model, "HF_HUB_OFFLINE": "1", VARIABLE: str(work / "observations")}
 
     def _run_cog(self, kind: str, requests: Requests, environ: dict[str, str], log: Path, timeout_s: float) -> Measured:
-        name = "TextPredictor" if requests.is_text else "Predictor"
-        with tempfile.TemporaryDirectory() as folder:
-            project = streaming_project(Path(folder)) if requests.is_text else ROOT
-            server = CogServer(f"benchmarks/observed_predict.py:{name}", log, environ, project)
-            started = time.monotonic()
-            server.start()
-            watchdog = threading.Timer(timeout_s, end, [server.process])
-            watchdog.start()
-            try:
-                server.wait_ready(timeout_s)
-                http_ready_s = time.monotonic() - started
-                measured = measure(kind, OverHttp(server, requests.is_text), Path(environ[VARIABLE]), requests)
-                server.stop(signal.SIGTERM)
-            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-                raise SystemExit(f"the {kind} boot under Cog failed: {error}; see {server.log}") from error
-            finally:
-                watchdog.cancel()
-                end(server.process)
-        return replace(measured, http_ready_s=http_ready_s)
+        with served_by_cog(requests.is_text, environ, log, timeout_s) as ready:
+            measured = measure(kind, ready.served, Path(environ[VARIABLE]), requests)
+        return replace(measured, http_ready_s=ready.http_ready_s)
 
 
 def boots(plan: Plan, pairs: int, watched: int, limit_s: float) -> Iterator[Measured]:

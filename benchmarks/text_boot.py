@@ -51,14 +51,16 @@ def boot_text(settings: TextSettings) -> Booted:
     model, revision = split_revision(settings.model)
     with compile_cache.boot(settings.model, sources=SOURCES) as boot:
         with boot.timed("import"), without_collection():
+            from models.text.compiling import prepare_process
             from models.text.model import TextModel, import_model
 
             import_model(model, revision)
+        boot.prepare(prepare_process)
         boot.preload()
         with boot.timed("weights"):
             text = TextModel.load(model, revision, settings)
         for step in text.steps:
-            boot.compile(step, whole=True)
+            boot.compile(step, whole=True, until_swap=True, shares_weights=True)
         warm_up(boot, text, text.warm_up_inputs())
         with boot.timed("record"):
             text.generator.record()

@@ -269,7 +269,7 @@ class Boot:
         """
         if self._compiler is None or not self._compiler.swap():
             return False
-        with self._compiler.watching():
+        with self._compiler.watching(may_compile=False):
             call()
         return True
 

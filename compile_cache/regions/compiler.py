@@ -239,19 +239,19 @@ class Compiler:
         return PeakMemory.highest_bytes
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, may_compile: bool = True) -> Iterator[None]:
         """While the context lasts, every graph that a region compiles or finds is checked against eager, and
-        precompiled functions are looked for, and made."""
+        precompiled functions are looked for, and made. Unless this process `may_compile`, what none fits is eager."""
         self._configure()
         if self._precompiled is not None:
             self._precompiled.forget_options()
         for region in self.regions.values():
-            region.watched = True
+            region.watched, region.may_compile = True, may_compile
         try:
             yield
         finally:
             for region in self.regions.values():
-                region.watched = False
+                region.watched, region.may_compile = False, True
                 region.conclude()
 
 

@@ -44,7 +44,8 @@ class Region:
     """One module class, compiled, and its instances. `report` says how its calls are served, and why; `served` counts
     them by step.
 
-    `watched` is set during the warm-up. After
+    `watched` is set during the warm-up, and while a swap compares what has arrived, in which this process
+    `may_compile` nothing. After
     `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this process. `cold` and `unseen` say what
     happens to a call that nothing fits, in the warm-up and after READY: `background`, `block`, and after READY also
     `eager` or `error`.
@@ -62,6 +63,7 @@ class Region:
         self.report = report
         self.stored = stored
         self.watched = False
+        self.may_compile = True
         self.compares_every_instance = True
         self.deadline_s = math.inf
         self.served: Counter[str] = Counter()
@@ -187,7 +189,7 @@ class Region:
 
     def _serve_anew(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
         """Serve a call for which there is no artifact, or none that is right."""
-        if not self.watched:
+        if not (self.watched and self.may_compile):
             self.served["eager"] += 1
             return call_region(module, args, kwargs)
         self.served["compiled"] += 1

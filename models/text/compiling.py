@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from transformers import AttentionInterface
 
 from models.text.static_cache import ATTENTION, attend
@@ -12,9 +13,13 @@ log = logging.getLogger(__name__)
 
 
 def prepare_process() -> None:
-    """Register the attention of the static cache, and join operators. The compiling process calls this first."""
+    """Register the attention of the static cache and, for a model on a GPU, join operators.
+
+    The compiling process calls this first. The server finds its artifacts only if it has set the same passes.
+    """
     AttentionInterface.register(ATTENTION, attend)
-    join_operators()
+    if torch.cuda.is_available():
+        join_operators()
 
 
 def join_operators() -> None:
