@@ -23,7 +23,11 @@ def run_cog_boot(plan: Plan, kind: str, store: Path) -> Boot:
     """
     report = plan.work / "report.json"
     report.unlink(missing_ok=True)
-    environ = {**plan.environment(kind, store), "COMPILE_CACHE_REPORT": str(report)}
+    environ = {
+        "COMPILE_CACHE_COLD_START": "block",
+        **plan.environment(kind, store),
+        "COMPILE_CACHE_REPORT": str(report),
+    }
     server = CogServer("predict.py:Predictor", plan.log(kind), environ)
     started = time.perf_counter()
     server.start()

@@ -62,6 +62,7 @@ def settings(bucket: str, endpoint_url: str, folder: Path) -> dict[str, str]:
         "COMPILE_CACHE_S3_ENDPOINT_URL": endpoint_url,
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
+        "COMPILE_CACHE_COLD_START": "block",
     }
 
 

@@ -97,6 +97,7 @@ class Plan:
         report.unlink(missing_ok=True)
         # The project's own modules are those of the server's folder.
         own = {"COMPILE_CACHE_REPORT": str(report), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        own |= {"COMPILE_CACHE_COLD_START": "block"}
         environ = {**self.environment, "MODEL": self.model, **own}
         with tempfile.TemporaryDirectory() as folder:
             project = streaming_project(Path(folder))

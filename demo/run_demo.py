@@ -133,6 +133,7 @@ def boot(family: Family, name: str, progress: Progress) -> DemoBoot:
         "COMPILE_CACHE_STORE": str(work / "store"),
         "COMPILE_CACHE_DIR": str(work / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
+        "COMPILE_CACHE_COLD_START": "block",
         "HF_HUB_OFFLINE": "1",
     }
     started = time.perf_counter()

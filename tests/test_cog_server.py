@@ -25,7 +25,9 @@ COG_LIMIT_S = 10
 
 
 def server(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> CogServer:
-    return CogServer(PREDICTOR, folder / "server.log", environ, wrapper=wrapper)
+    """All is compiled before READY."""
+    blocking = {**environ, "COMPILE_CACHE_COLD_START": "block"}
+    return CogServer(PREDICTOR, folder / "server.log", blocking, wrapper=wrapper)
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def serve(folder: Path, each_digit: int = 0, **requests: dict[str, Any]) -> Serv
         "COMPILE_CACHE_STORE": str(folder / "store"),
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
+        "COMPILE_CACHE_COLD_START": "block",
     }
     with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()

@@ -44,6 +44,7 @@ def environment(folder: Path) -> dict[str, str]:
         "COMPILE_CACHE_STORE": str(folder / "store"),
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
+        "COMPILE_CACHE_COLD_START": "block",
     }
 
 
