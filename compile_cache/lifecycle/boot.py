@@ -147,7 +147,9 @@ class Boot:
             self._compiler.release()
             if self._settings.cold_start == "background" and self._directory is not None:
                 from compile_cache.lifecycle.plan import plan_ahead
+                from compile_cache.lifecycle.process import say_unfinished_at_exit
 
+                say_unfinished_at_exit(lambda: self.waiting)
                 cache = self._restored.cache if self._restored is not None else None
                 plan_ahead(self._compiler, self._directory, cache, self.report.restore.outcome)
 

@@ -1,0 +1,103 @@
+"""What `COMPILE_CACHE_COLD_START=auto` means in a process: told by its parent and its working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from boots import settings
+from cog_server import PROJECT, CogServer
+
+# What a worker of Cog's server does, as far as this is about it.
+WORKER = """\
+import json, os
+from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.settings import Settings
+settings = resolve_cold_start(Settings.from_env(os.environ))
+print(json.dumps([settings.cold_start, settings.unseen]))
+"""
+# A parent that has the arguments of Cog's server, and starts a worker.
+SERVER = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {WORKER!r}]).returncode)"
+COG = ("-m", "cog.server.http")
+KEPT = (*COG, "--await-explicit-shutdown", "true")
+OTHER = ("-m", "http.server")
+BACKGROUND, BLOCK = ["background", "background"], ["block", "block"]
+
+
+def resolved(folder: Path, arguments: Sequence[str], wrapper: Sequence[str] = (), **variables: str) -> list[str]:
+    """`cold_start` and `unseen` in a process whose parent has these arguments, and works in `folder`."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
+    environ |= {f"COMPILE_CACHE_{name}": value for name, value in variables.items()}
+    done = subprocess.run(
+        [*wrapper, sys.executable, "-c", SERVER, *arguments],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+@pytest.fixture
+def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
+    """A folder, and the wrapper under which it is a mount, as `cog run` mounts the project over the image's folder."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    unshare = ("unshare", "--mount")
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount anything")
+    mount = f'mount --bind "{tmp_path}" "{folder}" && cd "{folder}" && exec "$@"'
+    return folder, (*unshare, "sh", "-c", mount, "sh")
+
+
+def test_a_plain_process_blocks(tmp_path):
+    assert resolved(tmp_path, ()) == BLOCK
+
+
+def test_another_server_blocks(tmp_path):
+    assert resolved(tmp_path, OTHER) == BLOCK
+
+
+def test_a_worker_of_cogs_server_compiles_in_the_background(tmp_path):
+    assert resolved(tmp_path, COG) == BACKGROUND
+
+
+def test_a_prediction_of_cog_run_blocks(in_mount):
+    """Its server has the project mounted, and ends after one prediction."""
+    assert resolved(in_mount[0], COG, in_mount[1]) == BLOCK
+
+
+def test_cog_serve_compiles_in_the_background(tmp_path, in_mount):
+    """It mounts the project as well, and says that its server is to be kept running."""
+    assert resolved(in_mount[0], KEPT, in_mount[1]) == BACKGROUND
+    assert resolved(tmp_path, KEPT) == BACKGROUND
+
+
+@pytest.mark.parametrize("arguments", [(), COG, KEPT])
+@pytest.mark.parametrize("value", ["background", "block"])
+def test_an_explicit_value_wins_and_unseen_calls_follow_it(tmp_path, arguments, value):
+    assert resolved(tmp_path, arguments, COLD_START=value) == [value, value]
+
+
+@pytest.mark.parametrize("value", ["background", "eager", "block", "error"])
+def test_an_explicit_value_for_unseen_calls_wins(tmp_path, value):
+    assert resolved(tmp_path, COG, UNSEEN=value) == ["background", value]
+    assert resolved(tmp_path, (), UNSEEN=value) == ["block", value]
+
+
+def test_a_server_that_ends_before_all_is_compiled_says_so_in_one_line(tmp_path):
+    log = tmp_path / "server.log"
+    with CogServer("tests/toy_predictor.py:Predictor", log, settings(tmp_path)) as server:
+        server.wait_ready()
+        server.stop(signal.SIGTERM)
+    (line,) = [line for line in log.read_text().splitlines() if "background.unfinished" in line]
+    assert "calls=2" in line
+    assert "COMPILE_CACHE_COLD_START=block" in line
