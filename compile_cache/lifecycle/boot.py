@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -266,20 +266,39 @@ class Boot:
         """Between two requests: if code has arrived for a module that was compiled with `until_swap`, call the model as
         the warm-up does, so that the code is compared with eager, and let it serve from now on; whether it was so.
 
+        `call` may leave out what `has_arrived` denies. If it is broken off, as by the request's cancellation, the next
+        swap calls again.
+
         Raises:
             Exception: every error of `call`.
         """
-        if self._compiler is None or not self._compiler.swap():
+        if self._compiler is None or not self._compiler.begin_swap():
             return False
-        with self._compiler.watching(may_compile=False):
-            call()
+        try:
+            with self._compiler.watching(may_compile=False):
+                call()
+        except Exception:
+            self._compiler.end_swap()
+            raise
+        self._compiler.end_swap()
         return True
+
+    def has_arrived(self, module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+        """In a swap: whether code for this call has arrived that does not serve yet. Calls nothing."""
+        region = self._compiler.regions.get(type(module)) if self._compiler else None
+        return region is not None and region.has_arrived(module, args, kwargs)
 
     def prediction(self) -> Prediction:
         """Begin to count what serves a prediction."""
         from compile_cache.lifecycle.prediction import Prediction
 
         return Prediction(self.report, self._compiler)
+
+    def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """Count calls once more, as `Prediction.served` has counted them: a recording of them, such as a CUDA graph,
+        was replayed."""
+        for region in self._compiler.regions.values() if self._compiler else ():
+            region.served.update(served.get(region.report.name, {}))
 
     @property
     def waiting(self) -> int:

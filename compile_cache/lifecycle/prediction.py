@@ -19,21 +19,25 @@ class Prediction:
         self._report = report
         self._compiler = compiler
         self._counted = read_counts()
-        self._served = self._serving()
+        self._before = self._serving()
         self._waited_s = self._waiting_s()
 
     def metrics(self) -> dict[str, Any]:
         """By metric name, for `record_metric`: the boot's own, the steps that served each region's calls, the graphs
         that were compiled meanwhile, the seconds that a request waited for that, and the kinds of calls that are still
         being compiled."""
-        served = {name: _words(after - self._served[name]) for name, after in self._serving().items()}
         return {
             **self._report.metrics(),
-            "compile_cache.served": {name: steps for name, steps in served.items() if steps},
+            "compile_cache.served": {name: _words(steps) for name, steps in self.served().items()},
             "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
             "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
             "compile_cache.compiling": self._compiler.waiting if self._compiler else 0,
         }
+
+    def served(self) -> dict[str, Counter[str]]:
+        """The calls of each region that had any, by the step that served them."""
+        served = {name: after - self._before[name] for name, after in self._serving().items()}
+        return {name: steps for name, steps in served.items() if steps}
 
     def _serving(self) -> dict[str, Counter[str]]:
         regions = self._compiler.regions.values() if self._compiler else ()

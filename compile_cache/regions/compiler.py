@@ -151,9 +151,14 @@ class Compiler:
         """Block until the second process has answered every call; False after `timeout_s`."""
         return self._backlog is None or self._backlog.wait(timeout_s)
 
-    def swap(self) -> bool:
-        """Let what has arrived serve in the regions that wait for this; whether anything has."""
-        return any([region.ordering.swap() for region in self.regions.values() if region.ordering.holds])
+    def begin_swap(self) -> bool:
+        """Let what has arrived be looked for in the regions that wait for this; whether there is any."""
+        return any([region.ordering.begin_swap() for region in self.regions.values() if region.ordering.holds])
+
+    def end_swap(self) -> None:
+        """Note that the calls of a swap were made. A swap that does not end is begun again."""
+        for region in self.regions.values():
+            region.ordering.end_swap()
 
     @property
     def is_compiling(self) -> bool:

@@ -33,13 +33,17 @@ class Turn(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """One kind of call. `looked` names, for each instance, the last generation of artifacts in which none fitted."""
+    """One kind of call. `looked` names, for each instance, the last generation of artifacts in which none fitted;
+    `arrived` is the first generation with the last one that was made for this kind. A planned kind was in the warm-up.
+    """
 
     sizes: tuple[tuple[int, ...], ...]
     text: str
     looked: dict[nn.Module, int] = field(default_factory=dict)
     asked: dict[nn.Module, int] = field(default_factory=dict)
     waiting: int = 0
+    arrived: int = -1
+    is_planned: bool = False
     refused: str = ""
     is_to_remember: bool = False
     paths: list[str] = field(default_factory=list)
@@ -72,6 +76,9 @@ class Kinds:
         # By everything but the sizes: the dimensions that one dynamic graph was asked for.
         self._dynamic: dict[Hashable, frozenset[tuple[int, int]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._kinds)
+
     def __iter__(self) -> Iterator[Kind]:
         with self._lock:
             return iter(list(self._kinds.values()))
@@ -90,6 +97,11 @@ class Kinds:
             else:
                 self._kinds.move_to_end(key)
             return kind
+
+    def known(self, key: Hashable) -> Kind | None:
+        """The kind with this key, if there is one."""
+        with self._lock:
+            return self._kinds.get(key)
 
     def let_go(self) -> list[Kind]:
         """The kinds called longest ago, as many as are too many. They are forgotten, and may come back."""

@@ -40,6 +40,7 @@ class Ordering:
         self._backlog = backlog
         self._arrived = self._swapped = 0
         self._paths: set[str] = set()
+        self._is_swapping = False
 
     @property
     def generation(self) -> int:
@@ -50,23 +51,33 @@ class Ordering:
         """Whether the second process of this boot has made this artifact."""
         return path in self._paths
 
-    def swap(self) -> bool:
-        """Let what has arrived meanwhile be looked for; whether there is any."""
-        has_arrived = self._arrived != self._swapped
-        self._swapped = self._arrived
-        return has_arrived
+    def begin_swap(self) -> bool:
+        """Let what has arrived meanwhile be looked for; whether there is any, or a swap that did not end."""
+        arrived = self._arrived
+        self._is_swapping |= arrived != self._swapped
+        self._swapped = arrived
+        return self._is_swapping
+
+    def end_swap(self) -> None:
+        """Note that what has arrived was looked for."""
+        self._is_swapping = False
+
+    def is_due(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether code was made for such calls of `module` that was not looked for yet, or was found."""
+        kind = self.kinds.known(kind_of_call(module, args, kwargs))
+        return kind is not None and self.generation >= kind.arrived > kind.looked.get(module, -1)
 
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Have a call compiled that nobody has made here yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.kinds.of(key, args, kwargs)
-        is_there = kind.waiting or not isinstance(self.stored.find(module, args, kwargs), str)
+        is_there = kind.waiting or self.stored.has(module, args, kwargs)
         if is_there or self.stored.refusal(module, args, kwargs):
             return False
         call = self.pack(kind, module, args, kwargs)
         if call is not None:
-            self.order(kind, key, call)
+            self.order(kind, key, call, may_vary=False)
         return call is not None
 
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
@@ -81,11 +92,12 @@ class Ordering:
             return None
         return call
 
-    def order(self, kind: Kind, key: Hashable, call: PackedCall) -> None:
-        """Have a call compiled that was just served eager, in the thread that served it."""
+    def order(self, kind: Kind, key: Hashable, call: PackedCall, may_vary: bool = True) -> None:
+        """Have a call compiled that was just served eager, in the thread that served it. If its sizes `may_vary`, one
+        graph for all sizes is asked for where several calls differ in one size."""
         backlog = self._backlog()
         assert backlog is not None
-        dynamic = self.kinds.varying(kind, _likeness(key))
+        dynamic = self.kinds.varying(kind, _likeness(key)) if may_vary else ()
         receive = functools.partial(self._receive, kind, bool(dynamic))
         ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
         if isinstance(ordered, Failure):
@@ -116,7 +128,10 @@ class Ordering:
         elif not is_dynamic:  # else it is asked for once more, for its own sizes
             self.give_up(kind, making.reason)
             kind.is_to_remember = making.lasting
-        self._arrived += 1
+        arrived = self._arrived + 1
+        if making.path:
+            kind.arrived = arrived
+        self._arrived = arrived
         self.report.wait_for(self.kinds.waiting)
 
     def _note_speed(self, kind: Kind, speed: Speed | None) -> None:

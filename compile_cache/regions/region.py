@@ -130,11 +130,13 @@ class Region:
         return self._serve_found(looked, module, args, kwargs)
 
     def _serve_unseen(self, module: nn.Module, args: Any, kwargs: Any, policy: str) -> Any:
-        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says."""
-        if policy == "block":
+        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says. It says
+        nothing of calls of the warm-up, which are eager until their code arrives."""
+        if policy == "block" and not len(self.ordering.kinds):
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.ordering.kinds.of(key, args, kwargs)
+        kind.is_planned |= self.watched and self.may_compile
         turn = kind.turn(module, self.ordering.generation)
         if turn is Turn.LOOK:
             found = self.stored.find(module, args, kwargs)
@@ -147,7 +149,9 @@ class Region:
         if self._here is not None and self._here.knows(key):
             self.served["compiled"] += 1
             return self._here.serve_found(module, args, kwargs)
-        if policy == "error":
+        if policy == "block" and not kind.is_planned:
+            return self._compile_on_request(module, args, kwargs)
+        if policy == "error" and not kind.is_planned:
             raise UnseenCallError(
                 f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Warm this call up, or "
                 "set COMPILE_CACHE_UNSEEN to background or eager."
@@ -169,7 +173,7 @@ class Region:
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
         if call is not None:
-            self.ordering.order(kind, key, call)
+            self.ordering.order(kind, key, call, may_vary=not kind.is_planned)
         return output
 
     def _compile_on_request(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -255,6 +259,11 @@ class Region:
         self.stored.refuse(module, args, kwargs, check.difference)
         self.report.take_step("eager")
         return kept.give_back(kept.eager().output)
+
+    def has_arrived(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether code for such a call has arrived that does not serve yet."""
+        args, kwargs = with_plain_strides(args, kwargs)
+        return self.ordering.is_due(module, args, kwargs) and self.stored.fitting(module, args, kwargs) is None
 
     def conclude(self) -> None:
         """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""

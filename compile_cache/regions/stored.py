@@ -87,6 +87,13 @@ class StoredFunctions:
             self._found[module] = (found, *self._found[module])
         return found
 
+    def has(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an artifact is there for this call. None is remembered: it serves once `find` has found it."""
+        if self._artifacts is None:
+            return False
+        _configure()
+        return not isinstance(attempt(self._artifacts.find, module, args, kwargs), str | Failure)
+
     def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why an earlier boot has served such calls eager; empty if they need not be, or that is not known."""
         if self._artifacts is None:
