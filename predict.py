@@ -127,7 +127,7 @@ class TextPredictor(BaseRunner):
                 self.boot.compile(step, whole=True, until_swap=True, shares_weights=True)
             warm_up(self.boot, self.model, self.model.warm_up_inputs())
             with self.boot.timed("record"):
-                self.model.generator.record()
+                self.model.generator.record(self.boot)
 
     @streaming
     def run(
@@ -173,8 +173,8 @@ class TextPredictor(BaseRunner):
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )
         print(f"seed: {seed}")
-        if self.boot.swap(self.model.warm_up):
-            self.model.generator.record()
+        self.boot.swap(lambda: self.model.generator.renew(self.boot.has_arrived))
+        self.model.generator.record(self.boot)
         prediction = self.boot.prediction()
         answer = self.model.answer(inputs)
         yield from answer

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from models.text.compiling import join_operators
-from models.text.recording import Reading, Recorder
+from models.text.recording import CallCounter, Reading, Recorder, Recording
 from models.text.rotary_table import use_rotary_tables
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, use_static_cache, watch_windows
@@ -69,8 +69,10 @@ class Generator:
         self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph: Recording | None = None
+        self._prompt_graphs: dict[int, Recording] = {}
+        self._prompt_recorder: Recorder | None = None
+        self._is_to_record = True
         self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
         self._readings = [Reading(device) for _ in range(self._steps_ahead + 2)]
         self._requests = 0
@@ -206,37 +208,67 @@ class Generator:
         reading.start(self._token)
         return reading
 
-    def forget_recordings(self) -> None:
-        """Call the steps themselves again, until `record`."""
-        self._graph, self._prompt_graphs = None, {}
+    @torch.inference_mode()
+    def renew(self, has_arrived: Callable[..., bool]) -> None:
+        """Call each step for which code has arrived, as predictions do, and forget how it was recorded.
+
+        `has_arrived` takes a step and its inputs. The steps compute what is left of the last request, in a cache that
+        counts as full. Call it while no request is served. It may be broken off, and called again.
+        """
+        self._join_operators()
+        for bucket, prompt in self._prompts.items():
+            if has_arrived(self.prefill, prompt, self._last):
+                self._is_to_record = True
+                self._prompt_graphs.pop(bucket, None)
+                self._last.fill_(bucket - 1)
+                self._prompt(bucket)
+        if has_arrived(self.decode, self._token):
+            self._is_to_record = True
+            self._graph = None
+            self._cache.position.fill_(self.cache_tokens - 1)
+            self._step()
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record the prefill of each bucket and the step as CUDA graphs, as they are compiled now.
+    def record(self, counter: CallCounter | None = None) -> None:
+        """Record, as CUDA graphs, what is not recorded of the step and the prefill of each bucket, as they are compiled
+        now. `counter` counts what serves the calls.
 
         Without a GPU, this does nothing. If the step cannot be recorded, nothing is; if one prefill cannot, none is.
-        Call it while no request is served.
+        What could not be recorded is tried again after `renew` has called something. Call it while no request is
+        served.
         """
-        if not self._token.is_cuda:
+        if not self._token.is_cuda or not self._is_to_record:
             return
-        self.forget_recordings()
         # The values of the last request may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()
-        prompts = [functools.partial(self._prompt, bucket) for bucket in self.buckets]
-        prompt_graphs = self._recorded("prompts", prompts)
-        step_graphs = self._recorded("the decode step", [self._step])
-        if step_graphs:  # without it, the generator that the prompts use has been replaced
-            self._graph = step_graphs[0]
-            self._prompt_graphs = dict(zip(self.buckets, prompt_graphs, strict=False))
+        self._record_prompts(counter)
+        if self._graph is None:
+            recordings = self._recorded("the decode step", [self._step], Recorder(self._token.device), counter)
+            self._graph = recordings[0] if recordings else None
+        self._is_to_record = False
 
-    def _recorded(self, what: str, calls: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
-        stream, recorder = torch.cuda.current_stream(), Recorder(self._token.device)
+    def _record_prompts(self, counter: CallCounter | None) -> None:
+        if self._prompt_recorder is None or not self._prompt_graphs:  # the memory of no graph cannot be shared
+            self._prompt_recorder = Recorder(self._token.device)
+        buckets = [bucket for bucket in self.buckets if bucket not in self._prompt_graphs]
+        prompts = [functools.partial(self._prompt, bucket) for bucket in buckets]
+        recordings = self._recorded("prompts", prompts, self._prompt_recorder, counter)
+        self._prompt_graphs |= dict(zip(buckets, recordings, strict=False))
+
+    def _recorded(
+        self, what: str, calls: Sequence[Callable[[], None]], recorder: Recorder, counter: CallCounter | None
+    ) -> list[Recording]:
+        stream = torch.cuda.current_stream()
         try:
-            return [recorder.record(call, self._sampler.generator) for call in calls]
-        except RuntimeError as error:
-            log.warning("%s cannot be recorded as a CUDA graph, which costs speed: %s", what, error)
-            # A recording that fails leaves its stream current and its generator in recording mode.
+            return [recorder.record(call, self._sampler.generator, counter) for call in calls]
+        except BaseException as error:  # a request that pays for a recording may be cancelled
+            # A recording that fails leaves its stream current and its generator in recording mode. All recordings draw
+            # from that generator.
             torch.cuda.set_stream(stream)
             self._sampler.generator = torch.Generator(self._token.device)
+            self._graph, self._prompt_graphs = None, {}
+            if not isinstance(error, RuntimeError):
+                raise
+            log.warning("%s cannot be recorded as a CUDA graph, which costs speed: %s", what, error)
             return []

@@ -134,12 +134,6 @@ class TextModel:
             requests.append(Request((0,) * length, min(_WARM_UP_TOKENS, cache - length)))
         return requests
 
-    def warm_up(self) -> None:
-        """Call each step as predictions do, and not as it was recorded."""
-        self.generator.forget_recordings()
-        for request in self.warm_up_inputs():
-            self.run(request)
-
     def run(self, request: Request) -> list[int]:
         """Generate the tokens that follow a tokenized prompt."""
         return list(self.generator.tokens(request))

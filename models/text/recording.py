@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+class Served(Protocol):
+    """Calls that are being counted."""
+
+    def served(self) -> dict[str, Counter[str]]:
+        """By module class and by what served them."""
+
+
+class CallCounter(Protocol):
+    """Counts what serves calls, as a `compile_cache.Boot` does."""
+
+    def prediction(self) -> Served:
+        """Begin to count."""
+
+    def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """Count calls once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A call as a CUDA graph, and what served its modules when it was recorded."""
+
+    graph: torch.cuda.CUDAGraph
+    served: Mapping[str, Mapping[str, int]]
+    counter: CallCounter | None
+
+    def replay(self) -> None:
+        """Queue the call. It calls no module, and is counted here."""
+        self.graph.replay()
+        if self.counter is not None:
+            self.counter.count_again(self.served)
 
 
 class Recorder:
@@ -17,7 +52,9 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, call: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
+    def record(
+        self, call: Callable[[], None], generator: torch.Generator, counter: CallCounter | None = None
+    ) -> Recording:
         """Record one call, which draws random numbers from `generator`.
 
         Raises:
@@ -29,10 +66,11 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(generator)
+        counted = counter.prediction() if counter else None
         # Other threads may use the GPU during the recording.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             call()
-        return graph
+        return Recording(graph, counted.served() if counted else {}, counter)
 
 
 class Reading:
