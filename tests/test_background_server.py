@@ -19,7 +19,9 @@ from PIL import Image
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 2, "output_format": "png"}
 PLANNED = {**SKETCH, "width": 64, "height": 64}
 UNPLANNED = {**SKETCH, "width": 96, "height": 64}
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
+# Between predictions: the process that compiles has the lowest priority.
+PAUSE_S = 0.5
 # A pixel of 8 bits, where two sums of floats fall on different sides of a half.
 ROUNDING = 1
 COMPILED = {"precompiled"}
@@ -59,7 +61,7 @@ class Asking:
         predictions = [self.predict(inputs)]
         while steps(predictions[-1]) != COMPILED:
             assert time.monotonic() < deadline, self.server.log.read_text()[-4000:]
-            time.sleep(0.2)
+            time.sleep(PAUSE_S)
             predictions.append(self.predict(inputs))
         return predictions
 
