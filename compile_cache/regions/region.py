@@ -233,7 +233,7 @@ class Region:
         check = check_against_eager(self.report, answer, kept)
         if check is None or check.passed:
             return ""
-        self.stored.refuse(module, args, kwargs, check.difference)
+        self._refuse(module, args, kwargs, check.difference)
         return self.stored.reject(found.path, f"it {check.difference}")
 
     def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -252,9 +252,15 @@ class Region:
             return answer.output
         self.served["eager"] += 1
         self.stored.reject(found.path, f"it {check.difference}")
-        self.stored.refuse(module, args, kwargs, check.difference)
+        self._refuse(module, args, kwargs, check.difference)
         self.report.take_step("eager")
         return kept.give_back(kept.eager().output)
+
+    def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
+        """Let later boots serve such calls eager; not where this process compiles them, and judges by what comes of
+        that: one artifact that is wrong says nothing of the code."""
+        if not (self.watched and self.cold == "block"):
+            self.stored.refuse(module, args, kwargs, reason)
 
     def conclude(self) -> None:
         """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""
