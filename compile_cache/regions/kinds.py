@@ -76,6 +76,14 @@ class Kinds:
         with self._lock:
             return iter(list(self._kinds.values()))
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kinds
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a call was met for which no code was at hand."""
+        return bool(self._kinds)
+
     @property
     def waiting(self) -> int:
         """Kinds that are served eager until their code arrives."""

@@ -130,10 +130,15 @@ class Region:
         return self._serve_found(looked, module, args, kwargs)
 
     def _serve_unseen(self, module: nn.Module, args: Any, kwargs: Any, policy: str) -> Any:
-        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says."""
-        if policy == "block":
+        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says. A kind of
+        call that the second process has to compile is not compiled on a request as well."""
+        if policy == "block" and not self.ordering.kinds.are_any:
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
+        if policy == "block":
+            if key not in self.ordering.kinds:
+                return self._compile_on_request(module, args, kwargs)
+            policy = "background"
         kind = self.ordering.kinds.of(key, args, kwargs)
         turn = kind.turn(module, self.ordering.generation)
         if turn is Turn.LOOK:
