@@ -22,7 +22,6 @@ from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import has_artifacts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -228,6 +227,8 @@ class Boot:
 
     def _has_precompiled(self) -> bool:
         """Wait for the restore; whether it brought precompiled regions."""
+        from compile_cache.versions.directory import has_artifacts
+
         self._join()
         return has_artifacts(self._restored_files)
 
