@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -17,6 +20,7 @@ from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
 
 BLOCK = Settings(cold_start="block", unseen="block")
+BACKGROUND = Settings(cold_start="background", unseen="background")
 
 
 class Product(nn.Module):
@@ -75,6 +79,35 @@ def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
     block, compiler = late
     torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
     assert served(compiler) == {"eager": 1, "compiled": 1}
+
+
+PROGRAM = """
+import logging, sys, time
+from pathlib import Path
+from precompiling import activated, boot, build, tensor, warm_up
+from test_unseen import BACKGROUND, Product
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+with activated(Path(sys.argv[1])) as directory:
+    block = build(Product)
+    compiler = boot(directory, block, settings=BACKGROUND)
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler.release()
+    assert compiler.wait(float(sys.argv[2])) == (sys.argv[2] != "0")
+"""
+
+
+@pytest.mark.parametrize(("wait_s", "calls"), [("0", 1), ("600", 0)], ids=["unfinished", "finished"])
+def test_a_server_that_ends_says_what_it_leaves_uncompiled(tmp_path, wait_s, calls):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path, wait_s],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("background.unfinished")]
+    assert [line.split()[1] for line in lines] == [f"calls={calls}"] * bool(calls)
 
 
 def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
