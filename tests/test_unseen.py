@@ -13,6 +13,7 @@ import torch
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
+from compile_cache.aot.refusals import all_refusals
 from compile_cache.background import cold_start
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.regions.compiler import Compiler
@@ -79,6 +80,49 @@ def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
     block, compiler = late
     torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
     assert served(compiler) == {"eager": 1, "compiled": 1}
+
+
+class Breaking(Product):
+    """A graph break, so that nothing can be compiled ahead of time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return torch.mm(y, self.weight)
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """A cache directory in which a second process has left a refusal of `Breaking`."""
+    with activated(tmp_path) as directory:
+        block = build(Breaking)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        compiler.release()
+        assert compiler.wait(600)
+        answer(block, 4)
+        compiler.backlog()._jobs.close()
+        yield directory
+
+
+def test_a_call_that_only_cannot_be_compiled_ahead_is_compiled_by_a_boot_that_blocks(refused):
+    (refusal,) = all_refusals(refused.path)
+    assert refusal.reason.startswith("not compiled ahead of time: torch: Unsupported")
+    block = build(Breaking)
+    compiler = boot(refused, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    assert only_report(compiler).step == "cold"
+    assert "with graph breaks" in only_report(compiler).reason
+
+
+def test_a_call_that_cannot_be_compiled_ahead_is_not_tried_again_in_the_background(refused):
+    block = build(Breaking)
+    compiler = boot(refused, block, settings=BACKGROUND)
+    compiler.open()
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    assert compiler.waiting == 0
+    assert only_report(compiler).step == "eager"
+    assert "not compiled ahead of time" in only_report(compiler).reason
 
 
 PROGRAM = """

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import UnseenCallError
 from compile_cache.regions.border import Failure, attempt, first_line
@@ -121,7 +122,8 @@ class Region:
             return self._serve_unseen(module, args, kwargs, "background")
         looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
         if isinstance(looked, str):
-            if reason := self.stored.refusal(module, args, kwargs):
+            reason = self.stored.refusal(module, args, kwargs)
+            if reason and not reason.startswith(NOT_AHEAD):
                 self.served["eager"] += 1
                 self.report.explain(f"eager, as an earlier boot has found: {reason}")
                 self.report.take_step("eager")
