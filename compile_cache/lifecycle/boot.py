@@ -262,8 +262,8 @@ class Boot:
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
 
     def swap(self, call: Callable[[], Any]) -> bool:
-        """Between two requests: if code has arrived for a module that was compiled with `until_swap`, call the model as
-        the warm-up does, so that the code is compared with eager, and let it serve from now on; whether it was so.
+        """Between two requests, let code serve that has arrived for a module compiled with `until_swap`. The model is
+        then called as in the warm-up, so that the code is compared with eager. Returns whether any had arrived.
 
         Raises:
             Exception: every error of `call`.

@@ -28,8 +28,11 @@ log = logging.getLogger("compile_cache")
 
 
 class Ordering:
-    """The kinds of calls of one region that no code was at hand for. `backlog` gives the second process's orders, or
-    None where nothing may be compiled ahead of time. If it `holds`, what arrives is not looked for until `swap`."""
+    """The kinds of calls of one region that no code was at hand for.
+
+    `backlog` returns the queue of orders to the second process, or None where nothing may be compiled ahead of time.
+    While it `holds`, code that arrives serves only after `swap`.
+    """
 
     def __init__(self, report: RegionReport, stored: StoredFunctions, backlog: Callable[[], Backlog | None]) -> None:
         self.report = report
@@ -43,7 +46,7 @@ class Ordering:
 
     @property
     def generation(self) -> int:
-        """How often something has arrived that may be looked for."""
+        """How often code has arrived, of that which may serve."""
         return self._swapped if self.holds else self._arrived
 
     def has_arrived(self, path: str) -> bool:
@@ -51,13 +54,13 @@ class Ordering:
         return path in self._paths
 
     def swap(self) -> bool:
-        """Let what has arrived meanwhile be looked for; whether there is any."""
+        """Let code that has arrived serve from now on; whether there is any."""
         has_arrived = self._arrived != self._swapped
         self._swapped = self._arrived
         return has_arrived
 
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Have a call compiled that nobody has made here yet; whether it was ordered."""
+        """Order code for a call that this server has not met yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.kinds.of(key, args, kwargs)
@@ -70,7 +73,8 @@ class Ordering:
         return call is not None
 
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
-        """A call to be ordered after it was served; None where it cannot be ordered, or was ordered too often."""
+        """Describe a call before it is served, to `order` it afterwards. None if it cannot be handed over, or was
+        ordered too often."""
         backlog = self._backlog()
         if backlog is None or not kind.ask(module):
             return None
@@ -82,7 +86,7 @@ class Ordering:
         return call
 
     def order(self, kind: Kind, key: Hashable, call: PackedCall) -> None:
-        """Have a call compiled that was just served eager, in the thread that served it."""
+        """Order code for a call that was just served eager. Call it in the thread that served it."""
         backlog = self._backlog()
         assert backlog is not None
         dynamic = self.kinds.varying(kind, _likeness(key))
@@ -134,7 +138,7 @@ class Ordering:
             )
 
     def _let_go(self) -> None:
-        """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""
+        """Forget the kinds called longest ago, with their artifacts, if there are too many."""
         for kind in self.kinds.let_go():
             for path in kind.paths:
                 self.stored.let_go(path)

@@ -42,14 +42,13 @@ log = logging.getLogger("compile_cache")
 
 
 class Region:
-    """One module class, compiled, and its instances. `report` says how its calls are served, and why; `served` counts
-    them by step.
+    """One module class, compiled, and its instances.
 
-    `watched` is set during the warm-up, and while a swap compares what has arrived, in which this process
-    `may_compile` nothing. After
-    `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this process. `cold` and `unseen` say what
-    happens to a call that nothing fits, in the warm-up and after READY: `background`, `block`, and after READY also
-    `eager` or `error`.
+    `report` says how its calls are served, and why. `served` counts them by step. `waited_s` is how long requests have
+    waited for the compiler. `watched` is set during the warm-up, and while a swap compares code that has arrived; then
+    this process `may_compile` nothing. After `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this
+    process. `cold` and `unseen` say what happens to a call that no code fits: `cold` in the warm-up (`background` or
+    `block`), `unseen` after READY (also `eager` or `error`).
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Region:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: what failed, and what has not been compared with eager yet."""
+        """The files that must not be published: those that failed, and those not compared with eager yet."""
         unproved = {path for kind in self.ordering.kinds for path in kind.paths if (None, path) not in self._compared}
         return self.stored.withheld | unproved | (self._here.withheld if self._here else set())
 
@@ -264,9 +263,9 @@ class Region:
         return kept.give_back(kept.eager().output)
 
     def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
-        """Let later boots serve such calls eager; not where this process compiles them, and judges by what comes of
-        that: one artifact that is wrong says nothing of the code."""
-        if not (self.watched and self.cold == "block"):
+        """Let later boots serve such calls eager, unless this process now compiles them and judges by the result: one
+        artifact that is wrong says nothing about the code."""
+        if not (self.watched and self.may_compile and self.cold == "block"):
             self.stored.refuse(module, args, kwargs, reason)
 
     def conclude(self) -> None:
