@@ -17,8 +17,7 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.aot import artifacts as aot_artifacts
-from compile_cache.aot import compiling, precompiled
+from compile_cache.aot import compiling, groups, precompiled
 from compile_cache.aot.artifacts import Artifacts, Found
 from compile_cache.aot.files import _LENGTH, _MAGIC, read_artifact, write_artifact
 from compile_cache.key.environment import instruction_flags
@@ -155,7 +154,7 @@ def test_artifact_with_kernels_for_this_host_serves(directory):
 
 def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
     """There is no GPU here: the call is said to be on one."""
-    for module in (aot_artifacts, compiling, precompiled):
+    for module in (groups, compiling, precompiled):
         monkeypatch.setattr(module, "on_gpu", lambda *_: True)
     threads = torch.get_num_threads()
     with activated(tmp_path) as directory:

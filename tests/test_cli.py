@@ -667,7 +667,7 @@ def report(tmp_path) -> Path:
         counts=CompileCounts(fxgraph_misses=2),
         regions=[
             RegionReport("Block", 12, "cold", relative_error=float("inf")),
-            RegionReport("Head", 1, "eager", "bug"),
+            RegionReport("Head", 1, "eager", reason="bug"),
         ],
     )
     written.publish.failures.append("the store is down")

@@ -111,7 +111,7 @@ def test_what_a_boot_refused_or_found_refused_is_among_what_it_uses(empty):
     compiler = boot(empty, build(Block))
     assert path in compiler.unread_files()
     with torch.inference_mode():
-        compiler._precompiled.note_options()
+        compiler._precompiled.forget_options()
         assert compiler._precompiled.refusal(build(Block), (tensor(),), {}) == REASON
     assert path not in compiler.unread_files()
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("compile_cache")
 
 SUFFIX = ".refused"
+# How the reason begins where a call can only not be compiled ahead of time: torch.compile may still serve it.
+NOT_AHEAD = "not compiled ahead of time: "
 
 _LARGEST_BYTES = 1 << 20
 _MOST_OF_A_GROUP = 64

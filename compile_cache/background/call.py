@@ -130,7 +130,8 @@ def _joined(content: bytes, storages: list[UsedStorage], handles: dict[int, Hand
 
 
 class _Reductions:
-    """How a pickler reduces what pickle would copy, refuse, or take along although it is of this process alone."""
+    """Reductions of objects that pickle would copy, would refuse, or would take along although they are of this process
+    alone."""
 
     tensors: TensorDescriber
 
@@ -176,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _without_compiled(module: nn.Module) -> Any:
-    """As the module reduces itself; a `__getstate__` of its own may forget to leave out its compiled call."""
+    """As the module reduces itself, without its compiled call. A `__getstate__` of its own may not leave that out."""
     if _COMPILED not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
         return NotImplemented
     reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -187,7 +188,11 @@ def _without_compiled(module: nn.Module) -> Any:
 
 
 def _check_importable(value: type | types.FunctionType) -> None:
-    """Pickle checks that it is found by its name in this process; here, that it will be in another one."""
+    """Check that another process will find it by its name. Pickle looks in this process only.
+
+    Raises:
+        NotHandedOver: it will not.
+    """
     kind = "class" if isinstance(value, type) else "function"
     name, home = value.__qualname__, value.__module__
     if "<" in name:

@@ -16,10 +16,11 @@ _KEPT_RUNNING = b"--await-explicit-shutdown"
 
 def resolve_cold_start(settings: Settings) -> Settings:
     """The settings with `auto` replaced: `background` in a Cog server, `block` in a process that ends after one
-    prediction, or that is no Cog server. `unseen` follows `cold_start`."""
+    prediction, or that is no Cog server, and where nothing may be compiled ahead of time, which is all that the second
+    process does. `unseen` follows `cold_start`."""
     cold_start = settings.cold_start
     if cold_start == "auto":
-        cold_start = "background" if _is_lasting_server() else "block"
+        cold_start = "background" if settings.precompile and _is_lasting_server() else "block"
     unseen = cold_start if settings.unseen == "auto" else settings.unseen
     return replace(settings, cold_start=cold_start, unseen=unseen)
 

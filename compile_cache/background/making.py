@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from compile_cache.aot.artifacts import Artifacts, Made
 from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
@@ -77,7 +78,7 @@ class _Maker:
         artifacts = Artifacts(settings, self._path)
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
-            return made
+            return f"{NOT_AHEAD}{made}"
         _free()
         if reason := self._run(made, module, args, kwargs):
             return reason

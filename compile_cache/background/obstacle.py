@@ -36,7 +36,7 @@ class TracingPickler(pickle._Pickler):  # type: ignore[misc, name-defined, unuse
 def obstacle(pickler: TracingPickler, call: tuple[Any, Any, Any], error: Exception) -> str:
     """Where a call fails, and why: "attention.lock: a _thread.lock cannot be pickled".
 
-    `error` is told where the failure does not repeat itself.
+    The call is pickled again to find the place. `error` is put into words if that does not fail again.
     """
     try:
         pickler.dump(call)

@@ -39,9 +39,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none; and
-    the device time of the call, compiled and eager, where it was measured. Where the reason is not `lasting`, another
-    boot may have more luck."""
+    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none.
+
+    `seconds` is how long that took. `speed` is the device time of the call, compiled and eager, where it was measured.
+    If the reason is not `lasting`, another boot may succeed.
+    """
 
     path: str = ""
     files: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ def unpack(packed: bytes) -> Any:
     """What `pack` was given. Imports the modules of its functions and classes.
 
     Raises:
-        Exception: a module cannot be imported, or a value not be built: any.
+        Exception: any. A module cannot be imported, or a value cannot be built.
     """
     return pickle.loads(packed)
 
@@ -77,7 +77,7 @@ def resolve(reference: str) -> Any:
     """The object with this name.
 
     Raises:
-        Exception: its module cannot be imported, or has no such name: any.
+        Exception: any. Its module cannot be imported, or has no such name.
     """
     module, _, name = reference.partition(":")
     return operator.attrgetter(name)(import_module(module))

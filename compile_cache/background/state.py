@@ -90,9 +90,10 @@ class ServerState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The server's state, in the calling thread and in this process, while the context lasts. Imports the compiler.
+        """Make the server's state in the calling thread and in this process, and set it back after the context. Imports
+        the compiler.
 
-        Preparations, this library's own settings of torch, and imports stay.
+        Three things stay: preparations, this library's own settings of torch, and imports.
 
         Raises:
             StateNotMade: something cannot be made as it was in the server; the error names it.

@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
-import importlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from compile_cache.background.portable import resolve
 from compile_cache.background.wire import Message, encode, read_message
 
 Handler = Callable[[bytes], bytes]
@@ -54,7 +54,7 @@ def _serve(channel: socket.socket) -> None:
     """Raises `EOFError` or `OSError` when the server has hung up."""
     name, _, setup = read_message(channel.recv).body.partition(b"\0")
     try:
-        handler = _make_handler(name.decode(), setup)
+        handler: Handler = resolve(name.decode())(setup)
     except BaseException as error:
         channel.sendall(encode(_failure("unready", error)))
         while True:  # until the server has read it: it may still be sending a job
@@ -63,12 +63,6 @@ def _serve(channel: socket.socket) -> None:
     while True:
         channel.sendall(_do(handler, read_message(channel.recv).body))
         gc.collect()  # a process that waits for its next job should not hold the last one's memory
-
-
-def _make_handler(name: str, setup: bytes) -> Handler:
-    module, _, factory = name.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), factory)(setup)
-    return handler
 
 
 def _do(handler: Handler, job: bytes) -> bytes:

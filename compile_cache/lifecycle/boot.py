@@ -22,7 +22,6 @@ from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import has_artifacts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -230,6 +229,8 @@ class Boot:
 
     def _has_precompiled(self) -> bool:
         """Wait for the restore; whether it brought precompiled regions."""
+        from compile_cache.versions.directory import has_artifacts
+
         self._join()
         return has_artifacts(self._restored_files)
 
@@ -263,8 +264,8 @@ class Boot:
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
 
     def swap(self, call: Callable[[], Any]) -> bool:
-        """Between two requests: if code has arrived for a module that was compiled with `until_swap`, call the model as
-        the warm-up does, so that the code is compared with eager, and let it serve from now on; whether it was so.
+        """Between two requests, let code serve that has arrived for a module compiled with `until_swap`. The model is
+        then called as in the warm-up, so that the code is compared with eager. Returns whether any had arrived.
 
         `call` may leave out what `has_arrived` denies. If it is broken off, as by the request's cancellation, the next
         swap calls again.

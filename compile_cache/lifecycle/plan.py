@@ -21,8 +21,9 @@ _INCOMPLETE = ("miss", "seeded")
 
 
 def plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCache | None, outcome: str) -> None:
-    """Order what artifacts in the cache directory name, and, if this version has none of its own in this environment,
-    what the model's other versions and environments have. A failure costs nothing."""
+    """Order the calls that stored artifacts name, on a thread, if this version has no artifacts of its own in this
+    environment. The artifacts are those in the cache directory, and those of the model's other versions and
+    environments. A failure costs nothing."""
     if outcome not in _INCOMPLETE:
         return
 

@@ -23,9 +23,13 @@ class Prediction:
         self._waited_s = self._waiting_s()
 
     def metrics(self) -> dict[str, Any]:
-        """By metric name, for `record_metric`: the boot's own, the steps that served each region's calls, the graphs
-        that were compiled meanwhile, the seconds that a request waited for that, and the kinds of calls that are still
-        being compiled."""
+        """By metric name, for `record_metric`. Beside the boot's own there are four:
+
+        - `served`: the steps that served each region's calls
+        - `compiled_now`: graphs that were compiled in this process meanwhile
+        - `waited_s`: seconds that requests waited for these
+        - `compiling`: kinds of calls that the second process has not answered yet
+        """
         return {
             **self._report.metrics(),
             "compile_cache.served": {name: _words(steps) for name, steps in self.served().items()},

@@ -5,6 +5,7 @@ Nothing here imports torch's compiler before the first artifact arrives.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import logging
 import os
@@ -56,12 +57,22 @@ class Backlog:
 
     def release(self) -> None:
         """Start to compile: the server is READY."""
+        atexit.register(self._say_unfinished, os.getpid())
         self._jobs.release()
 
     @property
     def waiting(self) -> int:
         """Orders without an answer."""
         return self._jobs.waiting
+
+    def _say_unfinished(self, server: int) -> None:
+        """The exit hook. Does nothing in a fork."""
+        if self.waiting and os.getpid() == server:
+            log.warning(
+                "background.unfinished calls=%d The server ended before these kinds of calls were compiled. The next "
+                "boot that meets them has them compiled.",
+                self.waiting,
+            )
 
     def wait(self, timeout_s: float) -> bool:
         """Block until every order has its answer; False after `timeout_s`."""

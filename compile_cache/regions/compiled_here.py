@@ -71,9 +71,12 @@ class CompiledHere:
         return self._graphs.knows(kind)
 
     def serve_watched(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
-        """Serve a call by `torch.compile`. What is new, a graph or an instance, is compared with eager on the same,
-        unchanged inputs; and the call is compiled ahead of time as well, for the next boot: after it has run, because
-        then it is on record what tuning has chosen, and the artifact has the kernels that won, and no others."""
+        """Serve a call by `torch.compile`. A graph or an instance that is new is compared with eager on the same,
+        unchanged inputs.
+
+        The call is also compiled ahead of time, for the next boot. That comes after it has run: then it is on record
+        what tuning has chosen, and the artifact has the kernels that won, and no others.
+        """
         kept = keep(self.report, module, args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:
@@ -126,8 +129,8 @@ class CompiledHere:
     def _check_made(
         self, made: Made, module: nn.Module, args: Any, kwargs: Any, unchanged: Kept, reference: Answer
     ) -> None:
-        """Let an artifact serve, here and in other boots, only after it has computed, from `unchanged` inputs, what
-        eager did, and fits the call that it was made of."""
+        """Let an artifact serve, here and in other boots, if it fits the call that it was made of, and computes what
+        eager has computed from the same `unchanged` inputs. Else reject it."""
 
         def loaded() -> Any:
             function = made.load()

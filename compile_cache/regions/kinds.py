@@ -33,8 +33,12 @@ class Turn(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """One kind of call. `looked` names, for each instance, the last generation of artifacts in which none fitted;
-    `arrived` is the first generation with the last one that was made for this kind. A planned kind was in the warm-up.
+    """One kind of call.
+
+    `looked` has, for each instance, the generation of artifacts in which none fitted. `asked` counts the orders for
+    each instance, and `waiting` those without an answer. `refused` says why the kind is served eager for good;
+    `is_to_remember` is set until later boots are told. `paths` are the artifacts made for it.
+    `arrived` is the first generation with the last of these. A kind that `is_planned` was in the warm-up.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -68,7 +72,7 @@ class Kind:
 
 
 class Kinds:
-    """All of one region, the one called last at the end. The one that was called longest ago goes first."""
+    """All kinds of one region, in the order of their last calls. If there are too many, the first ones go."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
@@ -104,7 +108,7 @@ class Kinds:
             return self._kinds.get(key)
 
     def let_go(self) -> list[Kind]:
-        """The kinds called longest ago, as many as are too many. They are forgotten, and may come back."""
+        """Forget the kinds called longest ago, if there are too many; those that were forgotten. They may come back."""
         with self._lock:
             idle = [key for key, kind in self._kinds.items() if not kind.waiting]
             return [self._kinds.pop(key) for key in idle[: max(0, len(self._kinds) - MOST_KINDS)]]

@@ -28,8 +28,11 @@ log = logging.getLogger("compile_cache")
 
 
 class Ordering:
-    """The kinds of calls of one region that no code was at hand for. `backlog` gives the second process's orders, or
-    None where nothing may be compiled ahead of time. If it `holds`, what arrives is not looked for until `swap`."""
+    """The kinds of calls of one region that no code was at hand for.
+
+    `backlog` returns the queue of orders to the second process, or None where nothing may be compiled ahead of time.
+    While it `holds`, code that arrives serves only after `swap`.
+    """
 
     def __init__(self, report: RegionReport, stored: StoredFunctions, backlog: Callable[[], Backlog | None]) -> None:
         self.report = report
@@ -44,7 +47,7 @@ class Ordering:
 
     @property
     def generation(self) -> int:
-        """How often something has arrived that may be looked for."""
+        """How often code has arrived, of that which may serve."""
         return self._swapped if self.holds else self._arrived
 
     def has_arrived(self, path: str) -> bool:
@@ -68,7 +71,7 @@ class Ordering:
         return kind is not None and self.generation >= kind.arrived > kind.looked.get(module, -1)
 
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Have a call compiled that nobody has made here yet; whether it was ordered."""
+        """Order code for a call that this server has not met yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.kinds.of(key, args, kwargs)
@@ -81,7 +84,8 @@ class Ordering:
         return call is not None
 
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
-        """A call to be ordered after it was served; None where it cannot be ordered, or was ordered too often."""
+        """Describe a call before it is served, to `order` it afterwards. None if it cannot be handed over, or was
+        ordered too often."""
         backlog = self._backlog()
         if backlog is None or not kind.ask(module):
             return None
@@ -149,7 +153,7 @@ class Ordering:
             )
 
     def _let_go(self) -> None:
-        """Keep a bounded number of kinds: forget those called longest ago, with their artifacts."""
+        """Forget the kinds called longest ago, with their artifacts, if there are too many."""
         for kind in self.kinds.let_go():
             for path in kind.paths:
                 self.stored.let_go(path)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import UnseenCallError
 from compile_cache.regions.border import Failure, attempt, first_line
@@ -41,14 +42,13 @@ log = logging.getLogger("compile_cache")
 
 
 class Region:
-    """One module class, compiled, and its instances. `report` says how its calls are served, and why; `served` counts
-    them by step.
+    """One module class, compiled, and its instances.
 
-    `watched` is set during the warm-up, and while a swap compares what has arrived, in which this process
-    `may_compile` nothing. After
-    `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this process. `cold` and `unseen` say what
-    happens to a call that nothing fits, in the warm-up and after READY: `background`, `block`, and after READY also
-    `eager` or `error`.
+    `report` says how its calls are served, and why. `served` counts them by step. `waited_s` is how long requests have
+    waited for the compiler. `watched` is set during the warm-up, and while a swap compares code that has arrived; then
+    this process `may_compile` nothing. After `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this
+    process. `cold` and `unseen` say what happens to a call that no code fits: `cold` in the warm-up (`background` or
+    `block`), `unseen` after READY (also `eager` or `error`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Region:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: what failed, and what has not been compared with eager yet."""
+        """The files that must not be published: those that failed, and those not compared with eager yet."""
         unproved = {path for kind in self.ordering.kinds for path in kind.paths if (None, path) not in self._compared}
         return self.stored.withheld | unproved | (self._here.withheld if self._here else set())
 
@@ -121,7 +121,8 @@ class Region:
             return self._serve_unseen(module, args, kwargs, "background")
         looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
         if isinstance(looked, str):
-            if reason := self.stored.refusal(module, args, kwargs):
+            reason = self.stored.refusal(module, args, kwargs)
+            if reason and not reason.startswith(NOT_AHEAD):
                 self.served["eager"] += 1
                 self.report.explain(f"eager, as an earlier boot has found: {reason}")
                 self.report.take_step("eager")
@@ -237,7 +238,7 @@ class Region:
         check = check_against_eager(self.report, answer, kept)
         if check is None or check.passed:
             return ""
-        self.stored.refuse(module, args, kwargs, check.difference)
+        self._refuse(module, args, kwargs, check.difference)
         return self.stored.reject(found.path, f"it {check.difference}")
 
     def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -256,7 +257,7 @@ class Region:
             return answer.output
         self.served["eager"] += 1
         self.stored.reject(found.path, f"it {check.difference}")
-        self.stored.refuse(module, args, kwargs, check.difference)
+        self._refuse(module, args, kwargs, check.difference)
         self.report.take_step("eager")
         return kept.give_back(kept.eager().output)
 
@@ -264,6 +265,12 @@ class Region:
         """Whether code for such a call has arrived that does not serve yet."""
         args, kwargs = with_plain_strides(args, kwargs)
         return self.ordering.is_due(module, args, kwargs) and self.stored.fitting(module, args, kwargs) is None
+
+    def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
+        """Let later boots serve such calls eager, unless this process now compiles them and judges by the result: one
+        artifact that is wrong says nothing about the code."""
+        if not (self.watched and self.may_compile and self.cold == "block"):
+            self.stored.refuse(module, args, kwargs, reason)
 
     def conclude(self) -> None:
         """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""

@@ -1,0 +1,161 @@
+"""Calls that nothing is compiled for, in a boot that compiles before READY."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from torch import nn
+
+from compile_cache.aot.refusals import all_refusals
+from compile_cache.background import cold_start
+from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.regions.compiler import Compiler
+from compile_cache.regions.counters import read_counts
+from compile_cache.settings import Settings
+
+BLOCK = Settings(cold_start="block", unseen="block")
+BACKGROUND = Settings(cold_start="background", unseen="background")
+
+
+class Product(nn.Module):
+    """A matrix product, which compiles without a C++ compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, self.weight)
+
+
+@pytest.fixture
+def late(tmp_path):
+    """A block, and a boot that had no time left to compile it in the setup."""
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=BLOCK)
+        compiler.hurry(time.monotonic())
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        yield block, compiler
+        if backlog := compiler.backlog():
+            backlog._jobs.close()
+
+
+def answer(block: Product, rows: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return block(tensor(rows, 16))
+
+
+def served(compiler: Compiler) -> dict[str, int]:
+    (region,) = compiler.regions.values()
+    return dict(region.served)
+
+
+def test_what_the_setup_had_no_time_for_is_compiled_for_no_request(late):
+    block, compiler = late
+    before = read_counts()
+    torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    assert read_counts().since(before).graphs == 0
+    assert served(compiler) == {"eager": 2}
+    assert compiler.waiting == 1
+
+
+def test_what_the_setup_had_no_time_for_is_precompiled_soon(late):
+    block, compiler = late
+    compiler.release()
+    assert compiler.wait(600)
+    torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    assert served(compiler) == {"eager": 1, "precompiled": 1}
+    assert (only_report(compiler).step, only_report(compiler).waiting) == ("precompiled", 0)
+
+
+def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
+    block, compiler = late
+    torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
+    assert served(compiler) == {"eager": 1, "compiled": 1}
+
+
+class Breaking(Product):
+    """A graph break, so that nothing can be compiled ahead of time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return torch.mm(y, self.weight)
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """A cache directory in which a second process has left a refusal of `Breaking`."""
+    with activated(tmp_path) as directory:
+        block = build(Breaking)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        compiler.release()
+        assert compiler.wait(600)
+        answer(block, 4)
+        compiler.backlog()._jobs.close()
+        yield directory
+
+
+def test_a_call_that_only_cannot_be_compiled_ahead_is_compiled_by_a_boot_that_blocks(refused):
+    (refusal,) = all_refusals(refused.path)
+    assert refusal.reason.startswith("not compiled ahead of time: torch: Unsupported")
+    block = build(Breaking)
+    compiler = boot(refused, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    assert only_report(compiler).step == "cold"
+    assert "with graph breaks" in only_report(compiler).reason
+
+
+def test_a_call_that_cannot_be_compiled_ahead_is_not_tried_again_in_the_background(refused):
+    block = build(Breaking)
+    compiler = boot(refused, block, settings=BACKGROUND)
+    compiler.open()
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    assert compiler.waiting == 0
+    assert only_report(compiler).step == "eager"
+    assert "not compiled ahead of time" in only_report(compiler).reason
+
+
+PROGRAM = """
+import logging, sys, time
+from pathlib import Path
+from precompiling import activated, boot, build, tensor, warm_up
+from test_unseen import BACKGROUND, Product
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+with activated(Path(sys.argv[1])) as directory:
+    block = build(Product)
+    compiler = boot(directory, block, settings=BACKGROUND)
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler.release()
+    assert compiler.wait(float(sys.argv[2])) == (sys.argv[2] != "0")
+"""
+
+
+@pytest.mark.parametrize(("wait_s", "calls"), [("0", 1), ("600", 0)], ids=["unfinished", "finished"])
+def test_a_server_that_ends_says_what_it_leaves_uncompiled(tmp_path, wait_s, calls):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path, wait_s],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("background.unfinished")]
+    assert [line.split()[1] for line in lines] == [f"calls={calls}"] * bool(calls)
+
+
+def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
+    monkeypatch.setattr(cold_start, "_is_lasting_server", lambda: True)
+    assert resolve_cold_start(Settings()).cold_start == "background"
+    found = resolve_cold_start(replace(Settings(), precompile=False))
+    assert (found.cold_start, found.unseen) == ("block", "block")
