@@ -21,6 +21,8 @@ from typing import Any
 
 VARIABLE = "OBSERVATIONS"
 _EVERY_S = 0.25
+# How long the driver may take to free the memory of a process that has ended.
+_FREED_S = 3.0
 _COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 _WORKER = b"compile_cache.background.worker"
 
@@ -68,11 +70,13 @@ class Observed:
         return cls(Ready(**json.loads(lines[0])), samples)
 
     def wait_ended(self, file: Path, timeout_s: float) -> bool:
-        """Wait until the server has no compiling process, as the file says; False after `timeout_s`."""
+        """Wait until the server has no compiling process, as the file says, and the driver has taken its memory back;
+        False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             samples = Observed.read(file).samples
             if samples and not samples[-1].compiling_processes:
+                time.sleep(_FREED_S)
                 return True
             time.sleep(_EVERY_S)
         return False
