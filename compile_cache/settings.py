@@ -52,6 +52,7 @@ class Settings:
     unseen: str = "auto"
     setup_budget_s: float = 240.0
     leave_eager: tuple[str, ...] = ()
+    nice: int = 10
     publish: bool = True
     most_packs: int = 4
     peer_wait_s: float = 0.0
@@ -82,6 +83,11 @@ class Settings:
             problems.append(
                 f"{PREFIX}DIR={self.dir!r} has a space, quote or backslash, with which torch's C++ compiler commands "
                 "fail. Give a path without them."
+            )
+        if not self.precompile and "background" in (self.cold_start, self.unseen):
+            problems.append(
+                f"{PREFIX}PRECOMPILE=false leaves nothing to compile in the background: remove it, or set "
+                f"{PREFIX}COLD_START and {PREFIX}UNSEEN to block or eager."
             )
         if not _is_store(self.store, STORE_SCHEMES):
             problems.append(
@@ -213,6 +219,13 @@ def _count(value: str) -> int:
     return count
 
 
+def _niceness(value: str) -> int:
+    niceness = int(value)
+    if not 0 <= niceness <= 19:
+        raise ValueError("must be a number from 0 to 19")
+    return niceness
+
+
 def _size_bytes(value: str) -> int:
     size_bytes = int(value)
     if size_bytes <= 0:
@@ -237,6 +250,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "unseen": _one_of(UNSEEN),
     "setup_budget_s": _seconds,
     "leave_eager": _list,
+    "nice": _niceness,
     "publish": _boolean,
     "most_packs": _count,
     "peer_wait_s": _seconds,

@@ -41,6 +41,8 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
 # long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests keep all cores busy: a process that stands back behind them would hardly ever be done.
+os.environ.setdefault("COMPILE_CACHE_NICE", "0")
 
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)

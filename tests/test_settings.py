@@ -57,6 +57,8 @@ GOOD = [
         "FluxSingleTransformerBlock, models.mine.Block,",
         ("FluxSingleTransformerBlock", "models.mine.Block"),
     ),
+    ("NICE", "0", 0),
+    ("NICE", "19", 19),
     ("PUBLISH", "false", False),
     ("PUBLISH", "1", True),
     ("PUBLISH", "False", False),
@@ -74,6 +76,8 @@ BAD = [
     ("UNSEEN", "refuse", "must be one of auto, background, eager, block, error"),
     ("SETUP_BUDGET_S", "-1", "must be seconds between 0 and 86400"),
     ("SETUP_BUDGET_S", "5m", "5m"),
+    ("NICE", "20", "must be a number from 0 to 19"),
+    ("NICE", "-1", "must be a number from 0 to 19"),
     ("PUBLISH", "yes please", "must be true or false"),
     ("RESTORE_TIMEOUT_S", "soon", "soon"),
     ("RESTORE_TIMEOUT_S", "-1", "must be seconds between 0 and 86400"),
@@ -123,6 +127,7 @@ def test_the_defaults_are_those_of_the_readme():
         unseen="auto",
         setup_budget_s=240.0,
         leave_eager=(),
+        nice=10,
         publish=True,
         most_packs=4,
         peer_wait_s=0.0,
@@ -362,3 +367,9 @@ def secret_of(key: str) -> str:
 )
 def test_a_boot_publishes_where_it_may_and_what_it_would_trust(variables, may_publish):
     assert read(**variables).may_publish is may_publish
+
+
+@pytest.mark.parametrize("name", ["COLD_START", "UNSEEN"])
+def test_the_background_needs_functions_compiled_ahead_of_time(name):
+    with pytest.raises(SettingsError, match="PRECOMPILE=false leaves nothing to compile in the background"):
+        read(**{name: "background", "PRECOMPILE": "false"})

@@ -42,18 +42,21 @@ _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
 
 
 class CompilingProcess:
-    """A child that does jobs one at a time, at the lowest priority, in a session of its own.
+    """A child that does jobs one at a time, at a low priority, in a session of its own.
 
     It ends, with every process that its jobs have started, at `stop`, at this process's exit, or when this process is
     killed. The thread that started it may end before. Thread-safe; a second `do` waits for the first.
     """
 
     @classmethod
-    def start(cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> CompilingProcess:
+    def start(
+        cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str], niceness: int = 19
+    ) -> CompilingProcess:
         """Start it and return at once; its imports are under way then.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
-        function that does a job. What the child and its children print is appended to `log`, and dropped beyond 8 MiB.
+        function that does a job. `niceness`, 0 to 19, is added to the server's. What the child and its children print
+        is appended to `log`, and dropped beyond 8 MiB.
         Raises `OSError` where no process can be started, or `log` cannot be written.
         """
         with ExitStack() as theirs, ExitStack() as ours:
@@ -65,7 +68,7 @@ class CompilingProcess:
             ours.callback(os.close, held)
             output = theirs.enter_context(log.open("ab"))
             log_start = _bound(log)
-            child = _spawn((jobs.fileno(), watched), output.fileno(), environ)
+            child = _spawn((jobs.fileno(), watched, niceness), output.fileno(), environ)
             process = cls(child, channel, ours.pop_all(), log, log_start)
         atexit.register(process.stop)
         process._begin(handler, setup)
@@ -226,8 +229,8 @@ def _bound(log_file: Path) -> int:
         return 0
 
 
-def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the worker with two file descriptors, in the order in which it expects them."""
+def _spawn(passed: tuple[int, int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the worker with two file descriptors and its niceness, in the order in which it expects them."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     numbers = [str(number) for number in (os.getpid(), *passed)]
     return subprocess.Popen(
@@ -236,7 +239,7 @@ def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> 
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=passed,
+        pass_fds=passed[:2],
         start_new_session=True,
         env=dict(environ),
     )

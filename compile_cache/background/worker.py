@@ -29,7 +29,6 @@ from compile_cache.background.wire import Message, encode, read_message
 Handler = Callable[[bytes], bytes]
 
 _LOOK_S = 0.5
-_NICENESS = 19
 # Errors of the process rather than of its job: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP) error|(CUDNN|CUBLAS)_STATUS", re.IGNORECASE
@@ -38,12 +37,12 @@ _OF_PROCESS = re.compile(
 
 def main() -> None:
     """Serve until the server ends or hangs up. `process.py` says by which file descriptors."""
-    server, channel, liveness = (int(text) for text in sys.argv[1:4])
+    server, channel, liveness, niceness = (int(text) for text in sys.argv[1:5])
     del sys.argv[1:]  # libraries that a handler imports may read it
     for descriptor in (channel, liveness):
         os.set_inheritable(descriptor, False)
     _end_with(server, liveness)
-    _give_way()
+    _give_way(niceness)
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
         _serve(socket.socket(fileno=channel))
@@ -97,13 +96,13 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return links
 
 
-def _give_way() -> None:
-    """Compete with nobody: the lowest priority, and no core file after a crash."""
+def _give_way(niceness: int) -> None:
+    """Stand back behind the server, by a lower priority, and leave no core file after a crash."""
     with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
+        os.nice(niceness)
     # Where the kernel groups tasks by session (sched_autogroup), it weighs this session against others by this file.
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+        Path("/proc/self/autogroup").write_text(str(niceness))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 

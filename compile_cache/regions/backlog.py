@@ -110,7 +110,7 @@ class Backlog:
         path = str(self._workshop.path)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         place = Place(self._settings, path)
-        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
+        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
         failed = Making(reason=answer.reason, lasting=answer.is_final)
