@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.lifecycle.report import BootReport, RestoreReport
-from compile_cache.regions.counters import CompileCounts, read_counts
+from compile_cache.lifecycle.serving import Serving
+from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from compile_cache.lifecycle.prediction import Prediction
     from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publish import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
@@ -74,7 +74,7 @@ def observed_boots() -> Iterator[list[Boot]]:
         _observed = outer
 
 
-class Boot:
+class Boot(Serving):
     """A boot in progress, and its report. `boot` makes one."""
 
     def __init__(
@@ -83,20 +83,17 @@ class Boot:
         from compile_cache.lifecycle.process import keep_worker_alive_on_interrupt, name_user
 
         self._started = time.perf_counter()
-        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
+        super().__init__(BootReport(store=settings.store, scope=settings.scope, mode=settings.mode))
         self._settings = settings
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
-        self._named: set[str] = set()
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: Preloading | None = None
         self._preparing = threading.RLock()
-        self._compiler: Compiler | None = None
         self._has_tried_compiler = False
         self._publisher: Publisher | None = None
-        self._counted_before = read_counts()
         keep_worker_alive_on_interrupt()
         name_user(environ)
         if settings.enabled:
@@ -263,64 +260,6 @@ class Boot:
                     return
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
 
-    def swap(self, call: Callable[[], Any]) -> bool:
-        """Between two requests, let code serve that has arrived for a module compiled with `until_swap`. The model is
-        then called as in the warm-up, so that the code is compared with eager. Returns whether any had arrived.
-
-        `call` may leave out what `has_arrived` denies. If it is broken off, as by the request's cancellation, the next
-        swap calls again.
-
-        Raises:
-            Exception: every error of `call`.
-        """
-        if self._compiler is None or not self._compiler.begin_swap():
-            return False
-        try:
-            with self._compiler.watching(may_compile=False):
-                call()
-        except Exception:
-            self._compiler.end_swap()
-            raise
-        self._compiler.end_swap()
-        return True
-
-    def has_arrived(self, module: nn.Module, *args: Any, **kwargs: Any) -> bool:
-        """In a swap: whether code for this call has arrived that does not serve yet. Calls nothing."""
-        region = self._compiler.regions.get(type(module)) if self._compiler else None
-        return region is not None and region.has_arrived(module, args, kwargs)
-
-    def prediction(self) -> Prediction:
-        """Begin to count what serves a prediction."""
-        from compile_cache.lifecycle.prediction import Prediction
-
-        return Prediction(self.report, self._compiler)
-
-    def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
-        """Count calls once more, as `Prediction.served` has counted them: a recording of them, such as a CUDA graph,
-        was replayed."""
-        for region in self._compiler.regions.values() if self._compiler else ():
-            region.served.update(served.get(region.report.name, {}))
-
-    @property
-    def waiting(self) -> int:
-        """Kinds of calls that are served eager until the second process has compiled them."""
-        return self._compiler.waiting if self._compiler else 0
-
-    def wait_compiled(self, timeout_s: float) -> bool:
-        """Block until the second process has answered for every call so far; False after `timeout_s`."""
-        return self._compiler is None or self._compiler.wait(timeout_s)
-
-    def name_demoted(self) -> None:
-        """Log each region that is served eager for good, and why, once."""
-        for region in self.report.regions:
-            if region.settled == "eager" and region.name not in self._named:
-                self._named.add(region.name)
-                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
-
-    def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
-        return read_counts().since(self._counted_before)
-
     def wait_published(self, timeout_s: float) -> bool:
         """Block until the warm-up's artifacts are in the store, or the attempt failed; False after `timeout_s`."""
         return self._publisher is None or self._publisher.wait(timeout_s)
@@ -352,6 +291,7 @@ class Boot:
             self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
+        from compile_cache.lifecycle.history import compare_with_first
         from compile_cache.lifecycle.process import process_age_s, say
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
@@ -359,20 +299,17 @@ class Boot:
         for warning in self._compiler.left_eager_warnings() if self._compiler else ():
             self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
+        line = ""
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()
-            self._compare_with_first()
+            line = compare_with_first(self._directory.path, self.report) if self._directory else ""
+        if line:
+            self._warn(line)
         say(self.report.lines())
         if self._settings.report is not None:
             with self._degrading(f"write the boot report to {self._settings.report}"):
                 self.report.write(Path(self._settings.report))
-
-    def _compare_with_first(self) -> None:
-        from compile_cache.lifecycle.history import compare_with_first
-
-        if self._directory is not None and (line := compare_with_first(self._directory.path, self.report)):
-            self._warn(line)
 
     def _count(self) -> None:
         counts = self.counts()
