@@ -31,6 +31,7 @@ class Hurry(logging.Handler):
         with contextlib.suppress(OSError):  # it has ended, or this user may not
             while os.getpriority(os.PRIO_PROCESS, pid) == 0:
                 time.sleep(0.01)
+            time.sleep(0.5)  # it lowers that of its group too
             os.setpriority(os.PRIO_PROCESS, pid, 0)
             Path(f"/proc/{pid}/autogroup").write_text("0")
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from background_scenes import MODEL, PATIENCE_S, begun, report, served_alone, told_of
+from background_scenes import MODEL, PATIENCE_S, begun, difference, report, served, served_alone, told_of
 
 import compile_cache
 
@@ -90,15 +90,23 @@ def killed() -> dict[str, Any]:
 
 def short() -> dict[str, Any]:
     """Memory runs out when an artifact is compared for the first time."""
-    with compile_cache.boot(MODEL) as boot:
-        import faulty_blocks
+    import torch
+    from background_blocks import inputs
+    from faulty_blocks import SHORTAGES, Guarded
 
-        kinds = (faulty_blocks.Guarded,)
-        model = begun(boot, kinds)
+    with compile_cache.boot(MODEL) as boot:
+        model = Guarded().eval()
+        boot.compile(model, whole=True)
+        boot.warm_up(torch.inference_mode()(lambda: model(inputs())))
     assert boot.wait_compiled(PATIENCE_S)
-    faulty_blocks.SHORTAGES.append("no memory")
-    told = [told_of(boot, model, kinds) for _ in range(3)]
-    return {"calls": told, "left": faulty_blocks.SHORTAGES, "report": report(boot)}
+    SHORTAGES.append("no memory")
+    told: dict[str, Any] = {"steps": [], "differences": []}
+    with torch.inference_mode():
+        for _ in range(3):
+            made, output = served(boot, lambda: model(inputs()))
+            told["steps"].append(made["served"]["Guarded"])
+            told["differences"].append(difference(output, model._call_impl(inputs())))
+    return told | {"left": SHORTAGES, "report": report(boot)}
 
 
 def not_started() -> dict[str, Any]:

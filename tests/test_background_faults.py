@@ -105,9 +105,10 @@ def test_a_region_is_not_served_unchecked_after_memory_ran_out_in_the_check(tmp_
     """Its artifact is wrong, which shows only if a call is served by it."""
     told = play(tmp_path, "short")
     assert told["left"] == []
-    assert [call["Guarded"]["step"] for call in told["calls"]] == ["eager"] * 3
-    assert [call["Guarded"]["difference"] for call in told["calls"]] == [0.0] * 3
-    assert "differs from eager" in told["calls"][-1]["Guarded"]["reason"]
+    assert told["steps"] == ["eager"] * 3
+    assert told["differences"] == [0.0] * 3
+    (region,) = told["report"]["regions"]
+    assert "differs from eager" in region["reason"]
 
 
 def test_what_cannot_be_handed_over_is_compiled_in_the_setup_and_says_why(tmp_path):
