@@ -50,13 +50,15 @@ def boot_once(environ: Mapping[str, str], *arguments: str, forked: bool = True) 
     return Booted(report, result["output"], result["compiled_now"], done.stderr)
 
 
-def run_boot(environ: Mapping[str, str], *arguments: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
+def run_boot(
+    environ: Mapping[str, str], *arguments: str, forked: bool = True, program: str = "boot_once"
+) -> subprocess.CompletedProcess[str]:
     """The finished process of one boot, whatever its outcome: one that imports torch itself, or one that is forked
     after that, in a sixth of the time."""
     if forked:
-        return _fork_boot(dict(environ), arguments)
+        return _fork_boot(dict(environ), arguments, program)
     return subprocess.run(
-        [sys.executable, TESTS / "boot_once.py", *arguments],
+        [sys.executable, TESTS / f"{program}.py", *arguments],
         env=dict(environ),
         capture_output=True,
         text=True,
@@ -64,7 +66,7 @@ def run_boot(environ: Mapping[str, str], *arguments: str, forked: bool = True) -
     )
 
 
-def _fork_boot(environ: dict[str, str], arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def _fork_boot(environ: dict[str, str], arguments: tuple[str, ...], program: str) -> subprocess.CompletedProcess[str]:
     forking = _forking_process()
     assert forking.stdin is not None
     assert forking.stdout is not None
@@ -72,7 +74,8 @@ def _fork_boot(environ: dict[str, str], arguments: tuple[str, ...]) -> subproces
     assert not changed, f"a forked boot does not see {changed}"
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "stdout"), Path(folder, "stderr")
-        request = {"environ": environ, "arguments": arguments, "stdout": str(output), "stderr": str(log)}
+        paths = {"stdout": str(output), "stderr": str(log)}
+        request = {"environ": environ, "arguments": arguments, "program": program, **paths}
         print(json.dumps(request), file=forking.stdin, flush=True)
         status = int(forking.stdout.readline())
         return subprocess.CompletedProcess(arguments, status, output.read_text(), log.read_text())

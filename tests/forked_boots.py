@@ -7,6 +7,7 @@ and nothing of compile_cache. A boot still has a process of its own: its environ
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -39,7 +40,6 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    become(requested_boot())
-    from boot_once import main
-
-    main()
+    request = requested_boot()
+    become(request)
+    importlib.import_module(request["program"]).main()

@@ -54,7 +54,7 @@ class HangingStore(LocalStore):
         super().put(name, content)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compiled:
     """A compiler that is done."""
 
@@ -187,6 +187,32 @@ def test_with_nothing_new_there_is_nothing_to_wait_for(tmp_path, start):
     started = start(LocalStore(tmp_path / "store"), files={})
     assert started.publisher.wait(PATIENCE_S)
     assert not (tmp_path / "store").exists()
+
+
+class Arriving(Compiled):
+    """While the publisher stages, an artifact arrives that must not be published yet."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
+        self._looks = 0
+
+    @property
+    def withheld(self) -> Collection[str]:
+        self._looks += 1
+        if self._looks == 1:
+            self._arrive()
+            return ()
+        return ("late.aot",)
+
+
+def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store, begin=False)
+    started.publisher._compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
+    started.publisher.start()
+    started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert restored(store, tmp_path, started).keys() == FILES.keys()
 
 
 def test_withheld_files_are_counted_and_never_published(tmp_path, start):

@@ -166,15 +166,23 @@ class Publisher:
 
     def _stage(self) -> None:
         counts = read_counts()
-        withheld = self._compiler.withheld if self._compiler else ()
-        unread = self._compiler.unread_files() if self._compiler else ()
         if has_artifacts(self._cache.directory.scan()):
             remember_first(self._cache.directory.path, self._boot_report)
         self._staged, self._staged_at = [], None  # staging empties the outbox first; if it fails, it is due again
-        self._staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-        self._staged_at = counts
+        withheld, unread = self._left_out()
+        staged = list(self._cache.stage({*withheld, *unread}, self._creator))
+        while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
+            withheld |= late  # it has arrived meanwhile, and was not compared yet
+            staged = list(self._cache.stage({*withheld, *unread}, self._creator))
+        self._staged, self._staged_at = staged, counts
         self._report.withheld_files = len(withheld)
         self._report.unread_files = len(unread)
+
+    def _left_out(self) -> tuple[set[str], set[str]]:
+        """The files that must not be published, and those that need not be."""
+        if self._compiler is None:
+            return set(), set()
+        return set(self._compiler.withheld), set(self._compiler.unread_files())
 
     def _put_staged(self) -> None:
         """Put the packs that nobody has put meanwhile, most valuable first; none while another container has the turn

@@ -23,7 +23,7 @@ from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
 from compile_cache.background.workshop import Workshop
-from compile_cache.errors import CompileCacheError
+from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import CacheDirectory
 
@@ -50,6 +50,8 @@ class Backlog:
     ) -> None:
         self._settings = settings
         self._open_artifacts, self._load = open_artifacts, load
+        # The paths of all artifacts that the process has made.
+        self.arrived: set[str] = set()
         self._workshop = Workshop(directory)
         self._log = directory.path.with_name(f"{directory.path.name}.compiling.log")
         self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
@@ -113,17 +115,22 @@ class Backlog:
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
+        making = attempt(self._taken, answer)
+        if isinstance(making, Failure):
+            making = Making(reason=f"its artifact cannot be used: {making.reason}", lasting=False)
+        log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
+        done(making)
+
+    def _taken(self, answer: Done) -> Making:
+        """What came of an order, with its artifact loaded. Raises what loading raises."""
         failed = Making(reason=answer.reason, lasting=answer.is_final)
         making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
         self._open_artifacts()
-        if not making.reason:
-            try:
-                self._workshop.take(making.files)
-                self._load(making.path)
-            except (CompileCacheError, OSError) as error:
-                making = Making(reason=f"its artifact cannot be used: {error}", lasting=False)
-        log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
-        done(making)
+        if making.path:
+            self.arrived.add(making.path)  # before its file is there: the publisher may be looking
+            self._workshop.take(making.files)
+            self._load(making.path)
+        return making
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

@@ -235,8 +235,12 @@ class Compiler:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: what computes something else than eager does, or failed to compile."""
-        return set[str]().union(*(region.withheld for region in self.regions.values()))
+        """The files that must not be published: what computes something else than eager does, or failed to compile,
+        and what the second process has made and nobody has compared yet."""
+        regions = list(self.regions.values())
+        arrived = set(self._backlog.arrived) if self._backlog else set()
+        unproved = arrived.difference(*(region.compared for region in regions))
+        return unproved.union(*(region.withheld for region in regions))
 
     @property
     def device_peak_bytes(self) -> int:

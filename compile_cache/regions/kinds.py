@@ -6,8 +6,8 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,11 +38,14 @@ class Kind:
     `looked` has, for each instance, the generation of artifacts in which none fitted. `asked` counts the orders for
     each instance, and `waiting` those without an answer. `refused` says why the kind is served eager for good;
     `is_to_remember` is set until later boots are told. `paths` are the artifacts made for it.
-    `arrived` is the first generation with the last of these. A kind that `is_planned` was in the warm-up.
+    `arrived` is the first generation with the last of these; if it `is_open`, that one is for all sizes. A kind that
+    `is_planned` was in the warm-up. `likeness` is what it shares with kinds of other sizes; `used` counts up.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     text: str
+    likeness: Hashable
+    used: int = 0
     looked: dict[nn.Module, int] = field(default_factory=dict)
     asked: dict[nn.Module, int] = field(default_factory=dict)
     waiting: int = 0
@@ -51,12 +54,13 @@ class Kind:
     refused: str = ""
     is_to_remember: bool = False
     paths: list[str] = field(default_factory=list)
+    is_open: bool = False
 
     def turn(self, module: nn.Module, generation: int) -> Turn:
         """What to do with a call of `module` while there are `generation` generations of artifacts."""
         if self.looked.get(module) != generation:
             return Turn.LOOK
-        if self.waiting or self.refused:
+        if self.waiting or self.refused or self.arrived > generation:
             return Turn.WAIT
         return Turn.ASK
 
@@ -72,10 +76,13 @@ class Kind:
 
 
 class Kinds:
-    """All kinds of one region, in the order of their last calls. If there are too many, the first ones go."""
+    """All kinds of one region. Too many, those without artifacts go first, then the one used longest ago."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._kinds: dict[Hashable, Kind] = {}
+        self._clock = itertools.count(1)
+        # When artifacts last served a call, by path.
+        self._served: dict[str, int] = {}
         self._lock = threading.Lock()
         # By everything but the sizes: the dimensions that one dynamic graph was asked for.
         self._dynamic: dict[Hashable, frozenset[tuple[int, int]]] = {}
@@ -97,10 +104,13 @@ class Kinds:
         with self._lock:
             kind = self._kinds.get(key)
             if kind is None:
-                kind = self._kinds[key] = Kind(*_sizes_and_text(args, kwargs))
-            else:
-                self._kinds.move_to_end(key)
+                kind = self._kinds[key] = Kind(*_sizes_and_text(args, kwargs), likeness_of(key))
+            kind.used = next(self._clock)
             return kind
+
+    def note_served(self, path: str) -> None:
+        """Note that an artifact serves a call: its kind is used."""
+        self._served[path] = next(self._clock)
 
     def known(self, key: Hashable) -> Kind | None:
         """The kind with this key, if there is one."""
@@ -108,17 +118,33 @@ class Kinds:
             return self._kinds.get(key)
 
     def let_go(self) -> list[Kind]:
-        """Forget the kinds called longest ago, if there are too many; those that were forgotten. They may come back."""
+        """Forget kinds, if there are too many, but not the newest; those that were forgotten. They may come back."""
         with self._lock:
-            idle = [key for key, kind in self._kinds.items() if not kind.waiting]
-            return [self._kinds.pop(key) for key in idle[: max(0, len(self._kinds) - MOST_KINDS)]]
+            count = len(self._kinds) - MOST_KINDS
+            if count <= 0:
+                return []
+            newest = next(reversed(self._kinds))
+            idle = [key for key, kind in self._kinds.items() if not kind.waiting and key != newest]
+            idle.sort(key=lambda key: (bool(self._kinds[key].paths), self._last_use(self._kinds[key])))
+            gone = [self._kinds.pop(key) for key in idle[:count]]
+            for kind in gone:
+                if kind.is_open:  # it may be asked for again
+                    self._dynamic.pop(kind.likeness, None)
+            return gone
 
-    def varying(self, kind: Kind, likeness: Hashable) -> tuple[tuple[int, int], ...]:
+    def _last_use(self, kind: Kind) -> int:
+        return max([kind.used, *(self._served.get(path, 0) for path in kind.paths)])
+
+    def varying(self, kind: Kind) -> tuple[tuple[int, int], ...]:
         """The (tensor, dimension) pairs to make dynamic for `kind`, once; empty while the kinds alike it are few, or
-        differ in more than one dimension of a tensor. `likeness` names all but the sizes."""
+        differ in more than one dimension of a tensor."""
         with self._lock:
-            alike = [other for other in self._kinds.values() if _is_alike(other.sizes, kind.sizes)]
-            if len(alike) < _SIZES_BEFORE_DYNAMIC:
+            alike = [
+                other
+                for other in self._kinds.values()
+                if other.likeness == kind.likeness and _is_alike(other.sizes, kind.sizes)
+            ]
+            if len({other.sizes for other in alike}) < _SIZES_BEFORE_DYNAMIC:
                 return ()
             pairs = {
                 (number, dimension)
@@ -129,9 +155,9 @@ class Kinds:
             }
             varying = frozenset(pairs)
             tensors = [number for number, _ in varying]
-            if len(set(tensors)) != len(tensors) or self._dynamic.get(likeness) == varying:
+            if len(set(tensors)) != len(tensors) or self._dynamic.get(kind.likeness) == varying:
                 return ()
-            self._dynamic[likeness] = varying
+            self._dynamic[kind.likeness] = varying
             return tuple(sorted(varying))
 
 
@@ -141,6 +167,13 @@ def _is_alike(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]
         len(first) == len(second) and sum(map(int.__ne__, first, second)) <= 1
         for first, second in zip(one, two, strict=True)
     )
+
+
+def likeness_of(key: Hashable) -> Hashable:
+    """A `kind_of_call` without the sizes and strides of its tensors."""
+    assert isinstance(key, tuple)
+    spec, leaves, *rest = key
+    return spec, tuple(leaf[:3] + leaf[5:] for leaf in leaves), *rest
 
 
 def _sizes_and_text(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[tuple[int, ...], ...], str]:

@@ -70,38 +70,47 @@ class Ordering:
         kind = self.kinds.known(kind_of_call(module, args, kwargs))
         return kind is not None and self.generation >= kind.arrived > kind.looked.get(module, -1)
 
+    def kind(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """The kind of a call. If there are too many, others are forgotten, with their artifacts."""
+        kind = self.kinds.of(key, args, kwargs)
+        for other in self.kinds.let_go():
+            for path in other.paths:
+                self.stored.let_go(path)
+        return kind
+
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Order code for a call that this server has not met yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
-        key = kind_of_call(module, args, kwargs)
-        kind = self.kinds.of(key, args, kwargs)
+        kind = self.kind(kind_of_call(module, args, kwargs), args, kwargs)
         is_there = kind.waiting or self.stored.has(module, args, kwargs)
         if is_there or self.stored.refusal(module, args, kwargs):
             return False
         call = self.pack(kind, module, args, kwargs)
         if call is not None:
-            self.order(kind, key, call, may_vary=False)
+            self.order(kind, call, may_vary=False)
         return call is not None
 
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
         """Describe a call before it is served, to `order` it afterwards. None if it cannot be handed over, or was
         ordered too often."""
         backlog = self._backlog()
-        if backlog is None or not kind.ask(module):
+        if backlog is None:
             return None
-        self._let_go()
+        if not kind.ask(module):
+            self.give_up(kind, kind.refused)
+            return None
         call = attempt(backlog.pack, module, args, kwargs, self.shares_weights)
         if isinstance(call, Failure):
             self._refuse(kind, call)
             return None
         return call
 
-    def order(self, kind: Kind, key: Hashable, call: PackedCall, may_vary: bool = True) -> None:
+    def order(self, kind: Kind, call: PackedCall, may_vary: bool = True) -> None:
         """Have a call compiled that was just served eager, in the thread that served it. If its sizes `may_vary`, one
         graph for all sizes is asked for where several calls differ in one size."""
         backlog = self._backlog()
         assert backlog is not None
-        dynamic = self.kinds.varying(kind, _likeness(key)) if may_vary else ()
+        dynamic = self.kinds.varying(kind) if may_vary else ()
         receive = functools.partial(self._receive, kind, bool(dynamic))
         ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
         if isinstance(ordered, Failure):
@@ -109,9 +118,10 @@ class Ordering:
         self.report.wait_for(self.kinds.waiting)
 
     def _refuse(self, kind: Kind, failure: Failure) -> None:
-        """Give up a kind that cannot be handed to the second process."""
+        """Order a kind no more that cannot be handed to the second process. In the warm-up, this one compiles it."""
         kind.waiting -= 1
-        self.give_up(kind, f"cannot be compiled in a second process: {failure.reason}")
+        kind.refused = f"cannot be compiled in a second process: {failure.reason}"
+        self.report.explain(f"{kind.text} {kind.refused}")
 
     def give_up(self, kind: Kind, reason: str) -> None:
         """Serve calls of a kind eager from now on, and order them no more."""
@@ -121,9 +131,9 @@ class Ordering:
 
     def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
         """Take the answer of the second process. Called on another thread."""
-        kind.waiting -= 1
         if making.path:
             kind.paths.append(making.path)
+            kind.is_open = is_dynamic
             self._paths.add(making.path)
             count_precompiled("made")
             self.report.made += 1
@@ -136,6 +146,7 @@ class Ordering:
         if making.path:
             kind.arrived = arrived
         self._arrived = arrived
+        kind.waiting -= 1  # the last step: a kind that waits for nothing, and finds nothing, is asked for again
         self.report.wait_for(self.kinds.waiting)
 
     def _note_speed(self, kind: Kind, speed: Speed | None) -> None:
@@ -151,16 +162,3 @@ class Ordering:
                 speed.compiled_ms,
                 speed.eager_ms,
             )
-
-    def _let_go(self) -> None:
-        """Forget the kinds called longest ago, with their artifacts, if there are too many."""
-        for kind in self.kinds.let_go():
-            for path in kind.paths:
-                self.stored.let_go(path)
-
-
-def _likeness(key: Hashable) -> Hashable:
-    """A kind of call without the sizes and strides of its tensors."""
-    assert isinstance(key, tuple)
-    spec, leaves, *rest = key
-    return spec, tuple(leaf[:3] if len(leaf) > 2 else leaf for leaf in leaves), *rest

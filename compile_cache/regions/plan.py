@@ -30,7 +30,9 @@ def order_known(regions: Iterable[Region], calls: Iterable[KnownCall], settings:
     count = 0
     for call in calls:
         found = instances.get((call.class_name, call.structure))
-        if found and call.mode == settings.mode and call.dynamic == settings.dynamic and call.call is not None:
+        # Of one graph for many sizes (None), the sizes that it was made of are compiled.
+        is_ours = call.mode == settings.mode and call.dynamic in (settings.dynamic, None)
+        if found and is_ours and call.call is not None:
             count += _order(*found, call)
     log.info("plan.ordered calls=%d", count)
     return count

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,9 +79,13 @@ class Region:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: those that failed, and those not compared with eager yet."""
-        unproved = {path for kind in self.ordering.kinds for path in kind.paths if (None, path) not in self._compared}
-        return self.stored.withheld | unproved | (self._here.withheld if self._here else set())
+        """The files that must not be published because they have failed."""
+        return self.stored.withheld | (self._here.withheld if self._here else set())
+
+    @property
+    def compared(self) -> set[str]:
+        """The artifacts that were compared with eager."""
+        return {path for module, path in list(self._compared) if module is None}
 
     @property
     def here(self) -> CompiledHere:
@@ -105,6 +109,7 @@ class Region:
             return self._watched_call(module, args, kwargs)
         if found := self.stored.fitting(module, args, kwargs):
             self.served["precompiled"] += 1
+            self.ordering.kinds.note_served(found.path)
             try:
                 return found.function(module, args, kwargs)
             except AssertionError as error:  # generated code asserts the strides that it was compiled for
@@ -136,7 +141,7 @@ class Region:
         if policy == "block" and not len(self.ordering.kinds):
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
-        kind = self.ordering.kinds.of(key, args, kwargs)
+        kind = self.ordering.kind(key, args, kwargs)
         kind.is_planned |= self.watched and self.may_compile
         turn = kind.turn(module, self.ordering.generation)
         if turn is Turn.LOOK:
@@ -158,14 +163,16 @@ class Region:
                 "set COMPILE_CACHE_UNSEEN to background or eager."
             )
         if turn is Turn.ASK and policy == "background":
-            return self._serve_and_ask(kind, key, module, args, kwargs)
+            return self._serve_and_ask(kind, module, args, kwargs)
+        if kind.refused:
+            self.report.take_step("eager")
         if kind.is_to_remember:
             kind.is_to_remember = False
             self.stored.refuse(module, args, kwargs, kind.refused)
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
-    def _serve_and_ask(self, kind: Kind, key: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _serve_and_ask(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
         cannot build is compiled in this one."""
         call = self.ordering.pack(kind, module, args, kwargs)
@@ -174,7 +181,7 @@ class Region:
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
         if call is not None:
-            self.ordering.order(kind, key, call, may_vary=not kind.is_planned)
+            self.ordering.order(kind, call, may_vary=not kind.is_planned)
         return output
 
     def _compile_on_request(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -207,6 +214,7 @@ class Region:
         mark = found.path if is_new else "precompiled"
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
+                self.stored.drop(found.path)
                 return self._serve_anew(module, args, kwargs, reason)
             self._compared |= {(None, found.path), (module, mark)}
             count_precompiled("loaded")

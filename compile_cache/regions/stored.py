@@ -46,11 +46,12 @@ class StoredFunctions:
 
     def let_go(self, path: str) -> None:
         """Forget an artifact, and remove its file."""
-        self._drop(path)
+        self.drop(path)
         if self._artifacts is not None:
             self._artifacts.let_go(path)
 
-    def _drop(self, path: str) -> None:
+    def drop(self, path: str) -> None:
+        """Serve no call by an artifact until it is found again."""
         for module, known in self._found.items():
             self._found[module] = tuple(other for other in known if other.path != path)
 
@@ -137,7 +138,7 @@ class StoredFunctions:
         self._report.explain(f"not precompiled: {reason}")
         self._report.note_not_precompiled(reason)
         self.withheld.add(path)
-        self._drop(path)
+        self.drop(path)
         if self._artifacts is not None:
             self._artifacts.reject(path, reason)
         return reason

@@ -1,0 +1,148 @@
+"""Scenes of boots whose regions fail in the second process, or cannot go there. background_boot.py plays one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from background_scenes import MODEL, PATIENCE_S, begun, difference, report, served, served_alone, told_of
+
+import compile_cache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def faulty() -> dict[str, Any]:
+    """Regions that fail in the second process, and two that do not."""
+    from compile_cache.background import jobs
+
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Other, Wide
+        from faulty_blocks import Cheating, Crashing, Devouring, Dropping, Hanging
+
+        early = (Wide, Dropping, Cheating, Crashing)
+        model, late = begun(boot, early), begun_eager(Other, Hanging, Devouring)
+        boot.compile(late)
+    assert boot.wait_compiled(PATIENCE_S)
+    told = {"first": told_of(boot, model, early)}
+    jobs._ATTEMPTS = 1
+    for kind in (Other, Hanging, Devouring):
+        # A process that is there answers, or hangs; one that has to start gets its time.
+        boot._compiler._backlog._jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        served_alone(boot, late, kind)
+        assert boot.wait_compiled(PATIENCE_S)
+    told["late"] = told_of(boot, late, (Other, Hanging, Devouring))
+    told["second"] = told_of(boot, model, early)
+    return told | {"report": report(boot)}
+
+
+def begun_eager(*classes: type[nn.Module]) -> nn.Module:
+    from background_blocks import Model
+
+    return Model(*classes)
+
+
+def faulty_again(*names: str) -> dict[str, Any]:
+    """The next boot, of these blocks."""
+    from compile_cache.background import jobs
+
+    jobs._ATTEMPTS = 1
+    with compile_cache.boot(MODEL) as boot:
+        import background_blocks
+        import faulty_blocks
+
+        classes = tuple(getattr(faulty_blocks, name, None) or getattr(background_blocks, name) for name in names)
+        model = begun(boot, classes)
+    told = {"ready": report(boot), "waiting": boot.waiting}
+    assert boot.wait_compiled(PATIENCE_S)
+    return told | {"regions": told_of(boot, model, classes), "report": report(boot)}
+
+
+def not_handed_over() -> dict[str, Any]:
+    """Regions that cannot be handed to another process."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide
+        from faulty_blocks import Doubling, Locked
+
+        class OfMain(Wide):
+            pass
+
+        OfMain.__module__, OfMain.__qualname__ = "__main__", "OfMain"
+        sys.modules["__main__"].OfMain = OfMain
+        model = begun(boot, (Locked, Doubling, OfMain))
+    told = {"ready": report(boot), "waiting": boot.waiting}
+    return told | {"regions": told_of(boot, model, (Locked, Doubling, OfMain))}
+
+
+def killed() -> dict[str, Any]:
+    """Predicts until it is killed."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide, predict
+        from faulty_blocks import Hanging
+
+        model = begun(boot, (Wide, Hanging))
+    while True:
+        predict(model)
+        boot.wait_compiled(0.05)
+
+
+def short() -> dict[str, Any]:
+    """Memory runs out when an artifact is compared for the first time."""
+    import torch
+    from background_blocks import inputs
+    from faulty_blocks import SHORTAGES, Guarded
+
+    with compile_cache.boot(MODEL) as boot:
+        model = Guarded().eval()
+        boot.compile(model, whole=True)
+        boot.warm_up(torch.inference_mode()(lambda: model(inputs())))
+    assert boot.wait_compiled(PATIENCE_S)
+    SHORTAGES.append("no memory")
+    told: dict[str, Any] = {"steps": [], "differences": []}
+    with torch.inference_mode():
+        for _ in range(3):
+            made, output = served(boot, lambda: model(inputs()))
+            told["steps"].append(made["served"]["Guarded"])
+            told["differences"].append(difference(output, model._call_impl(inputs())))
+    return told | {"left": SHORTAGES, "report": report(boot)}
+
+
+def not_started() -> dict[str, Any]:
+    """The second process cannot be started: the workshop is no folder, and cannot be removed."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide
+
+        model = begun(boot, (Wide,))
+        cache = Path(boot.report.cache_dir)
+        cache.with_name("a").touch()
+    assert boot.wait_compiled(PATIENCE_S)
+    told = {"regions": told_of(boot, model, (Wide,)), "unproved": sorted(boot._compiler.withheld)}
+    served_alone(boot, model, Wide)
+    return told | {"report": report(boot)}
+
+
+def arriving() -> dict[str, Any]:
+    """When an artifact may be published: the publisher may look at any moment."""
+    from compile_cache.background.workshop import Workshop
+
+    withheld: dict[str, bool] = {}
+    take = Workshop.take
+
+    def look_and_take(self: Workshop, paths: Any) -> None:
+        path = next(path for path in paths if path.endswith(".aot"))
+        withheld["before_its_file"] = path in boot._compiler.withheld
+        take(self, paths)
+
+    Workshop.take = look_and_take
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide
+
+        model = begun(boot, (Wide,))
+    assert boot.wait_compiled(PATIENCE_S)
+    (path,) = boot._compiler._backlog.arrived
+    withheld["before_its_call"] = path in boot._compiler.withheld
+    served_alone(boot, model, Wide)
+    withheld["after_its_call"] = path in boot._compiler.withheld
+    return {"withheld": withheld}

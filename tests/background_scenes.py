@@ -1,0 +1,265 @@
+"""Scenes of boots that compile in a second process, and what they measure. background_boot.py plays one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import compile_cache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from compile_cache.lifecycle.boot import Boot
+
+MODEL = "background/model@" + "0" * 40
+COMPILER = ("torch._inductor.compile_fx", "torch._inductor", "torch._dynamo.convert_frame")
+PATIENCE_S = 240.0
+
+
+def digest(model: nn.Module) -> list[Any]:
+    """Where a model's tensors are, and every bit of them."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [[name, tensor.data_ptr(), tensor.detach().flatten().tolist()] for name, tensor in tensors]
+
+
+def served(boot: Boot, call: Callable[[], torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+    """What served one prediction, and its answer."""
+    prediction = boot.prediction()
+    output = call()
+    metrics = {name.removeprefix("compile_cache."): value for name, value in prediction.metrics().items()}
+    names = ("served", "compiled_now", "waited_s", "compiling")
+    return {name: metrics[name] for name in names}, output
+
+
+def difference(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output - reference).norm() / reference.norm())
+
+
+def report(boot: Boot) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(boot.report.to_json())
+    made["counts"] = json.loads(json.dumps({name: getattr(boot.counts(), name) for name in made["counts"]}))
+    return made
+
+
+def first() -> dict[str, Any]:
+    """A server's life: its start, predictions while the second process compiles, and after."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Model, Norm, Wide, inputs, predict
+
+        model = Model(Wide, Norm)
+        x = inputs()
+        before, x_before = digest(model), [x.data_ptr(), x.tolist()]
+        boot.compile(model)
+        boot.warm_up(lambda: predict(model))
+    told: dict[str, Any] = {"imported": [name for name in COMPILER if name in sys.modules], "ready": report(boot)}
+    reference = predict_eager(model)
+    meanwhile = []
+    while boot.waiting:
+        made, output = served(boot, lambda: predict(model))
+        meanwhile.append([made, difference(output, reference), digest(model) == before])
+        boot.wait_compiled(0.05)
+    after, output = served(boot, lambda: predict(model))
+    told |= {"meanwhile": meanwhile, "after": after, "difference": difference(output, reference)}
+    again, _ = served(boot, lambda: predict(model))
+    told |= {"again": again, "unchanged": digest(model) == before, "report": report(boot)}
+    told["lengths"] = [length(boot, model, rows) for rows in (5, 6, 7, 8, 9)]
+    told["x_unchanged"] = [x.data_ptr(), x.tolist()] == x_before
+    told["unchanged_at_the_end"] = digest(model) == before
+    told["end"] = report(boot)
+    return told
+
+
+def predict_eager(model: nn.Module, rows: int = 4, *classes: type[nn.Module]) -> torch.Tensor:
+    """What the model's own code answers."""
+    from background_blocks import predict
+
+    parts = [part for part in model.modules() if part._compiled_call_impl is not None]
+    compiled = [part._compiled_call_impl for part in parts]
+    for part in parts:
+        part._compiled_call_impl = None
+    try:
+        return predict(model, rows, *classes)
+    finally:
+        for part, implementation in zip(parts, compiled, strict=True):
+            part._compiled_call_impl = implementation
+
+
+def length(boot: Boot, model: nn.Module, rows: int) -> list[Any]:
+    """How a prompt of a length is served at once, and how after the second process is done."""
+    from background_blocks import Wide, predict
+
+    at_once, _ = served(boot, lambda: predict(model, rows, Wide))
+    assert boot.wait_compiled(PATIENCE_S)
+    later, output = served(boot, lambda: predict(model, rows, Wide))
+    return [at_once, later, difference(output, predict_eager(model, rows, Wide))]
+
+
+def again(*rows: str) -> dict[str, Any]:
+    """The next boot: it predicts prompts of these lengths."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Model, Norm, Wide, predict
+
+        model = Model(Wide, Norm)
+        boot.compile(model)
+        boot.warm_up(lambda: predict(model))
+    told: dict[str, Any] = {"ready": report(boot), "steps": []}
+    for count in map(int, rows):
+        made, output = served(boot, lambda count=count: predict(model, count, Wide))
+        told["steps"].append([made, difference(output, predict_eager(model, count, Wide))])
+    return told | {"waiting": boot.waiting, "report": report(boot)}
+
+
+def begun(boot: Boot, classes: tuple[type[nn.Module], ...]) -> nn.Module:
+    """A model of these classes that is warmed up with four rows."""
+    from background_blocks import Model, predict
+
+    model = Model(*classes)
+    boot.compile(model)
+    boot.warm_up(lambda: predict(model))
+    return model
+
+
+def told_of(boot: Boot, model: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[str, Any]:
+    """How a call of each class is served, how far it is from eager, and what the report says of it."""
+    told: dict[str, Any] = {}
+    for kind in classes:
+        (step, output), reference = served_alone(boot, model, kind), predict_eager(model, 4, kind)
+        told[kind.__name__] = {"step": step["served"].get(kind.__name__), "difference": difference(output, reference)}
+    for region in report(boot)["regions"]:
+        if region["name"] in told:
+            told[region["name"]] |= {"reason": region["reason"], "settled": region["settled"]}
+    return told
+
+
+def served_alone(boot: Boot, model: nn.Module, kind: type[nn.Module]) -> tuple[dict[str, Any], torch.Tensor]:
+    from background_blocks import predict
+
+    return served(boot, lambda: predict(model, 4, kind))
+
+
+def kinds() -> dict[str, Any]:
+    """More kinds of calls than are kept, code that waits for a swap, and a number that changes."""
+    from compile_cache.regions import kinds as bound
+
+    bound.MOST_KINDS, bound._MOST_VARIANTS = 2, 2
+    with compile_cache.boot(MODEL) as boot:
+        import torch
+        from background_blocks import Factor, Model, Other, Wide, inputs, predict
+
+        model, held, factor = Model(Wide), Model(Other), Factor().eval()
+        for module, is_held in ((model, False), (held, True)):
+            boot.compile(module, until_swap=is_held)
+        boot.compile(factor, whole=True)
+        boot.warm_up(lambda: (predict(model), predict(held)))
+
+    def in_mode(mode: Any, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            with mode():
+                return model(x)
+
+        return call
+
+    assert boot.wait_compiled(PATIENCE_S)
+    calls = {
+        "first": lambda: predict(model),
+        "plain": in_mode(torch.no_grad, torch.ones(4, 16)),
+        "square": in_mode(torch.no_grad, torch.ones(16, 16)),
+    }
+    told: dict[str, Any] = {"before_swap": [served(boot, lambda: predict(held))[0] for _ in range(2)]}
+    told["waiting"] = boot.waiting
+    told["swapped"] = boot.swap(lambda: predict(held))
+    told["after_swap"] = served(boot, lambda: predict(held))[0]
+    told["order"] = []
+    for name in ("first", "first", "plain", "plain", "first", "square", "square", "first", "plain", "plain"):
+        made, _ = served(boot, calls[name])
+        told["order"].append([name, made["served"]["Wide"]])
+        assert boot.wait_compiled(PATIENCE_S)
+    region = boot._compiler.regions[Wide]
+    told["kept"] = len(list(region.ordering.kinds))
+    for number in range(6):
+        with torch.inference_mode():
+            x, by = inputs(), 0.1 * number
+            told.setdefault("factors", []).append(difference(factor(x, by), factor._call_impl(x, by)))
+        assert boot.wait_compiled(PATIENCE_S)
+    return told | {"report": report(boot)}
+
+
+def unseen() -> dict[str, Any]:
+    """A warm boot, and a call of a kind that nobody has made: twice."""
+    from compile_cache.errors import UnseenCallError
+
+    with compile_cache.boot(MODEL) as boot:
+        import torch
+        from background_blocks import Wide
+
+        model = begun(boot, (Wide,))
+
+    def new() -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.ones(4, 16))
+
+    told: dict[str, Any] = {"steps": []}
+    for _ in range(2):
+        try:
+            told["steps"].append(served(boot, new)[0])
+        except UnseenCallError as error:
+            told["steps"].append(str(error))
+    return told | {"known": served_alone(boot, model, Wide)[0], "waiting": boot.waiting, "report": report(boot)}
+
+
+def patient(wait: str = "") -> dict[str, Any]:
+    """A cold boot whose policy for new calls is another than the background: calls of the warm-up are not new."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide
+
+        model = begun(boot, (Wide,))
+    told = {"at_once": served_alone(boot, model, Wide)[0]}
+    if wait:
+        assert boot.wait_compiled(PATIENCE_S)
+        told["later"] = served_alone(boot, model, Wide)[0]
+    return told
+
+
+def late() -> dict[str, Any]:
+    """A boot that compiles before READY, whose time is over when half of it is done."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Model, Other, Wide, predict
+
+        model = Model(Wide, Other)
+        boot.compile(model)
+
+        def call() -> None:
+            predict(model, 4, Wide)
+            boot._compiler.hurry(time.monotonic())
+            predict(model, 4, Other)
+
+        boot.warm_up(call)
+    told = {"ready": report(boot), "waiting": boot.waiting}
+    told["at_once"], _ = served(boot, lambda: predict(model))
+    assert boot.wait_compiled(PATIENCE_S)
+    told["later"], output = served(boot, lambda: predict(model))
+    return told | {"difference": difference(output, predict_eager(model)), "report": report(boot)}
+
+
+def planned() -> dict[str, Any]:
+    """A boot that knows calls from relatives: they are made for the first time when the second process is done."""
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Norm, Wide, predict
+
+        model = begun(boot, (Wide, Norm))
+    told: dict[str, Any] = {"ready": report(boot)}
+    for thread in threading.enumerate():
+        if thread.name == "compile-cache-plan":
+            thread.join(PATIENCE_S)
+    assert boot.wait_compiled(PATIENCE_S)
+    told["steps"] = []
+    for rows in (4, 5, 6):
+        made, output = served(boot, lambda rows=rows: predict(model, rows, Wide))
+        told["steps"].append([made["served"]["Wide"], difference(output, predict_eager(model, rows, Wide))])
+    return told | {"report": report(boot)}

@@ -1,0 +1,220 @@
+"""A boot that compiles in a second process: what it serves before, meanwhile and after, and what the next boot has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from background_boots import Told, other_code, play
+
+TOLERANCE = 1e-3
+PRECOMPILED = {"Wide": "precompiled", "Norm": "precompiled"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("background")
+
+
+@pytest.fixture(scope="module")
+def cold(folder) -> Told:
+    """A cold boot, in a process that has not imported torch before."""
+    return play(folder, "first", forked=False)
+
+
+@pytest.fixture(scope="module")
+def warm(cold, folder, tmp_path_factory) -> Told:
+    """The next boot, in another folder, and prompts of lengths that were asked for, and of some that were not."""
+    return play(tmp_path_factory.mktemp("warm"), "again", "5", "6", "11", "13", after=folder)
+
+
+def regions(report: dict) -> dict[str, dict]:
+    return {region["name"]: region for region in report["regions"]}
+
+
+def assert_nothing_compiled(report: dict) -> None:
+    counts = report["counts"]
+    names = ("graphs", "fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses", "benchmarks")
+    assert {name: counts[name] for name in names} == dict.fromkeys(names, 0)
+
+
+def test_before_ready_no_compiler_is_imported_and_nothing_compiled(cold):
+    assert cold["imported"] == []
+    assert_nothing_compiled(cold["ready"])
+    assert cold["ready"]["counts"]["precompiled_made"] == 0
+    assert [region["step"] for region in cold["ready"]["regions"]] == ["eager", "eager"]
+    assert not cold["ready"]["fully_cached"]
+
+
+def test_calls_are_served_eager_while_the_second_process_compiles(cold):
+    first, _, _ = cold["meanwhile"][0]
+    assert first["served"] == {"Wide": "eager", "Norm": "eager"}
+    assert first["compiling"] == 2
+    for told, difference, _ in cold["meanwhile"]:
+        assert set(told["served"].values()) <= {"eager", "precompiled"}
+        assert difference < TOLERANCE
+
+
+def test_after_the_compile_the_next_call_is_checked_and_served_precompiled(cold):
+    assert cold["after"]["served"] == PRECOMPILED
+    assert cold["difference"] < TOLERANCE
+    for region in cold["report"]["regions"]:
+        assert region["step"] == "precompiled"
+        assert region["loaded"] > 0
+        assert region["relative_error"] <= region["tolerance"]
+    assert cold["again"]["served"] == PRECOMPILED
+
+
+def test_the_server_itself_compiles_nothing(cold):
+    assert_nothing_compiled(cold["end"])
+    told = [cold["after"], cold["again"], *(one for one, _, _ in cold["meanwhile"])]
+    assert [one["compiled_now"] for one in told] == [0] * len(told)
+    assert cold.processes == 1
+
+
+def test_weights_buffers_and_inputs_stay_where_they_are_bit_by_bit(cold):
+    assert all(unchanged for _, _, unchanged in cold["meanwhile"])
+    assert cold["unchanged"]
+    assert cold["unchanged_at_the_end"]
+    assert cold["x_unchanged"]
+
+
+def test_a_call_of_a_new_kind_is_served_eager_at_once_and_precompiled_later(cold):
+    at_once, later, difference = cold["lengths"][0]
+    assert at_once["served"] == {"Wide": "eager"}
+    assert at_once["compiling"] == 1
+    assert later["served"] == {"Wide": "precompiled"}
+    assert difference < TOLERANCE
+
+
+def test_from_the_third_length_on_one_graph_serves_all_lengths(cold):
+    third, *others = cold["lengths"][1:]
+    assert [told["served"]["Wide"] for told in third[:2]] == ["eager", "precompiled"]
+    assert [at_once["served"]["Wide"] for at_once, _, _ in others] == ["precompiled"] * 3
+    assert all(difference < TOLERANCE for _, _, difference in others)
+    assert cold.done == ["Wide 4x16", "Norm 4x16", "Wide 5x16", "Wide 6x16"]
+
+
+def test_the_next_boot_is_a_hit_and_starts_no_second_process(warm):
+    ready = warm["ready"]
+    assert ready["restore"]["outcome"] == "hit"
+    assert_fully_warm_at_ready(ready)
+    assert warm.processes == 0
+    assert warm["waiting"] == 0
+
+
+def assert_fully_warm_at_ready(report: dict) -> None:
+    assert report["fully_precompiled"]
+    assert_nothing_compiled(report)
+    assert report["counts"]["precompiled_loaded"] >= 2
+    assert report["counts"]["kernels_compiled"] == 0
+
+
+def test_the_next_boot_serves_every_length_at_once(warm):
+    assert [told["served"] for told, _ in warm["steps"]] == [{"Wide": "precompiled"}] * 4
+    assert all(difference < TOLERANCE for _, difference in warm["steps"])
+    assert_nothing_compiled(warm["report"])
+
+
+def test_unseen_eager_serves_new_calls_eager_for_good(cold, folder, tmp_path):
+    told = play(tmp_path, "unseen", after=folder, unseen="eager")
+    assert [step["served"] for step in told["steps"]] == [{"Wide": "eager"}] * 2
+    assert told["known"]["served"] == {"Wide": "precompiled"}
+    assert told.processes == told["waiting"] == 0
+
+
+def test_unseen_error_names_the_call_and_the_remedy(cold, folder, tmp_path):
+    told = play(tmp_path, "unseen", after=folder, unseen="error")
+    for message in told["steps"]:
+        assert "Wide was called with 4x16" in message
+        assert "COMPILE_CACHE_UNSEEN" in message
+    assert told["known"]["served"] == {"Wide": "precompiled"}
+
+
+def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, folder, tmp_path):
+    told = play(tmp_path, "unseen", after=folder, unseen="block")
+    first, second = told["steps"]
+    assert first["served"] == second["served"] == {"Wide": "compiled"}
+    assert first["compiled_now"] == 1
+    assert first["waited_s"] > 0
+    assert (second["compiled_now"], second["waited_s"]) == (0, 0)
+    (warning,) = [line for line in told.log.splitlines() if "compile.on_request" in line]
+    assert warning.startswith("WARNING")
+    assert "region=Wide seconds=" in warning
+    assert told["known"]["served"] == {"Wide": "precompiled"}
+
+
+def test_a_call_of_the_warm_up_is_no_error_while_the_second_process_compiles_it(tmp_path):
+    told = play(tmp_path, "patient", unseen="error")
+    assert told["at_once"]["served"] == {"Wide": "eager"}
+
+
+def test_a_call_of_the_warm_up_waits_for_the_second_process_where_new_calls_block(tmp_path):
+    told = play(tmp_path, "patient", "wait", unseen="block")
+    assert told["at_once"]["served"] == {"Wide": "eager"}
+    assert told["at_once"]["compiled_now"] == 0
+    assert told["later"]["served"] == {"Wide": "precompiled"}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory) -> Told:
+    return play(tmp_path_factory.mktemp("kinds"), "kinds")
+
+
+def test_of_too_many_kinds_the_least_used_goes_and_works_when_it_comes_back(kinds):
+    """Two kinds are kept. `plain` was asked for after `first`, and used less often when `square` came."""
+    served = dict.fromkeys(("first", "plain", "square"), "")
+    for name, step in kinds["order"]:
+        served[name] += step[0]
+    assert served == {"first": "pppp", "plain": "epep", "square": "ep"}
+    assert kinds["kept"] == 2
+
+
+def test_code_for_a_module_that_swaps_is_ordered_once_and_serves_after_the_swap(kinds):
+    assert [told["served"] for told in kinds["before_swap"]] == [{"Other": "eager"}] * 2
+    assert kinds["waiting"] == 0
+    assert kinds["swapped"]
+    assert kinds["after_swap"]["served"] == {"Other": "precompiled"}
+    assert kinds.done.count("Other 4x16") == 1
+
+
+def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds):
+    assert all(difference < TOLERANCE for difference in kinds["factors"])
+    factor = regions(kinds["report"])["Factor"]
+    assert factor["settled"] == "eager"
+    assert "a number or a flag changes from call to call" in factor["reason"]
+    assert kinds.done.count("Factor 4x16") == 2
+
+
+def test_what_the_setups_budget_leaves_out_is_compiled_in_the_background(tmp_path):
+    told = play(tmp_path, "late", cold_start="block")
+    ready = regions(told["ready"])
+    assert (ready["Wide"]["step"], ready["Wide"]["made"]) == ("cold", 1)
+    assert (ready["Other"]["step"], ready["Other"]["graphs"], told["waiting"]) == ("eager", 0, 1)
+    assert told["at_once"]["served"] == {"Wide": "precompiled", "Other": "eager"}
+    assert told["at_once"]["compiled_now"] == told["at_once"]["waited_s"] == 0
+    assert told["later"]["served"] == {"Wide": "precompiled", "Other": "precompiled"}
+    assert told["difference"] < TOLERANCE
+    assert told.done == ["Other 4x16"]
+
+
+def test_a_new_version_compiles_the_calls_of_its_predecessor_before_anybody_makes_them(cold, folder, tmp_path):
+    """Its code is other code, so that the predecessor's artifacts do not fit."""
+    code = other_code(tmp_path / "code")
+    told = play(tmp_path, "planned", after=folder, model_version="2", BACKGROUND_CODE=code)
+    assert told["ready"]["restore"]["outcome"] == "seeded"
+    assert_all_planned(told)
+
+
+def test_another_environment_compiles_the_calls_of_its_relatives_before_anybody_makes_them(cold, folder, tmp_path):
+    told = play(tmp_path, "planned", after=folder, forked=False, OMP_NUM_THREADS="2")
+    assert told["ready"]["restore"]["outcome"] == "miss"
+    assert_all_planned(told)
+
+
+def assert_all_planned(told: Told) -> None:
+    assert [step for step, _ in told["steps"]] == ["precompiled"] * 3
+    assert all(difference < TOLERANCE for _, difference in told["steps"])
+    assert set(told.done[:2]) == {"Wide 4x16", "Norm 4x16"}
+    assert set(told.done[2:]) == {"Wide 6x16", "Wide 5x16"}
+    assert_nothing_compiled(told["report"])

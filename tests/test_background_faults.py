@@ -1,0 +1,177 @@
+"""Regions that fail in the second process cost nothing but themselves, and the next boot does not try them again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from background_boots import Told, other_code, play
+from background_marks import Marked, wait_for
+from boots import TESTS, settings, stored
+
+from compile_cache.pack.head import Head, read_head
+from compile_cache.pack.manifest import Limits
+from compile_cache.pack.signing import TrustedKeys
+
+TOLERANCE = 1e-3
+# Where each region's failure is, in words of its reason.
+REASONS = {
+    "Dropping": "differs from eager",
+    "Cheating": "differs from eager",
+    "Crashing": "SIGABRT",
+    "Hanging": "gave no answer in 3 s",
+    "Devouring": "MemoryError",
+}
+RANDOM = "Dropping"
+GOOD = ("Wide", "Other")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("faulty")
+
+
+@pytest.fixture(scope="module")
+def faulty(folder) -> Told:
+    """One boot with all of them."""
+    return play(folder, "faulty", BACKGROUND_HANGS=str(folder / "hangs"))
+
+
+@pytest.fixture(scope="module")
+def again(faulty, folder, tmp_path_factory) -> Told:
+    """The next boot."""
+    return play(tmp_path_factory.mktemp("again"), "faulty_again", *REASONS, *GOOD, after=folder)
+
+
+@pytest.fixture(scope="module")
+def told(faulty) -> dict[str, dict]:
+    return faulty["second"] | faulty["late"]
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_faulty_region_is_served_eager_with_right_answers(told, name):
+    assert told[name]["step"] == told[name]["settled"] == "eager"
+    assert name == RANDOM or told[name]["difference"] == 0
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_report_names_a_faulty_region_with_the_reason(told, name):
+    assert REASONS[name] in told[name]["reason"]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_other_regions_of_the_boot_are_compiled(told, name):
+    """Wide comes before the faulty ones, Other after the crash."""
+    assert told[name]["step"] == told[name]["settled"] == "precompiled"
+    assert told[name]["difference"] < TOLERANCE
+
+
+def test_the_server_itself_compiles_nothing(faulty):
+    assert faulty["report"]["counts"]["graphs"] == 0
+    assert faulty["report"]["counts"]["refused"] == len(REASONS)
+
+
+def test_a_crash_gets_one_more_try(faulty):
+    assert sum("job=Crashing" in line and "attempt=" in line for line in faulty.log.splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_next_boot_knows_why_a_region_is_eager(again, name):
+    region = again["regions"][name]
+    assert region["step"] == region["settled"] == "eager"
+    assert REASONS[name] in region["reason"]
+
+
+def test_the_next_boot_does_not_try_again(again):
+    assert again["ready"]["restore"]["outcome"] == "hit"
+    assert again.processes == again["waiting"] == 0
+    assert again["report"]["counts"]["graphs"] == 0
+    assert {again["regions"][name]["step"] for name in GOOD} == {"precompiled"}
+
+
+def test_a_boot_with_changed_code_tries_again(faulty, folder, tmp_path):
+    code = other_code(tmp_path / "code")
+    told = play(tmp_path, "faulty_again", "Crashing", "Wide", after=folder, BACKGROUND_CODE=code)
+    assert told.done == ["Crashing 4x16", "Wide 4x16"]
+    assert "SIGABRT" in told["regions"]["Crashing"]["reason"]
+    assert told["regions"]["Wide"]["step"] == "precompiled"
+
+
+def test_a_region_is_not_served_unchecked_after_memory_ran_out_in_the_check(tmp_path):
+    """Its artifact is wrong, which shows only if a call is served by it."""
+    told = play(tmp_path, "short")
+    assert told["left"] == []
+    assert told["steps"] == ["eager"] * 3
+    assert told["differences"] == [0.0] * 3
+    (region,) = told["report"]["regions"]
+    assert "differs from eager" in region["reason"]
+
+
+def test_what_cannot_be_handed_over_is_compiled_in_the_setup_and_says_why(tmp_path):
+    told = play(tmp_path, "not_handed_over")
+    assert told.processes == told["waiting"] == 0
+    words = {"Locked": "lock", "Doubling": "lambda", "OfMain": "main program"}
+    for region in told["ready"]["regions"]:
+        assert region["step"] in ("cold", "cached")  # the code of one is the code of another
+        assert region["graphs"] == 1
+        assert "cannot be compiled in a second process" in region["reason"]
+        assert words[region["name"]] in region["reason"]
+        assert "eager" not in told["regions"][region["name"]]["step"]
+        assert told["regions"][region["name"]]["difference"] < TOLERANCE
+
+
+def test_a_process_that_cannot_be_started_is_no_refusal(tmp_path):
+    """The next boot tries again."""
+    told = play(tmp_path, "not_started")
+    assert told["regions"]["Wide"]["step"] == "eager"
+    assert "cannot be started" in told["regions"]["Wide"]["reason"]
+    assert told["report"]["counts"]["refused"] == 0
+    assert told["unproved"] == []
+
+
+def test_an_artifact_is_withheld_from_before_it_arrives_until_it_was_compared(tmp_path):
+    told = play(tmp_path, "arriving")
+    assert told["withheld"] == {"before_its_file": True, "before_its_call": True, "after_its_call": False}
+
+
+def test_a_server_that_is_killed_while_compiling_leaves_no_process_and_a_sound_store(tmp_path):
+    """The next boot goes on where this one was: what was published is a hit, and the rest compiles."""
+    marked, hangs = Marked(), tmp_path / "hangs"
+    environ = {**settings(tmp_path, cold_start="background"), **marked.environ, "BACKGROUND_HANGS": str(hangs)}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([sys.executable, TESTS / "background_boot.py", "killed"], env=environ, stderr=log)
+    try:
+        wait_for(lambda: hangs.exists() and has_precompiled(tmp_path))
+        assert len(marked.pids()) > 1
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        wait_for(lambda: not marked.pids())
+    finally:
+        marked.kill()
+        server.wait()
+    (tmp_path / "next").mkdir()
+    told = play(tmp_path / "next", "faulty_again", "Wide", "Hanging", after=tmp_path)
+    assert told["ready"]["restore"]["outcome"] == "hit"
+    assert told["ready"]["restore"]["refused"] == []
+    assert {region["name"]: region["step"] for region in told["ready"]["regions"]} == {
+        "Wide": "precompiled",
+        "Hanging": "eager",
+    }
+    assert told.done == ["Hanging 4x16"]
+    assert {region["step"] for region in told["regions"].values()} == {"precompiled"}
+
+
+def has_precompiled(folder: Path) -> bool:
+    """Whether the store has a function that was compiled ahead of time."""
+    packs = {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
+    return any(
+        file.path.endswith(".aot") for name, content in packs.items() for file in head_of(name, content).manifest.files
+    )
+
+
+def head_of(name: str, content: bytes) -> Head:
+    return read_head(lambda start, size: content[start : start + size], Path(name).name, Limits(), TrustedKeys())
