@@ -1,6 +1,6 @@
 """An eager server and a compiled one under load, in turn: how long does a user wait, and how many can be served?
 
-    python benchmarks/load.py --model /tmp/flux1 --sizes 1024x1024 --filled /tmp/filled --store /tmp/load
+    python benchmarks/load.py --model /tmp/flux1 --sizes 1024x1024 --filled /tmp/unseen --store /tmp/load
 
 Both are Cog's server. It takes one prediction at a time and answers another request with 409, so requests wait in a
 queue in front of it, first come, first served. In an open loop they arrive at random (Poisson), as often as the eager
@@ -77,18 +77,23 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Sends one request at a time to a server."""
+    """Sends one request at a time to a server, which has `timeout_s` for its answer, and as long to take it."""
 
     server: CogServer
     inputs: dict[str, Any]
+    timeout_s: float = 120.0
 
     def ask(self) -> dict[str, Any]:
         """One prediction. After an answer, the server says 409 for some milliseconds more.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: it failed, or the server stays busy.
+            OSError: the server does not answer.
         """
+        deadline = time.monotonic() + self.timeout_s
         while (found := self.try_to_ask()) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server was busy for {self.timeout_s:g} s")
             time.sleep(_RETRY_S)
         if found["status"] != "succeeded":
             raise RuntimeError(f"the prediction {found['status']}: {found.get('error')}")
@@ -98,12 +103,12 @@ class Client:
         """One prediction; None if the server is busy.
 
         Raises:
-            urllib.error.URLError: the server says something else, or does not answer.
+            OSError: the server says something else, or does not answer.
         """
         body = json.dumps({"input": self.inputs}).encode()
         request = urllib.request.Request(f"{self.server.url}/predictions", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             if error.code != HTTPStatus.CONFLICT:
@@ -154,10 +159,9 @@ def servers(args: Any, work: Path) -> Iterator[dict[str, Client]]:
     with ExitStack() as stack:
         started = {}
         for kind in KINDS:
-            own = work / kind
-            own.mkdir()
             sizes = {"IMAGE_SIZES": args.sizes, "WARM_UP_SIZES": args.sizes}
-            environ = {**boot_environment(own, kind, args.filled or work / "store", "regional"), **sizes}
+            filled = args.filled or work
+            environ = {**boot_environment(filled, kind, filled / "store", "regional"), **sizes}
             environ |= {"MODEL": args.model, "HF_HUB_OFFLINE": "1"}
             server = CogServer("predict.py:Predictor", new_log(work, kind), environ)
             server.start()
@@ -248,7 +252,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--sizes", default="64x64", help="of pictures; all are warmed up, the first is drawn")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps")
     parser.add_argument("--store", type=Path, required=True, help="new folder for a store, cache directories and logs")
-    parser.add_argument("--filled", type=Path, help="a store that has the model's artifacts; otherwise one is filled")
+    parser.add_argument("--filled", type=Path, help="folder of another benchmark, with a store of this model")
     parser.add_argument(
         "--parts", type=float, nargs="+", default=(0.5, 0.7, 0.9), help="of the eager server's capacity"
     )
