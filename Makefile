@@ -12,8 +12,9 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 # The folder where tests find torchao.
 QUANTIZE := $(VENV)/quantize
 
-# Half an hour as root. `make test` has a small part of it.
-SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py
+# An hour as root. `make test` has a small part of it.
+SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py \
+  "soak_predictions.py --predictions 2000"
 
 .PHONY: demo test soak lint types clean
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet
 help:
 	@echo "make demo   boot the demo model in a real Cog server: eager, cold, restored"
 	@echo "make test   run the whole test suite"
-	@echo "make soak   the store under load and faults, in full; needs root, tini and iproute2"
+	@echo "make soak   servers and the store under load and faults, in full; needs root, tini and iproute2"
 	@echo "make lint   ruff"
 	@echo "make types  mypy"
 

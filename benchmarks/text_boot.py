@@ -63,7 +63,7 @@ def boot_text(settings: TextSettings) -> Booted:
             boot.compile(step, whole=True, until_swap=True, shares_weights=True)
         warm_up(boot, text, text.warm_up_inputs())
         with boot.timed("record"):
-            text.generator.record()
+            text.generator.record(boot)
     return Booted(boot, text)
 
 

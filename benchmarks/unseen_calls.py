@@ -105,7 +105,7 @@ class Plan:
         own.mkdir()
         observations = own / "observations"
         environ = {
-            **boot_environment(own, kind, store, "regional"),
+            **boot_environment(self.work, kind, store, "regional"),
             **{"MODEL": self.model, "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]},
             **{"HF_HUB_OFFLINE": "1", VARIABLE: str(observations)},
         }

@@ -61,6 +61,11 @@ class CogServer:
         return self._process
 
     @property
+    def url(self) -> str:
+        """Where it listens, once it was started."""
+        return self._url
+
+    @property
     def pid(self) -> int:
         """Where a container's runtime would send its signals: the server, or the wrapper's child."""
         if not self._wrapper:

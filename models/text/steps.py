@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,13 +12,26 @@ from models.text.sampling import Sampler
 from models.text.static_cache import StaticCache
 
 
-class Prefill(nn.Module):
-    """Runs a whole prompt, padded to a bucket, through the model. It is compiled once for each bucket."""
+class Step(nn.Module):
+    """What both steps hold. In another process, which gets a step pickled, it makes the model's class known to
+    transformers, as the making of a model does: compiled code depends on the registries that this fills."""
 
     def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
         super().__init__()
         self.model, self.sampler = model, sampler
         self._cache = cache
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled step."""
+        super().__setstate__(state)
+        config = self.model.config
+        plain = type(config).from_dict(config.to_dict())  # without the attention, which may not be registered yet
+        with torch.device("meta"):  # a model without memory, which is dropped
+            type(self.model)(plain)
+
+
+class Prefill(Step):
+    """Runs a whole prompt, padded to a bucket, through the model. It is compiled once for each bucket."""
 
     def forward(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Fill the cache and choose the next token; return the logits of the choice.
@@ -29,13 +44,8 @@ class Prefill(nn.Module):
         return logits
 
 
-class DecodeStep(nn.Module):
+class DecodeStep(Step):
     """Runs one token through the model. It leaves the position as it is: the same call twice does the same."""
-
-    def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
-        super().__init__()
-        self.model, self.sampler = model, sampler
-        self._cache = cache
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
         """Write `token` at the cache's position and choose the next token; return the logits of the choice.

@@ -1,0 +1,60 @@
+"""The processes of a server: which live, by a mark in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+MARK = "SOAK_LIFE"
+_COMPILER = b"compile_cache.background.worker"
+_LOOK_S = 0.05
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes that were started with this mark, zombies left out."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if not is_zombie and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def compilers(mark: str) -> list[int]:
+    """Those of them that compile."""
+    return [pid for pid in marked(mark) if _COMPILER in command(pid)]
+
+
+def command(pid: int) -> bytes:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def parent(pid: int) -> int:
+    """The process that started another one; 0 if that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def kill(pid: int, number: int) -> None:
+    """Send a signal, unless the process has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_gone(mark: str, timeout_s: float, but: int | None = None) -> list[int]:
+    """The marked processes that still live after so many seconds, `but` for one."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [pid for pid in marked(mark) if pid != but]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return left

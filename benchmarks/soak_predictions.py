@@ -1,0 +1,318 @@
+"""Thousands of predictions of servers that compile in the background, while servers and stores fail.
+
+    python benchmarks/soak_predictions.py --predictions 2000 --seed 0
+
+A life is a real Cog server of the demo model, over a store that outlives it and mostly with a cache directory of its
+own. It predicts pictures of three sizes, of which one is warmed up. It ends by SIGTERM, or by a SIGKILL of the server
+or its worker at a random moment; its compiling process may be killed too; and the store may be out of reach for some
+time. After some lives, two more look at what is left in the store.
+
+Exits with 1 if a picture is not the eager one within rounding, a request waits for a compiler, a server is stuck, a
+process outlives its server, a pack does not verify, something published is gone, or the last life, with nothing wrong,
+is not precompiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import processes
+from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, difference, inputs, make_references, pixels, start
+from fresh_boot import ROOT, end
+from load import Client
+from table import markdown
+
+from compile_cache.errors import PackError, StoreError
+from compile_cache.pack.format import PACK_NAME
+from compile_cache.store.local import LocalStore
+from compile_cache.versions.rules import Rules
+from compile_cache.versions.verify import verify_pack
+
+sys.path.append(str(ROOT / "demo"))
+
+from cog_server import CogServer
+
+_LIVES = 10
+_PREDICTIONS = (5, 40)
+_ENDINGS = ("stop", "stop", "kill server", "kill server", "kill worker")
+# Between predictions: a server that is never idle leaves nothing to the compiling process on two cores.
+_MOST_PAUSE_S = 0.5
+_GONE_S = 10.0
+_COMPILED_S = 600.0
+# Levels of 0 to 255. Compiled code adds in another order, and a value at the edge of two levels takes the other one.
+_MOST_DIFFERENCE = 4
+_MOST_LINES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What happens to a server: its predictions, its end, whether its cache directory is the one of the life before,
+    and before which predictions its compiling process is killed and its store fails and recovers; a store that fails
+    before prediction 0 fails in the boot."""
+
+    predictions: int
+    ending: str
+    keeps_directory: bool = False
+    kills_compiler: int | None = None
+    store_fails: int | None = None
+    store_recovers: int = 0
+
+
+def make_life(chance: random.Random) -> Life:
+    """Any that may be."""
+    predictions = chance.randint(*_PREDICTIONS)
+    fails = chance.randint(0, predictions - 1) if chance.random() < 0.4 else None
+    return Life(
+        predictions,
+        chance.choice(_ENDINGS),
+        keeps_directory=chance.random() < 0.3,
+        kills_compiler=chance.randrange(predictions) if chance.random() < 0.3 else None,
+        store_fails=fails,
+        store_recovers=(fails or 0) + chance.randint(1, 10),
+    )
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The lives over one store. `promised` is what was published: the folder and logical key of each file."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: int = 0
+    promised: set[tuple[str, str]] = field(default_factory=set)
+    violations: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """Lives over one store, in a folder."""
+
+    def __init__(self, folder: Path, references: dict[tuple[int, int, int], Any], chance: random.Random) -> None:
+        self._folder = folder
+        self._references = references
+        self._chance = chance
+        self.store = folder / "store"
+        self.store.mkdir(parents=True)
+        self.epoch = Epoch()
+
+    def run(self, life: Life) -> None:
+        """One server, from its start to its end, and the check of the store."""
+        self.epoch.counts["lives"] += 1
+        if life.store_fails == 0:
+            self._set_store(is_there=False)
+        with self._server(life.keeps_directory) as (server, mark):
+            if self._is_ready(server):
+                self._predict(server, mark, life)
+        self._set_store(is_there=True)
+        left = processes.wait_gone(mark, _GONE_S)
+        self.epoch.violations += [f"process {pid} outlives its server: {processes.command(pid)!r}" for pid in left]
+        for pid in left:
+            processes.kill(pid, signal.SIGKILL)
+        check_store(self.store, self.epoch)
+
+    @contextmanager
+    def _server(self, keeps_directory: bool) -> Iterator[tuple[CogServer, str]]:
+        mark = f"{self._folder}-{self.epoch.counts['lives']}"
+        if not keeps_directory:
+            shutil.rmtree(self._folder / "directory", ignore_errors=True)
+        server = start(self._folder, "regional", self.store, mark)
+        try:
+            yield server, mark
+        finally:
+            end(server.process)
+
+    def _is_ready(self, server: CogServer) -> bool:
+        try:
+            server.wait_ready(READY_S)
+        except (RuntimeError, OSError) as error:
+            self.epoch.violations.append(f"a server is not READY: {error}")
+            return False
+        return True
+
+    def _predict(self, server: CogServer, mark: str, life: Life) -> None:
+        doomed = threading.Event()
+        for number in range(life.predictions):
+            if number == life.kills_compiler:
+                self._kill_compilers(mark)
+            if number == life.store_fails:
+                self._set_store(is_there=False)
+            if number == life.store_recovers:
+                self._set_store(is_there=True)
+            if number == life.predictions - 1 and life.ending != "stop":
+                kill = threading.Timer(self._chance.uniform(0, 0.3), self._kill, [server, mark, life.ending, doomed])
+                kill.start()
+            self.ask(server, self._chance.choice(SIZES), self._chance.randrange(SEEDS), doomed)
+            time.sleep(self._chance.uniform(0, _MOST_PAUSE_S))
+        self._end(server, mark, life.ending, doomed)
+
+    def _end(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
+        self.epoch.counts[ending] += 1
+        if ending == "stop":
+            try:
+                server.stop(signal.SIGTERM, ANSWER_S)
+            except subprocess.TimeoutExpired:
+                self.epoch.violations.append("a server does not stop")
+            return
+        doomed.wait(ANSWER_S)
+        if ending == "kill worker":  # the server lives on without one
+            left = processes.wait_gone(mark, _GONE_S, but=server.pid)
+            self.epoch.violations += [f"process {pid} outlives its worker: {processes.command(pid)!r}" for pid in left]
+
+    def _kill(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
+        doomed.set()
+        workers = [pid for pid in processes.marked(mark) if processes.parent(pid) == server.pid]
+        for pid in [server.pid] if ending == "kill server" else workers:
+            processes.kill(pid, signal.SIGKILL)
+
+    def _kill_compilers(self, mark: str) -> None:
+        for pid in processes.compilers(mark):
+            self.epoch.counts["kill compiler"] += 1
+            processes.kill(pid, signal.SIGKILL)
+
+    def ask(self, server: CogServer, size: tuple[int, int], seed: int, doomed: threading.Event | None = None) -> bool:
+        """One prediction, compared with eager; whether precompiled code served all of it. It may fail only if the
+        server is `doomed`."""
+        try:
+            answer = Client(server, inputs(size, seed), ANSWER_S).ask()
+        except (OSError, RuntimeError, ValueError) as error:
+            if doomed is None or not doomed.is_set():
+                self.epoch.violations.append(f"a prediction failed: {error!r}; see {server.log}")
+            return False
+        self.epoch.counts["predictions"] += 1
+        apart = difference(pixels(answer), self._references[*size, seed])
+        self.epoch.largest = max(self.epoch.largest, apart)
+        if apart > _MOST_DIFFERENCE:
+            self.epoch.violations.append(f"a picture is {apart} levels off: {size}, seed {seed}; see {server.log}")
+        ours = answer["metrics"]["compile_cache"]
+        steps = set((ours.get("served") or {}).values())
+        self.epoch.counts["precompiled" if steps == {"precompiled"} else "eager or both"] += 1
+        if ours["compiled_now"] or ours["waited_s"]:
+            self.epoch.violations.append(f"a request waited for a compiler: {size}; see {server.log}")
+        return steps == {"precompiled"} and not ours["compiling"]
+
+    def _set_store(self, is_there: bool) -> None:
+        """Put the store out of reach, with a file in its place, or back."""
+        away = self.store.with_name("away")
+        if is_there and away.exists():
+            self.store.unlink()
+            away.rename(self.store)
+        elif not is_there and not away.exists():
+            self.epoch.counts["store failed"] += 1
+            self.store.rename(away)
+            self.store.write_text("out of reach")
+
+    def close(self) -> None:
+        """Two lives with nothing wrong: one compiles what is missing; in the other, each kind is precompiled from its
+        first prediction on."""
+        for is_last in (False, True):
+            self.epoch.counts["lives"] += 1
+            with self._server(keeps_directory=False) as (server, mark):
+                if self._is_ready(server):
+                    for size in SIZES:
+                        self._close_kind(server, size, is_last)
+                    self._end(server, mark, "stop", threading.Event())
+            check_store(self.store, self.epoch)
+
+    def _close_kind(self, server: CogServer, size: tuple[int, int], is_last: bool) -> None:
+        deadline = time.monotonic() + (0 if is_last else _COMPILED_S)
+        while not self.ask(server, size, 0):
+            if time.monotonic() > deadline:
+                when = "at once" if is_last else "in time"
+                self.epoch.violations.append(f"{size} is not precompiled {when}; see {server.log}")
+                return
+            time.sleep(_MOST_PAUSE_S)
+
+
+def check_store(folder: Path, epoch: Epoch) -> None:
+    """Verify every pack, and that nothing is missing of what was there before."""
+    store = LocalStore(folder)
+    found: set[tuple[str, str]] = set()
+    for entry in store.list(""):
+        place, _, name = entry.name.rpartition("/")
+        if not PACK_NAME.fullmatch(name):
+            continue
+        try:
+            head = verify_pack(store, entry.name, entry.size_bytes, Rules())
+        except (PackError, StoreError) as error:
+            epoch.violations.append(f"{entry.name} does not verify: {error}")
+            continue
+        found |= {(place, file.key) for file in head.manifest.files}
+    epoch.violations += [f"{path} was published, and is gone" for _, path in sorted(epoch.promised - found)]
+    epoch.promised |= found
+
+
+def table(epochs: Sequence[Epoch]) -> str:
+    """A row for each store, and their sums."""
+    names = (
+        "predictions",
+        "precompiled",
+        "eager or both",
+        "lives",
+        "stop",
+        "kill server",
+        "kill worker",
+        "kill compiler",
+    )
+    columns = (*names, "store failed")
+    rows = [
+        [number, *(epoch.counts[name] for name in columns), len(epoch.promised), epoch.largest, len(epoch.violations)]
+        for number, epoch in enumerate(epochs, 1)
+    ]
+    sums = ["all", *(sum(int(row[column]) for row in rows) for column in range(1, len(columns) + 2))]
+    rows.append([*sums, max(epoch.largest for epoch in epochs), sum(len(epoch.violations) for epoch in epochs)])
+    return markdown(("store", *columns, "files", "largest difference", "violations"), rows)
+
+
+def main() -> int:
+    """Run all lives; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--predictions", type=int, default=2000)
+    parser.add_argument("--lives", type=int, default=_LIVES, help="for each store, before the last two")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=7200.0, help="begin no life after so many seconds")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.limit_s
+    folder = Path(tempfile.mkdtemp(prefix="soak-predictions-"))
+    references = make_references(folder / "eager")
+    epochs: list[Epoch] = []
+
+    def is_over() -> bool:
+        asked = sum(epoch.counts["predictions"] for epoch in epochs)
+        return asked >= args.predictions or time.monotonic() > deadline
+
+    while not is_over():
+        chance = random.Random(f"{args.seed} {len(epochs)}")
+        soak = Soak(folder / f"epoch-{len(epochs)}", references, chance)
+        epochs.append(soak.epoch)
+        for _ in range(args.lives):
+            if not is_over():
+                soak.run(make_life(chance))
+        soak.close()
+        print(table(epochs[-1:]).splitlines()[2], flush=True)
+        if soak.epoch.violations:
+            break
+    print(f"\n{table(epochs)}")
+    found = [line for epoch in epochs for line in epoch.violations]
+    print("\n".join([*found[:_MOST_LINES], f"{len(found)} violations"]))
+    if found:
+        print(f"kept for a look: {folder}")
+    else:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
