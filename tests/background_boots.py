@@ -12,6 +12,8 @@ from boots import TESTS, run_boot, settings
 
 # What changes nothing but the digest of the code.
 COMMENT = "\n# another version\n"
+# Beside other tests, a process that stands back would wait for minutes.
+BACKGROUND = {"cold_start": "background", "nice": "0"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def play(
         variables.setdefault("dir", str(after / "cache"))
     ours = {name: value for name, value in variables.items() if name.isupper()}
     chosen = {name: value for name, value in variables.items() if not name.isupper()}
-    environ = {**settings(folder, **{"cold_start": "background", **chosen}), **ours}
+    environ = {**settings(folder, **{**BACKGROUND, **chosen}), **ours}
     done = run_boot(environ, scene, *arguments, forked=forked, program="background_boot")
     assert done.returncode == 0, done.stderr
     return Told(json.loads(done.stdout.splitlines()[-1]), done.stderr)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from background_boots import Told, other_code, play
+from background_boots import BACKGROUND, Told, other_code, play
 from background_marks import Marked, wait_for
 from boots import TESTS, settings, stored
 
@@ -141,7 +141,7 @@ def test_an_artifact_is_withheld_from_before_it_arrives_until_it_was_compared(tm
 def test_a_server_that_is_killed_while_compiling_leaves_no_process_and_a_sound_store(tmp_path):
     """The next boot goes on where this one was: what was published is a hit, and the rest compiles."""
     marked, hangs = Marked(), tmp_path / "hangs"
-    environ = {**settings(tmp_path, cold_start="background"), **marked.environ, "BACKGROUND_HANGS": str(hangs)}
+    environ = {**settings(tmp_path, **BACKGROUND), **marked.environ, "BACKGROUND_HANGS": str(hangs)}
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen([sys.executable, TESTS / "background_boot.py", "killed"], env=environ, stderr=log)
     try:
