@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 
+import flagged_block
 import pytest
 import torch
 from precompiling import activated, boot, build, only_report, warm_up
@@ -123,3 +124,19 @@ def test_what_arrives_serves_after_a_swap_and_a_swap_that_breaks_off_is_begun_ag
     assert region.served == {"eager": 2, "precompiled": 1}
     assert set(compiler.regions[CheatingBlock].served) == {"eager"}
     assert read_counts().graphs == graphs, "no request compiles what arrived and was wrong"
+
+
+def test_code_that_never_fits_is_made_twice_and_the_report_says_why(directory, monkeypatch):
+    """The second process does not know what the server has changed: it makes the same code again."""
+    monkeypatch.setattr(flagged_block, "IS_DOUBLED", True)
+    block = build(flagged_block.FlaggedBlock)
+    compiler = background(directory, block)
+    eager = warm_up(compiler, lambda: block(rows(4)))
+    compiler.release()
+    for _ in range(4):
+        assert compiler.wait(PATIENCE_S)
+        torch.testing.assert_close(predict(block, 4), eager)
+    assert compiler.waiting == 0
+    report = only_report(compiler)
+    assert (report.made, report.step) == (1, "eager")
+    assert "IS_DOUBLED" in report.reason

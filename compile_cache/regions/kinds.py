@@ -38,8 +38,9 @@ class Kind:
     `looked` has, for each instance, the generation of artifacts in which none fitted. `asked` counts the orders for
     each instance, and `waiting` those without an answer. `refused` says why the kind is served eager for good;
     `is_to_remember` is set until later boots are told. `paths` are the artifacts made for it.
-    `arrived` is the first generation with the last of these; if it `is_open`, that one is for all sizes. A kind that
-    `is_planned` was in the warm-up. `likeness` is what it shares with kinds of other sizes; `used` counts up.
+    `arrived` is the first generation with the last of these, and `misfit` says why none fits; if it `is_open`, that one
+    is for all sizes. A kind that `is_planned` was in the warm-up. `likeness` is what it shares with kinds of other
+    sizes; `used` counts up.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -51,6 +52,7 @@ class Kind:
     waiting: int = 0
     arrived: int = -1
     is_planned: bool = False
+    misfit: str = ""
     refused: str = ""
     is_to_remember: bool = False
     paths: list[str] = field(default_factory=list)

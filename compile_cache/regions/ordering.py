@@ -131,7 +131,9 @@ class Ordering:
 
     def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
         """Take the answer of the second process. Called on another thread."""
-        if making.path:
+        if making.path in kind.paths:
+            self.give_up(kind, f"what a second process compiles does not fit here: {kind.misfit}")
+        elif making.path:
             kind.paths.append(making.path)
             kind.is_open = is_dynamic
             self._paths.add(making.path)

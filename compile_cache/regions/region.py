@@ -149,6 +149,7 @@ class Region:
             if not isinstance(found, str):
                 return self._serve_found(found, module, args, kwargs)
             kind.looked[module] = self.ordering.generation
+            kind.misfit = found
             if not kind.refused and (reason := self.stored.refusal(module, args, kwargs)):
                 self.ordering.give_up(kind, reason)
             turn = kind.turn(module, self.ordering.generation)
