@@ -23,7 +23,7 @@ _LOOK_S = 0.25
 @dataclass(frozen=True, slots=True)
 class Part:
     """Requests, one after another, once nothing has been left to compile for a second; or at once, with a patience of 0
-    seconds."""
+    seconds. One that waits is left out after another that was precompiled as a whole."""
 
     name: str
     requests: tuple[dict[str, Any], ...]
@@ -56,9 +56,13 @@ def ask(kind: str, served: Served, observations: Path, parts: Iterable[Part]) ->
     """
     found: dict[str, tuple[Answer, ...]] = {}
     waited_s: dict[str, float | None] = {}
+    last: tuple[Answer, ...] = ()
     for part in parts:
+        if part.patience_s and last and all(answer.is_precompiled for answer in last):
+            break
         waited_s[part.name] = wait_compiled(observations, part.patience_s) if part.patience_s else 0.0
         found[part.name] = tuple(served.answer(**request) for request in part.requests)
+        last = found[part.name] if part.patience_s else ()
     return Asked(kind, Observed.read(observations).ready, found, waited_s)
 
 
