@@ -177,8 +177,10 @@ class Region:
         """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
         cannot build is compiled in this one."""
         call = self.ordering.pack(kind, module, args, kwargs)
-        if call is None and self.watched and kind.refused:
-            return self._serve_anew(module, args, kwargs, kind.refused)
+        if call is None and kind.refused:
+            if self.watched and self.may_compile:
+                return self._serve_anew(module, args, kwargs, kind.refused)
+            self.report.take_step("eager")
         self.served["eager"] += 1
         output = call_region(module, args, kwargs)
         if call is not None:
