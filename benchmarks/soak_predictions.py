@@ -154,6 +154,7 @@ class Soak:
                 kill = threading.Timer(self._chance.uniform(0, 0.3), self._kill, [server, mark, life.ending, doomed])
                 kill.start()
             self.ask(server, self._chance.choice(SIZES), self._chance.randrange(SEEDS), doomed)
+            self.epoch.counts["asked"] += 1
             time.sleep(self._chance.uniform(0, _MOST_PAUSE_S))
         self._end(server, mark, life.ending, doomed)
 
@@ -289,7 +290,7 @@ def main() -> int:
     epochs: list[Epoch] = []
 
     def is_over() -> bool:
-        asked = sum(epoch.counts["predictions"] for epoch in epochs)
+        asked = sum(epoch.counts["asked"] for epoch in epochs)
         return asked >= args.predictions or time.monotonic() > deadline
 
     while not is_over():
