@@ -49,6 +49,11 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (
+    "test_background_faults",
+    "test_background_compile",
+    "test_background_server",
+    "test_background_text",
+    "test_background_kills",
     "test_text_server",
     "test_boot",
     "test_demo",
@@ -63,7 +68,12 @@ _LONGEST_FIRST = (
     "test_cache",
     "test_precompiled",
     "test_artifacts",
-    "test_union",
+    "test_fill",
+    "test_background_state",
+    "test_background_jobs",
+    "test_background_process",
+    "test_background_call",
+    "test_withdraw_command",
 )
 
 _AWS_VARIABLES = {
