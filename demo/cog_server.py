@@ -107,6 +107,15 @@ class CogServer:
                 raise RuntimeError(f"the server is not ready but {status}:\n{self.log.read_text()[-6000:]}")
             time.sleep(_POLL_S)
 
+    def states_until_ready(self) -> set[str]:
+        """What the health check says until READY, for 30 s at most: just after an answer it may say BUSY."""
+        states: set[str] = set()
+        deadline = time.monotonic() + _BUSY_S
+        while "READY" not in states and time.monotonic() < deadline:
+            states.add(self.health().get("status", "none"))
+            time.sleep(_POLL_S)
+        return states
+
     def predict(self, **inputs: Any) -> dict[str, Any]:
         """One prediction, as the server answers it: status, output, metrics, logs."""
         with self._open_when_free(inputs) as answer:

@@ -52,7 +52,7 @@ class Asking:
 
     def predict(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prediction = self.server.predict(**inputs)
-        self.states.add(self.server.health()["status"])
+        self.states |= self.server.states_until_ready()
         return prediction
 
     def predict_until_compiled(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -61,7 +61,8 @@ def serve(folder: Path, is_enough: Callable[[tuple[dict[str, Any], ...]], bool])
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
     }
-    rounds, states = [], set()
+    rounds: list[tuple[dict[str, Any], ...]] = []
+    states: set[str] = set()
     with CogServer("predict.py:TextPredictor", folder / "server.log", environ) as server:
         server.wait_ready()
         report = json.loads((folder / "report.json").read_text())
@@ -70,7 +71,7 @@ def serve(folder: Path, is_enough: Callable[[tuple[dict[str, Any], ...]], bool])
             assert time.monotonic() < deadline, server.log.read_text()[-4000:]
             time.sleep(PAUSE_S if rounds else 0)
             rounds.append(tuple(server.predict(prompt=prompt, temperature=0.0) for prompt in PROMPTS))
-            states.add(server.health()["status"])
+            states |= server.states_until_ready()
     started_compiling = any((folder / "cache").glob("*.compiling.log"))
     return Served(report, tuple(rounds), frozenset(states), started_compiling)
 

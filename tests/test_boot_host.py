@@ -39,6 +39,20 @@ assert boot.report.warnings == [], boot.report.warnings
 import getpass
 print(getpass.getuser())
 """
+START_NO_THREAD = """
+import compile_cache
+from compile_cache.background.jobs import Jobs
+def fail(self):
+    raise RuntimeError("can't start new thread")
+Jobs.release = fail
+with compile_cache.boot("my-model") as boot:
+    import torch
+    layer = torch.nn.Linear(4, 4)
+    boot.compile(layer)
+    with torch.inference_mode():
+        boot.warm_up(lambda: layer(torch.ones(1, 4)))
+print(boot.report.ready_s > 0, *boot.report.warnings)
+"""
 FAIL_TO_IMPORT_THE_COMPILER = """
 import sys
 import compile_cache
@@ -121,6 +135,12 @@ def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, argu
 # Logging
 
 
+def test_a_second_process_that_cannot_begin_costs_speed_and_not_the_boot(tmp_path):
+    done = run(START_NO_THREAD, environ=settings(tmp_path, cold_start="background"))
+    assert done.returncode == 0, done.stderr
+    assert 'True could not compile in the background: RuntimeError("can\'t start new thread")' in done.stdout
+
+
 @pytest.mark.parametrize(
     ("configured", "is_said"),
     [
@@ -139,9 +159,10 @@ def test_the_report_is_seen_unless_the_program_says_otherwise(tmp_path, configur
 
 
 def test_the_library_adds_no_handlers(tmp_path):
+    handlers = list(logging.getLogger("compile_cache").handlers)
     with compile_cache.boot("my-model", environ=settings(tmp_path, scope="off")):
         pass
-    assert logging.getLogger("compile_cache").handlers == []
+    assert logging.getLogger("compile_cache").handlers == handlers
 
 
 # Names

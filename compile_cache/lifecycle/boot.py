@@ -140,14 +140,10 @@ class Boot(Serving):
         with self._degrading("start publishing"):
             self._start_publishing()
         if self._compiler is not None:
-            self._compiler.release()
-            if self._settings.cold_start == "background" and self._directory is not None:
-                from compile_cache.lifecycle.plan import plan_ahead
-                from compile_cache.lifecycle.process import say_unfinished_at_exit
+            from compile_cache.lifecycle.plan import start_compiling
 
-                say_unfinished_at_exit(lambda: self.waiting)
-                cache = self._restored.cache if self._restored is not None else None
-                plan_ahead(self._compiler, self._directory, cache, self.report.restore.outcome)
+            with self._degrading("compile in the background"):
+                start_compiling(self._compiler, self._settings, self._directory, self._restored)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

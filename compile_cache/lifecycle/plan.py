@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from compile_cache.aot.known_calls import KnownCall, known_calls
 from compile_cache.errors import CompileCacheError
+from compile_cache.settings import Settings
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory
 
 if TYPE_CHECKING:
+    from compile_cache.lifecycle.restore import Restored
     from compile_cache.regions.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
@@ -20,7 +22,16 @@ log = logging.getLogger("compile_cache")
 _INCOMPLETE = ("miss", "seeded")
 
 
-def plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCache | None, outcome: str) -> None:
+def start_compiling(
+    compiler: Compiler, settings: Settings, directory: CacheDirectory | None, restored: Restored | None
+) -> None:
+    """READY: let the second process begin with what was called, and then with what is known."""
+    compiler.release()
+    if settings.cold_start == "background" and directory is not None and restored is not None:
+        _plan_ahead(compiler, directory, restored.cache, restored.report.outcome)
+
+
+def _plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCache | None, outcome: str) -> None:
     """Order the calls that stored artifacts name, on a thread, if this version has no artifacts of its own in this
     environment. The artifacts are those in the cache directory, and those of the model's other versions and
     environments. A failure costs nothing."""

@@ -42,7 +42,7 @@ class Serving:
         try:
             with self._compiler.watching(may_compile=False):
                 call()
-        except Exception:
+        except Exception:  # a cancelled request raises a BaseException
             self._compiler.end_swap()
             raise
         self._compiler.end_swap()

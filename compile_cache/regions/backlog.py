@@ -5,7 +5,6 @@ Nothing here imports torch's compiler before the first artifact arrives.
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import logging
 import os
@@ -22,6 +21,7 @@ from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
+from compile_cache.background.unfinished import say_unfinished_at_exit
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
@@ -59,22 +59,13 @@ class Backlog:
 
     def release(self) -> None:
         """Start to compile: the server is READY."""
-        atexit.register(self._say_unfinished, os.getpid())
+        say_unfinished_at_exit(lambda: self.waiting)
         self._jobs.release()
 
     @property
     def waiting(self) -> int:
         """Orders without an answer."""
         return self._jobs.waiting
-
-    def _say_unfinished(self, server: int) -> None:
-        """The exit hook. Does nothing in a fork."""
-        if self.waiting and os.getpid() == server:
-            log.warning(
-                "background.unfinished calls=%d The server ended before these kinds of calls were compiled. The next "
-                "boot that meets them has them compiled.",
-                self.waiting,
-            )
 
     def wait(self, timeout_s: float) -> bool:
         """Block until every order has its answer; False after `timeout_s`."""

@@ -83,11 +83,13 @@ class Compiler:
             if self._is_open:
                 return
             self._is_open = True
+            self._why_not_precompiled = "torch's compiler could not be imported"  # until it is
             from compile_cache.aot.toolchain import remember_toolchain
             from compile_cache.regions.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
+            self._why_not_precompiled = ""
             if self._settings.precompile and not is_switched_off():
                 self._open_artifacts()
             _signal_compiles(self._compiling)
