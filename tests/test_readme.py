@@ -1,0 +1,100 @@
+"""The README's words alone: its blocks are put into a project, which then boots warm from a bucket."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from boots import Booted, assert_fully_warm
+from cog_server import PROJECT, CogServer
+
+from compile_cache.cli.project import read_project
+
+MOST_WORDS = 900
+README = (PROJECT / "README.md").read_text()
+# What a reader of the README puts in the place of the README's own model. The demo model is a FLUX pipeline.
+MODEL = "black-forest-labs/FLUX.1-schnell@<commit>"
+OWN_PREDICTOR = {
+    '"cuda"': '"cpu"',
+    "height=1024, width=1024": "height=64, width=64",
+    "num_inference_steps=4": "num_inference_steps=2",
+}
+# `cog run` stops after one prediction, so there `auto` is `block`.
+COG_RUN = {"COMPILE_CACHE_COLD_START": "block"}
+
+
+def block(language: str, mark: str) -> str:
+    """The one block of the README in this language that has `mark` in it."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (found,) = [content for content in blocks if mark in content]
+    return found
+
+
+def replaced(text: str, replacements: dict[str, str]) -> str:
+    for old, new in replacements.items():
+        assert old in text, f"the README no longer has {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def configuration(folder: Path, bucket: str) -> str:
+    """The environment of the README's cog.yaml, for the model in `folder`, with a bucket and a cache directory of the
+    test's own."""
+    return replaced(
+        block("yaml", "MODEL="),
+        {
+            MODEL: "weights",
+            "1024x1024,1344x768": "64x64",
+            "my-bucket": bucket,
+            "/tmp/compile-cache": str(folder / "cache"),
+        },
+    )
+
+
+def copy_project(folder: Path, bucket: str) -> None:
+    """As the README says: copy this project, and set MODEL in cog.yaml."""
+    for name in ("predict.py", "warmup.py", "requirements.txt"):
+        shutil.copy(PROJECT / name, folder)
+    for name in ("compile_cache", "models"):
+        shutil.copytree(PROJECT / name, folder / name)
+    (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')
+
+
+def write_own_predictor(folder: Path, bucket: str) -> None:
+    """As the README says: copy compile_cache/ beside your predict.py, and change five lines."""
+    shutil.copytree(PROJECT / "compile_cache", folder / "compile_cache")
+    (folder / "predict.py").write_text(replaced(block("python", "compile_cache.boot"), OWN_PREDICTOR))
+    (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')
+
+
+def boot(folder: Path, endpoint_url: str, environ: dict[str, str]) -> Booted:
+    """A boot in an empty cache directory, and a prediction."""
+    shutil.rmtree(folder / "cache", ignore_errors=True)
+    project = read_project(folder, None)
+    report = folder / "report.json"
+    given = {"COMPILE_CACHE_S3_ENDPOINT_URL": endpoint_url, "COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
+    with CogServer(
+        project.predictor, folder / "server.log", {**project.variables, **given, **environ}, project=folder
+    ) as server:
+        server.wait_ready()
+        prediction = server.predict(prompt="a handwritten seven")
+    assert prediction["status"] == "succeeded", prediction
+    return Booted(json.loads(report.read_text()), [], 0, (folder / "server.log").read_text())
+
+
+@pytest.mark.parametrize("write", [copy_project, write_own_predictor])
+def test_the_readme_is_enough_to_boot_warm_from_a_bucket(tmp_path, s3_bucket, write):
+    shutil.copytree(PROJECT / "demo/flux-digits", tmp_path / "weights")
+    write(tmp_path, s3_bucket.name)
+    first = boot(tmp_path, s3_bucket.endpoint_url, COG_RUN)
+    assert first.report["restore"]["outcome"] == "miss"
+    second = boot(tmp_path, s3_bucket.endpoint_url, {})
+    assert_fully_warm(second)
+    assert "restore: hit" in second.log
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= MOST_WORDS
