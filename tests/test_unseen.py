@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from precompiling import activated, boot, build, eager, loaded, only_report, tensor, warm_up
 from torch import nn
 
 from compile_cache.aot.refusals import all_refusals
@@ -123,6 +123,55 @@ def test_a_call_that_cannot_be_compiled_ahead_is_not_tried_again_in_the_backgrou
     assert compiler.waiting == 0
     assert only_report(compiler).step == "eager"
     assert "not compiled ahead of time" in only_report(compiler).reason
+
+
+DIFFERS = "differs from eager by 0.5, and 0.1 is allowed"
+
+
+def refuse(directory, block: Product, rows: int) -> None:
+    """As an earlier boot does whose compiled code differs from eager."""
+    with torch.inference_mode():
+        loaded(directory).refuse(block, (tensor(rows, 16),), {}, DIFFERS)
+
+
+@pytest.mark.parametrize("unseen", ["block", "error", "eager", "background"])
+def test_a_warmed_up_call_that_an_earlier_boot_refused_stays_eager_after_ready(tmp_path, unseen):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        refuse(directory, block, 4)
+        compiler = boot(directory, block, settings=replace(BLOCK, unseen=unseen))
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        before = read_counts()
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+        assert read_counts().since(before).graphs == 0
+        assert served(compiler) == {"eager": 2}
+        assert compiler.waiting == 0
+
+
+def test_a_new_call_that_an_earlier_boot_refused_is_not_compiled_on_request(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        refuse(directory, block, 5)
+        compiler = boot(directory, block, settings=BLOCK)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        for rows in (5, 6):
+            torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
+        assert served(compiler) == {"compiled": 2, "eager": 1}
+
+
+def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=BLOCK)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        warm_up(compiler, lambda: block(tensor(5, 16)))
+        block = build(Product)
+        compiler = boot(directory, block, settings=BLOCK)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        before = read_counts()
+        torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
+        assert read_counts().since(before).graphs == 0
+        assert served(compiler) == {"precompiled": 2}
 
 
 PROGRAM = """

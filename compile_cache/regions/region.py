@@ -128,9 +128,10 @@ class Region:
         if isinstance(looked, str):
             reason = self.stored.refusal(module, args, kwargs)
             if reason and not reason.startswith(NOT_AHEAD):
+                kind = self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs)
+                kind.is_planned = True
+                self.ordering.give_up(kind, f"as an earlier boot has found, {reason}")
                 self.served["eager"] += 1
-                self.report.explain(f"eager, as an earlier boot has found: {reason}")
-                self.report.take_step("eager")
                 return call_region(module, args, kwargs)
             return self._serve_anew(module, args, kwargs, looked)
         return self._serve_found(looked, module, args, kwargs)
@@ -138,7 +139,7 @@ class Region:
     def _serve_unseen(self, module: nn.Module, args: Any, kwargs: Any, policy: str) -> Any:
         """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says. It says
         nothing of calls of the warm-up, which are eager until their code arrives."""
-        if policy == "block" and not len(self.ordering.kinds):
+        if policy == "block" and not (self.stored.is_open or len(self.ordering.kinds)):
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.ordering.kind(key, args, kwargs)
@@ -150,14 +151,15 @@ class Region:
                 return self._serve_found(found, module, args, kwargs)
             kind.looked[module] = self.ordering.generation
             kind.misfit = found
-            if not kind.refused and (reason := self.stored.refusal(module, args, kwargs)):
+            reason = "" if kind.refused else self.stored.refusal(module, args, kwargs)
+            if reason and not (policy == "block" and reason.startswith(NOT_AHEAD)):
                 self.ordering.give_up(kind, reason)
             turn = kind.turn(module, self.ordering.generation)
+        if policy == "block" and not (kind.is_planned or kind.refused):
+            return self._compile_on_request(module, args, kwargs)
         if self._here is not None and self._here.knows(key):
             self.served["compiled"] += 1
             return self._here.serve_found(module, args, kwargs)
-        if policy == "block" and not kind.is_planned:
-            return self._compile_on_request(module, args, kwargs)
         if policy == "error" and not kind.is_planned:
             raise UnseenCallError(
                 f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Warm this call up, or "

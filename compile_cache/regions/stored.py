@@ -40,6 +40,11 @@ class StoredFunctions:
         """The modules that are served."""
         return tuple(self._found)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether artifacts can be found."""
+        return self._artifacts is not None
+
     def open(self, artifacts: Artifacts) -> None:
         """Find artifacts from now on."""
         self._artifacts = artifacts
