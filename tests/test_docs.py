@@ -1,0 +1,340 @@
+"""README.md and docs/: commands that run, names that exist, links that lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+import yaml
+from documents import NEEDS, PROJECT, Block, anchors, blocks, codes, guides, headings, links, pages, rows, words
+from documents import source_texts as texts
+from filled_stores import put_pack, set_age
+from typer.testing import CliRunner
+
+import compile_cache
+from compile_cache.cli.app import app
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.lifecycle.report import BootReport, RestoreReport
+from compile_cache.settings import PREFIX, Settings
+from compile_cache.store.local import LocalStore
+
+COMMANDS = typer.main.get_command(app)
+TROUBLESHOOTING = PROJECT / "docs" / "troubleshooting.md"
+COMMIT = "0" * 40
+_VARIABLE = re.compile(rf"{PREFIX}[A-Z0-9_]*[A-Z0-9]")
+_COMMAND = re.compile(r"(?:compile-cache|-m compile_cache\.cli) ([^|&;\"'\n`]*)")
+_EVENT = re.compile(r"[a-z_]+\.[a-z_]+(?= |$)")
+
+ALL_BLOCKS = [block for page in guides() for block in blocks(page)]
+
+
+def of_language(*languages: str) -> list[Block]:
+    return [block for block in ALL_BLOCKS if block.language in languages]
+
+
+def is_example(block: Block) -> bool:
+    """A command with what it prints."""
+    return block.language == "" and block.text.startswith("$ ")
+
+
+# Commands.
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the pages' commands find it: a project with a store of several versions, a report, a hub's cache."""
+    folder = tmp_path_factory.mktemp("filled")
+    root = folder / ".compile-cache"
+    versions = {"toy--model": ["2026-11-20", "2026-11-21", "9e89d0eeeb93"], "org--model": ["VERSION"]}
+    for model, names in versions.items():
+        for number, version in enumerate(names):
+            key = CacheKey("cef46edd0f8a77c89b66bd3ce5120a0c", model, version)
+            # Different content, so that a pack's name stands for one version.
+            put_pack(LocalStore(root), key, {"ab/kernel.so": version.encode() * 100})
+            set_age(root, key.prefix, 9.0 * number, time.time())
+    (folder / "predict.py").write_text("# a predictor\n")
+    (folder / "report.json").write_text(BootReport(restore=RestoreReport("hit")).to_json())
+    reference = folder / "hub" / "models--org--model" / "refs" / "<commit>"
+    reference.parent.mkdir(parents=True)
+    reference.write_text(COMMIT)
+    return folder
+
+
+@pytest.fixture
+def project(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, and the working directory."""
+    folder = tmp_path / "project"
+    shutil.copytree(filled, folder)
+    for name in os.environ:
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv(f"{PREFIX}DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def commands(text: str) -> Iterator[tuple[Mapping[str, str], list[str]]]:
+    """Each command with the variables set before it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words_of_line = shlex.split(line, comments=True)
+        while words_of_line:
+            end = words_of_line.index("&&") if "&&" in words_of_line else len(words_of_line)
+            command, words_of_line = words_of_line[:end], words_of_line[end + 1 :]
+            given: dict[str, str] = {}
+            while command and re.fullmatch(r"\w+=.*", command[0]):
+                name, _, value = command.pop(0).partition("=")
+                given[name] = value
+            yield given, command
+
+
+def run(environ: Mapping[str, str], command: list[str]) -> int:
+    """Run a command of a page; its exit code. Those of `make` are only planned."""
+    if command[:1] == ["compile-cache"]:
+        return CliRunner().invoke(app, command[1:], input="y\n", env=dict(environ), catch_exceptions=False).exit_code
+    if command[:1] == ["make"]:
+        if shutil.which("make") is None:
+            pytest.skip("make is not installed")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        return subprocess.run([*command, "--dry-run"], cwd=PROJECT, env=clean, capture_output=True).returncode
+    pytest.fail(f"{shlex.join(command)}: no test runs this. Mark the block, such as <!-- needs: docker -->")
+
+
+@pytest.mark.parametrize("block", [one for one in of_language("sh") if not one.needs], ids=str)
+def test_commands_of_the_pages_run(block, project):
+    for environ, command in commands(block.text):
+        assert run(environ, command) == 0, shlex.join(command)
+
+
+@pytest.mark.parametrize("block", [one for one in ALL_BLOCKS if is_example(one) and not one.needs], ids=str)
+def test_examples_of_the_pages_run(block, project):
+    """Those that print an error fail, the others succeed."""
+    examples = [text.partition("\n") for text in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]]
+    for line, _, printed in examples:
+        ((environ, command),) = commands(line)
+        assert bool(run(environ, command)) == printed.startswith("error:"), line
+
+
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
+def test_a_mark_gives_known_reasons(block):
+    assert not set(block.needs) - set(NEEDS)
+
+
+def test_the_pages_have_commands_of_both_kinds():
+    """Else the tests above pass because they find nothing."""
+    assert [block for block in of_language("sh") if not block.needs]
+    assert [block for block in of_language("sh") if block.needs]
+    assert [block for block in ALL_BLOCKS if is_example(block)]
+
+
+@pytest.mark.parametrize("page", guides(), ids=lambda page: page.name)
+def test_commands_and_options_exist(page):
+    """Those of blocks that are not run as well."""
+    unknown = []
+    for text in codes(page):
+        for found in _COMMAND.findall(text.replace("\\\n", " ")):
+            given = found.split()
+            if given and not given[0].startswith(("-", "…")) and given[0].isalpha() and given[0].islower():
+                command = COMMANDS.commands.get(given[0])
+                unknown += [given[0]] if command is None else [one for one in given if not has_option(command, one)]
+    assert not unknown
+
+
+def has_option(command: click.Command, word: str) -> bool:
+    names = {name for parameter in command.params for name in parameter.opts}
+    return not word.startswith("--") or word in {*names, "--help"}
+
+
+def test_every_command_has_a_section_in_cli_md():
+    titles = [token.content for token in headings(PROJECT / "docs" / "cli.md")]
+    described = {word for title in titles for word in re.findall(r"\w+", title.partition(":")[0])}
+    assert not set(COMMANDS.commands) - described
+
+
+def test_extras_that_pip_shall_install_exist():
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [name for page in guides() for text in codes(page) for name in installed_extras(text)]
+    assert named
+    assert not set(named) - set(extras)
+
+
+def installed_extras(text: str) -> list[str]:
+    found = re.findall(r"pip install [^\n]*?\[([a-z0-9,]+)\]", text)
+    return [name for group in found for name in group.split(",")]
+
+
+# Configuration and code.
+
+
+@pytest.mark.parametrize("block", of_language("yaml"), ids=str)
+def test_yaml_can_be_parsed(block):
+    assert list(yaml.safe_load_all(block.text))
+
+
+def manifests() -> Iterator[dict]:
+    for block in blocks(PROJECT / "docs" / "kubernetes.md"):
+        if block.language == "yaml":
+            yield from (manifest for manifest in yaml.safe_load_all(block.text) if "kind" in manifest)
+
+
+def test_pods_have_more_time_to_end_than_cog_gives_its_worker():
+    """10 s. Else Kubernetes kills the server while it publishes."""
+    (deployment,) = [manifest for manifest in manifests() if manifest["kind"] == "Deployment"]
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 10
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("STARTING", 1), ("READY", 0), ("BUSY", 0), ("UNHEALTHY", 1), ("SETUP_FAILED", 1), ("DEFUNCT", 1)],
+)
+def test_the_probe_reads_the_answer_of_the_health_check(status, code):
+    """Its HTTP status is 200 in each state."""
+    (deployment,) = [manifest for manifest in manifests() if manifest["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    scripts = {container[probe]["exec"]["command"][2] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    (script,) = scripts
+    with answering(f'{{"status": "{status}"}}') as url, pytest.raises(SystemExit) as ended:
+        exec(compile(script.replace("http://127.0.0.1:5000", url), "probe", "exec"), {})
+    assert int(ended.value.code) == code
+
+
+@contextlib.contextmanager
+def answering(text: str) -> Iterator[str]:
+    """A server that answers everything with 200 and `text`; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("block", of_language("python"), ids=str)
+def test_python_compiles_and_names_what_the_library_has(block):
+    compile(block.text, str(block), "exec")
+    assert not set(re.findall(r"\bcompile_cache\.(\w+)", block.text)) - set(compile_cache.__all__)
+
+
+@pytest.mark.parametrize("page", guides(), ids=lambda page: page.name)
+def test_methods_of_a_boot_exist(page):
+    named = {name for text in codes(page) for name in re.findall(r"(?<![\w/.])(?:self\.)?boot\.(\w+)(?!\w*=)", text)}
+    assert not {name for name in named - {"py", "report", "degraded"} if not hasattr(compile_cache.Boot, name)}
+
+
+def test_metrics_exist():
+    known = {text for text in texts() if text.startswith("compile_cache.")}
+    modules = {path.stem for path in (PROJECT / "compile_cache").iterdir()}
+    named = {
+        name for page in guides() for text in codes(page) for name in re.findall(r"(?<!-m )compile_cache\.\w+", text)
+    }
+    other = {f"compile_cache.{name}" for name in (*compile_cache.__all__, *modules)}
+    assert named & known
+    assert not named - known - other
+
+
+# Settings.
+
+
+def test_the_pages_name_settings_that_exist():
+    known = {PREFIX + name.upper() for name in Settings.__slots__}
+    named = {name for page in pages() for name in _VARIABLE.findall(page.read_text())}
+    assert named
+    assert not named - known
+
+
+def test_settings_md_has_every_setting_with_its_default():
+    defaults = {cells[0].strip("`"): cells[1] for cells in rows(PROJECT / "docs" / "settings.md", "variable")}
+    for name in Settings.__slots__:
+        text = defaults[PREFIX + name.upper()]
+        value = text.strip("`") if text.startswith("`") else ""
+        assert getattr(Settings.from_env({PREFIX + name.upper(): value}), name) == getattr(Settings(), name), name
+
+
+# The log.
+
+
+def warnings_of_the_source() -> set[str]:
+    calls = re.compile(r"log\.warning\(\s*\"([a-z_]+\.[a-z_]+)[ \"]|logging\.WARNING,\s*\"([a-z_]+\.[a-z_]+) ")
+    files = (PROJECT / "compile_cache").rglob("*.py")
+    return {name for file in files for names in calls.findall(file.read_text()) for name in names if name}
+
+
+def test_the_table_of_events_has_every_warning_and_nothing_that_is_not_logged():
+    listed = {cells[0].strip("`") for cells in rows(TROUBLESHOOTING, "event")}
+    logged = {found[0] for text in texts() if (found := _EVENT.match(text))}
+    assert "boot.degraded" in warnings_of_the_source()
+    assert not warnings_of_the_source() - listed
+    assert not listed - logged
+
+
+@pytest.mark.parametrize("header", ["the log says", "you see"])
+def test_lines_quoted_as_symptoms_are_in_the_source(header):
+    """Code in the first column is a text of this project; texts of other programs stand in quotation marks."""
+    quoted = [text for cells in rows(TROUBLESHOOTING, header) for text in re.findall(r"`([^`]+)`", cells[0])]
+    assert quoted
+    assert not [text for text in quoted if not is_said(text)]
+
+
+def test_lines_of_logs_have_the_form_that_the_source_gives_them():
+    """Those of the report, and events."""
+    line = re.compile(r"(?:restore: |region |precompiled: |lookups: |ready after |(?:background|publish|compile)\.)")
+    shown = [one for block in ALL_BLOCKS if block.language == "" for one in block.text.splitlines() if line.match(one)]
+    forms = [".*".join(map(re.escape, text.split("\0"))) for text in texts() if line.match(text)]
+    assert shown
+    assert not [one for one in shown if not any(re.fullmatch(form, one) for form in forms)]
+
+
+def is_said(text: str) -> bool:
+    """Whether one text of the source has all parts of `text`, in their order; `…` and the settings' prefix
+    are put in."""
+    parts = [re.escape(part.strip()) for part in text.replace(PREFIX, "…").split("…") if part.strip()]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    return any(pattern.search(one) for one in texts())
+
+
+# Links and length.
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(PROJECT).as_posix())
+def test_no_link_is_broken(page):
+    broken = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_of_docs_is_linked_from_another():
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in pages() for link in links(page)}
+    assert not set(PROJECT.glob("docs/*.md")) - linked
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert words(PROJECT / "README.md") <= 900
