@@ -23,6 +23,7 @@ from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.lifecycle.serving import Serving
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
+from compile_cache.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +85,8 @@ class Boot(Serving):
 
         self._started = time.perf_counter()
         super().__init__(BootReport(store=settings.store, scope=settings.scope, mode=settings.mode))
+        self._timeline = Timeline()
+        self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
@@ -152,7 +155,9 @@ class Boot(Serving):
         try:
             yield
         finally:
-            self.report.phases[phase] = self.report.phases.get(phase, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.report.phases[phase] = self.report.phases.get(phase, 0.0) + seconds
+            self._timeline.add("setup", phase, started, seconds)
 
     def preload(self) -> None:
         """Import the modules that precompiled regions need, and load the regions, on a thread beside the loading of the

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from compile_cache.lifecycle.import_order import can_order_imports, ordered_imports, wait_for_begun_imports
+from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
 
@@ -86,12 +87,16 @@ class Preloading:
     def _import_and_load(self) -> None:
         if not self._is_to_compile and not self._has_precompiled():
             return
-        for name in _TO_LOAD:
-            importlib.import_module(name)
-        if self._load_precompiled() or not self._is_to_compile:
+        with noted("preload", "import torch's loader"):
+            for name in _TO_LOAD:
+                importlib.import_module(name)
+        with noted("preload", "load"):
+            has_loaded = self._load_precompiled()
+        if has_loaded or not self._is_to_compile:
             return
-        for name in _TO_COMPILE:
-            importlib.import_module(name)
-        importlib.import_module("torch._inductor.codecache").torch_key()
-        with contextlib.suppress(ImportError):  # no Triton: a CPU
-            importlib.import_module("triton.runtime.cache").triton_key()
+        with noted("preload", "import torch's compiler"):
+            for name in _TO_COMPILE:
+                importlib.import_module(name)
+            importlib.import_module("torch._inductor.codecache").torch_key()
+            with contextlib.suppress(ImportError):  # no Triton: a CPU
+                importlib.import_module("triton.runtime.cache").triton_key()

@@ -27,6 +27,7 @@ from compile_cache.lifecycle.upkeep import Upkeep
 from compile_cache.pack.format import Pack
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
+from compile_cache.timeline import note, noted
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import has_artifacts
 
@@ -170,10 +171,11 @@ class Publisher:
             remember_first(self._cache.directory.path, self._boot_report)
         self._staged, self._staged_at = [], None  # staging empties the outbox first; if it fails, it is due again
         withheld, unread = self._left_out()
-        staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-        while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
-            withheld |= late  # it has arrived meanwhile, and was not compared yet
+        with noted("publish", "pack"):
             staged = list(self._cache.stage({*withheld, *unread}, self._creator))
+            while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
+                withheld |= late  # it has arrived meanwhile, and was not compared yet
+                staged = list(self._cache.stage({*withheld, *unread}, self._creator))
         self._staged, self._staged_at = staged, counts
         self._report.withheld_files = len(withheld)
         self._report.unread_files = len(unread)
@@ -213,6 +215,7 @@ class Publisher:
         self._report.files += len(pack.manifest.files)
         self._report.stored_bytes += pack.stored_bytes
         self._report.seconds += time.perf_counter() - started
+        note("publish", "put", started)
         log.info("publish.put pack=%s files=%d bytes=%d", pack.name, len(pack.manifest.files), pack.stored_bytes)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.timeline import Span
 from compile_cache.versions.refused import RefusedPack
 
 _LEFTOVER_AFTER_S = 60.0
@@ -65,6 +66,7 @@ class BootReport:
 
     `phases` has the caller's own phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
     `warm_up`, in which regions compile. `ready_s` counts from the boot's start, `process_s` from the process's start.
+    `started_s` is the time of the boot's start, in seconds since 1970. `spans` say which thread did what when.
     """
 
     model_name: str = ""
@@ -83,6 +85,8 @@ class BootReport:
     regions: list[RegionReport] = field(default_factory=list)
     device_peak_bytes: int | None = None
     warnings: list[str] = field(default_factory=list)
+    started_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def compile_s(self) -> float:

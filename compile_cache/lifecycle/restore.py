@@ -17,6 +17,7 @@ from compile_cache.lifecycle.turns import CompileTurn
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores
 from compile_cache.store.opening import open_stores
+from compile_cache.timeline import noted
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import explain_miss, predecessors
 from compile_cache.versions.directory import CacheDirectory
@@ -150,10 +151,11 @@ class Restore:
         return self._settings.restore_timeout_s + self.turn.waited_s - (time.monotonic() - self._started)
 
     def _run(self, fetching: _Fetching) -> None:
-        stores = open_stores(self._settings)
-        environment = environment_for(self._settings, self._directory.path, self._environ)
-        version = version_for(self._settings, self._model, self._sources, self._environ)
-        self._known = _Known(stores, environment, version)
+        with noted("restore", "key"):
+            stores = open_stores(self._settings)
+            environment = environment_for(self._settings, self._directory.path, self._environ)
+            version = version_for(self._settings, self._model, self._sources, self._environ)
+            self._known = _Known(stores, environment, version)
         self._fetch(self._cache(stores, environment), fetching)
 
     def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
@@ -179,12 +181,16 @@ class Restore:
         fetching.cache = cache
         must_compile = False
         try:
-            fetching.fetched = cache.fetch(self._abandoned)
-            if cache.is_empty and self._settings.peer_wait_s and self._settings.may_publish:
-                self.turn.wait(cache, self._abandoned)
+            with noted("restore", "fetch"):
                 fetching.fetched = cache.fetch(self._abandoned)
+            if cache.is_empty and self._settings.peer_wait_s and self._settings.may_publish:
+                with noted("restore", "turn to compile"):
+                    self.turn.wait(cache, self._abandoned)
+                with noted("restore", "fetch"):
+                    fetching.fetched = cache.fetch(self._abandoned)
             if cache.is_empty:
-                fetching.fetched = self._seed(cache, fetching.fetched)
+                with noted("restore", "other versions"):
+                    fetching.fetched = self._seed(cache, fetching.fetched)
             must_compile = cache.is_empty and not self._abandoned.is_set()
         finally:
             if not must_compile:

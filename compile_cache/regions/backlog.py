@@ -9,6 +9,7 @@ import contextvars
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from compile_cache.background.unfinished import say_unfinished_at_exit
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
+from compile_cache.timeline import note
 from compile_cache.versions.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
@@ -106,6 +108,7 @@ class Backlog:
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
+        note("second process", answer.name, time.perf_counter() - answer.seconds, answer.seconds)
         making = attempt(self._taken, answer)
         if isinstance(making, Failure):
             making = Making(reason=f"its artifact cannot be used: {making.reason}", lasting=False)

@@ -24,6 +24,7 @@ from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.speed import compare_speed
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
+from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Made
@@ -89,6 +90,7 @@ class CompiledHere:
         is_new = after.graphs > before.graphs or not are_counted()
         if is_new:
             self._record(before, after, time.perf_counter() - started)
+            note("regions", f"{self.report.name}: {'compile' if after.misses > before.misses else 'look up'}", started)
             if why_not_precompiled and self.report.step == "cached":
                 self.report.explain(f"not precompiled: {why_not_precompiled}")
         may_make = why_not_precompiled and not (kept and kept.is_used)

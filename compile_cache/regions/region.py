@@ -32,6 +32,7 @@ from compile_cache.regions.kinds import Kind, Turn
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.ordering import Ordering
 from compile_cache.regions.stored import StoredFunctions
+from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Found
@@ -225,6 +226,7 @@ class Region:
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
+            note("regions", f"{self.report.name}: compare", started)
         if (is_new or self.compares_every_instance) and (module, mark) not in self._compared:
             self._compared.add((module, mark))
             return self._serve_another(found, module, args, kwargs)

@@ -14,6 +14,7 @@ from torch import nn
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.counters import count_precompiled, uncounted
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts, Found, Made
@@ -124,6 +125,7 @@ class StoredFunctions:
         with uncounted():
             made = attempt(self._artifacts.make, module, args, kwargs)
         self._report.precompile_s += time.perf_counter() - started
+        note("regions", f"{self._report.name}: compile ahead", started)
         if isinstance(made, Failure):
             made = made.reason
         if isinstance(made, str):
