@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 # A server compiles for months: the report keeps the beginning.
 _MOST_SPANS = 256
+_MOST_BOOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Timeline:
         self.started_s = time.time()
         self.spans: list[Span] = []
         self._origin = time.perf_counter()
-        _recording.add(self)
+        _recording.append(self)
 
     def add(self, lane: str, name: str, began: float, seconds: float | None = None) -> None:
         """Add work that began at `began`, by `time.perf_counter`, and took `seconds`; that ends now, if None."""
@@ -39,11 +40,12 @@ class Timeline:
             self.spans.append(Span(lane, name, began - self._origin, seconds))
 
 
-_recording: weakref.WeakSet[Timeline] = weakref.WeakSet()
+# The threads of a boot go on when nobody holds the boot any more.
+_recording: deque[Timeline] = deque(maxlen=_MOST_BOOTS)
 
 
 def note(lane: str, name: str, began: float, seconds: float | None = None) -> None:
-    """Add work to the timeline of every boot of this process, as its counters count it. See `Timeline.add`."""
+    """Add work to the timelines of the last 16 boots of this process, as its counters count it. See `Timeline.add`."""
     for timeline in list(_recording):
         timeline.add(lane, name, began, seconds)
 

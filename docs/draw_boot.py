@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from compile_cache.cli.report.colours import DRAWING, VARIABLES
-from compile_cache.cli.report.drawing import Scale, axis, draw_lanes, lanes_height, ready_line
+from compile_cache.cli.report.drawing import Scale, axis, draw_lanes, lanes_height, ready_line, seconds_text
 from compile_cache.cli.report.lanes import lanes_of
 from compile_cache.cli.report.markup import style, svg_text, tag
 from compile_cache.cli.report.reading import read_report
@@ -72,7 +72,7 @@ def draw_overview(reports: Mapping[str, BootReport], top: float) -> tuple[Elemen
         width = scale.x(report.ready_s) - LEFT
         group.append(tag("text", name, x=LEFT - 10.0, y=y + 9.0, class_="lane", text_anchor="end"))
         group.append(tag("rect", x=LEFT, y=y, width=width, height=11.0, rx=2.0, class_=kind))
-        group.append(tag("text", f"{report.ready_s:.1f} s", x=LEFT + width + 6.0, y=y + 9.5, class_="ready"))
+        group.append(tag("text", seconds_text(report.ready_s), x=LEFT + width + 6.0, y=y + 9.5, class_="ready"))
         y += 17.0
     return group, y + 14.0
 

@@ -243,6 +243,23 @@ def explain(
 
 
 @app.command()
+def report(
+    reports: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[REPORTS]...", help="Boot reports: files, or folders with *.json.", show_default=False),
+    ] = None,
+    store: opt.Store = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one page of HTML: the boots of reports as timelines, their history and misses, and what is stored."""
+    from compile_cache.cli.report.command import write_report
+
+    write_report(reports or (), store, output)
+
+
+@app.command()
 def fill(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Set the variable MODEL for the boot.")] = None,
     predictor: Annotated[

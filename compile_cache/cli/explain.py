@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from compile_cache.cli import terminal as out
 from compile_cache.cli.printing import print_refusals, refusal_records
-from compile_cache.errors import CompileCacheError
-from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
-from compile_cache.regions.counters import CompileCounts
-from compile_cache.regions.ladder import RegionReport
+from compile_cache.cli.report.reading import read_report
+from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.explain import Explanation
-from compile_cache.versions.refused import RefusedPack
 
 _MOST_VERSIONS = 5
-# The figures that a report derives from its others.
-_DERIVED = ("compile_s", "fully_cached", "fully_precompiled")
 
 
 def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:
@@ -56,40 +50,18 @@ def print_report(path: Path, as_json: bool) -> None:
     Raises:
         CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
     """
-    try:
-        record = json.loads(path.read_bytes())
-        lines = _report_lines(record)
-    except OSError as error:
-        raise CompileCacheError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CompileCacheError(
-            f"{path} is no boot report, as this version writes one to COMPILE_CACHE_REPORT: {error!r}"
-        ) from error
+    report = read_report(path)
     if as_json:
-        out.print_json(record)
+        out.print_json(json.loads(path.read_bytes()))
         return
-    for line in lines:
+    for line in _report_lines(report):
         out.print_line(line)
 
 
-def _report_lines(record: dict[str, Any]) -> list[str]:
-    values = {name: value for name, value in record.items() if name not in _DERIVED}
-    restore, regions = record["restore"], record["regions"]
-    values["restore"] = RestoreReport(**{**restore, "refused": [RefusedPack(**pack) for pack in restore["refused"]]})
-    values["publish"] = PublishReport(**record["publish"])
-    values["counts"] = CompileCounts(**record["counts"])
-    values["regions"] = [
-        RegionReport(**{**region, "relative_error": _number(region["relative_error"])}) for region in regions
-    ]
-    report = BootReport(**values)
+def _report_lines(report: BootReport) -> list[str]:
     return [
         f"model {report.model_name}, version {report.model_version}, environment {report.environment}",
         *report.lines(),
         *(f"not published: {failure}" for failure in report.publish.failures),
         "nothing was compiled anew" if report.fully_cached else "not all of it came from the cache",
     ]
-
-
-def _number(value: Any) -> float | None:
-    """JSON has no infinity: a report writes it as text."""
-    return None if value is None else float(value)

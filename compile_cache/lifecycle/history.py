@@ -55,7 +55,7 @@ def compare_with_first(directory: Path, report: BootReport) -> str:
             "NOTHING OF WHAT WAS RESTORED SERVES THIS BOOT. The regions above say why. `compile-cache explain` "
             "compares this machine with the stored environments."
         )
-    first, now = _read(directory / HISTORY), PastBoot.of(report)
+    first, now = read_first(directory / HISTORY), PastBoot.of(report)
     if first is None or now.own_s < first.own_s * _MUCH_LONGER + _MUCH_LONGER_S:
         return ""
     return (
@@ -64,8 +64,8 @@ def compare_with_first(directory: Path, report: BootReport) -> str:
     )
 
 
-def _read(path: Path) -> PastBoot | None:
-    """None where there is none, or it is damaged."""
+def read_first(path: Path) -> PastBoot | None:
+    """The boot in a file that `remember_first` has written; None where there is no file, or it is damaged."""
     if not path.is_file():
         return None
     try:

@@ -156,7 +156,7 @@ def _torn(begin: float, end: float, y: float) -> Element:
 
 def ready_line(ready_s: float, scale: Scale, text_y: float, bottom: float) -> Element:
     """A line at READY, with its time above; an arrow to the right where READY is beyond the window."""
-    text = f"READY {ready_s:.1f} s"
+    text = f"READY {seconds_text(ready_s)}"
     x = scale.x(ready_s)
     if ready_s > scale.window_s:
         return tag("text", f"{text} →", x=scale.right, y=text_y, class_="ready", text_anchor="end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compile_cache.cli.terminal import printable
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.timeline import Span
 
@@ -78,7 +79,7 @@ def _bar(span: Span) -> Bar:
     kind = _KINDS.get((span.lane, span.name)) or _LANE_KINDS.get(span.lane, "other")
     if span.lane == "regions":
         kind = _REGION_KINDS.get(span.name.rpartition(": ")[2], "load")
-    return Bar(span.name, kind, max(0.0, span.start_s), max(0.0, span.seconds))
+    return Bar(printable(span.name), kind, max(0.0, span.start_s), max(0.0, span.seconds))
 
 
 def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
@@ -96,4 +97,4 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
 def window_s(report: BootReport, lanes: Sequence[Lane]) -> float:
     """How many seconds to draw: to the last bar's end, but at most half of READY's time beyond READY."""
     last_s = max((bar.end_s for lane in lanes for row in lane.rows for bar in row), default=0.0)
-    return max(0.01, min(max(last_s, report.ready_s), 1.5 * report.ready_s) * 1.02)
+    return max(0.01, min(max(last_s, report.ready_s), 1.5 * report.ready_s) * 1.04)

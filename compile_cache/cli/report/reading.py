@@ -125,7 +125,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
             return None
         return _value(next(one for one in arguments if one is not NoneType), value, where)
     if is_dataclass(kind) and isinstance(value, dict):
-        return kind(**dict(_fields(kind, value, where)))
+        make: Any = kind
+        return make(**dict(_fields(kind, value, where)))
     if origin is list and isinstance(value, list):
         return [_value(arguments[0], one, f"{where}[{number}]") for number, one in enumerate(value)]
     if origin is dict and isinstance(value, dict):

@@ -1,0 +1,383 @@
+"""`compile-cache report`: the page of real boots, the README's picture, and what becomes of bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from boots import boot_once, settings
+from filled_stores import put_pack, put_record
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from compile_cache.cli.app import app
+from compile_cache.cli.report.drawing import draw_boot
+from compile_cache.cli.report.lanes import lanes_of
+from compile_cache.cli.report.reading import read_report
+from compile_cache.lifecycle.report import BootReport, RestoreReport
+from compile_cache.regions.ladder import RegionReport
+from compile_cache.store.local import LocalStore
+from compile_cache.timeline import Span, Timeline, note
+from compile_cache.versions.refused import RefusedPack
+
+PROJECT = Path(__file__).resolve().parent.parent
+DRAW_BOOT = PROJECT / "docs" / "draw_boot.py"
+VOID = {"meta"}
+SECTIONS = ["newest", "boots", "history", "misses", "store"]
+
+
+@dataclass
+class Page(HTMLParser):
+    """A page that was read: its elements with their attributes, and its text. Tags must be closed in order."""
+
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    text: str = ""
+    open: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        page = cls()
+        page.feed(path.read_text())
+        page.close()
+        assert page.open == []
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data + "\n"
+
+    def values(self, attribute: str) -> list[str]:
+        return [str(attributes[attribute]) for _, attributes in self.tags if attribute in attributes]
+
+    @property
+    def sections(self) -> list[str]:
+        return [str(attributes["id"]) for tag, attributes in self.tags if tag == "section"]
+
+
+@dataclass(frozen=True)
+class Output:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Output]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path) -> Run:
+    """Runs `report` in this process, with no store but the one that is named; the page is `page.html`."""
+    for name in list(os.environ):
+        if name.startswith("COMPILE_CACHE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COMPILE_CACHE_STORE", "off")
+    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run(*arguments: str | Path) -> Output:
+        given = ["report", "-o", str(tmp_path / "page.html"), *map(str, arguments)]
+        result = CliRunner().invoke(app, given)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Output(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def page(tmp_path) -> Callable[[], Page]:
+    return lambda: Page.read(tmp_path / "page.html")
+
+
+@pytest.fixture(scope="module")
+def booted(cold, tmp_path_factory) -> tuple[Path, Path, Mapping[str, Any]]:
+    """The store of a cold boot; a folder with the reports of that boot and of a restored one; and the latter."""
+    folder = tmp_path_factory.mktemp("restored")
+    store = shutil.copytree(cold[0] / "store", folder / "store")
+    report = folder / "reports" / "restored.json"
+    restored = boot_once(settings(folder, dir=str(cold[0] / "cache"), store=str(store), report=str(report)))
+    (folder / "reports" / "cold.json").write_text((cold[0] / "report.json").read_text())
+    (folder / "reports" / "other.json").write_text("[1]")
+    return store, folder / "reports", restored.report
+
+
+def spans(report: Mapping[str, Any], lane: str) -> dict[str, dict[str, Any]]:
+    return {span["name"]: span for span in report["spans"] if span["lane"] == lane}
+
+
+def end_s(span: Mapping[str, Any]) -> float:
+    return span["start_s"] + span["seconds"]
+
+
+# The timeline of a real boot
+
+
+def test_a_cold_boots_spans_say_which_thread_did_what(cold):
+    report = cold[1].report
+    setup, regions = spans(report, "setup"), spans(report, "regions")
+    assert {name: span["seconds"] for name, span in setup.items()} == report["phases"]
+    assert {"key", "fetch"} <= spans(report, "restore").keys()
+    assert {f"{name}: compile" for name in cold[1].steps} <= regions.keys()
+    warm_up = setup["warm_up"]
+    for span in regions.values():
+        assert warm_up["start_s"] <= span["start_s"]
+        assert end_s(span) <= end_s(warm_up)
+
+
+def test_a_boot_publishes_after_ready(cold):
+    report = json.loads((cold[0] / "report.json").read_text())
+    published = spans(report, "publish")
+    assert list(published) == ["pack", "put"]
+    assert all(span["start_s"] >= report["ready_s"] for span in published.values())
+
+
+def test_a_restored_boot_compares_and_compiles_nothing(booted):
+    assert {name.rpartition(": ")[2] for name in spans(booted[2], "regions")} == {"compare"}
+
+
+def test_a_timeline_keeps_the_first_256_spans_that_began_after_it():
+    earlier = Timeline()
+    note("regions", "before both", 0.0)
+    assert earlier.spans == []
+    for number in range(300):
+        earlier.add("regions", str(number), float("1e12"), 1.0)
+    assert [span.name for span in earlier.spans] == [str(number) for number in range(256)]
+
+
+def test_noted_work_is_in_the_timelines_of_all_boots_of_the_process():
+    timelines = Timeline(), Timeline()
+    note("publish", "put", 1e12, 1.0)
+    assert [[span.name for span in timeline.spans] for timeline in timelines] == [["put"], ["put"]]
+
+
+# The page
+
+
+def test_the_page_of_real_boots_and_their_store_has_every_section(run, page, booted, tmp_path):
+    store, reports, restored = booted
+    found = run(reports, "--store", store)
+    assert (found.code, found.out) == (0, f"wrote {tmp_path / 'page.html'}: 2 boots, 1 version in {store}\n")
+    assert found.err == "files that end with .json and are no boot reports: 1\n"
+    shown = page()
+    assert shown.sections == SECTIONS
+    for text in (
+        "Boots of toy--model",
+        "All regions were loaded from the store.",
+        "no version of toy--model is stored",
+    ):
+        assert text in shown.text
+    for text in ("WideBlock x2", "NormBlock x2", "precompiled", "lookups found nothing", "first boot*"):
+        assert text in shown.text
+    assert "now stored: 1 pack for this version and environment" in shown.text
+    assert f"READY after {restored['ready_s']:.2f} s" in "\n".join(shown.values("aria-label"))
+    for lane in ("setup", "regions", "restore", "publish"):
+        assert f"\n{lane}\n" in shown.text
+
+
+def test_the_page_loads_nothing_runs_nothing_and_its_links_lead_somewhere(run, page, booted):
+    run(booted[1], "--store", booted[0])
+    shown = page()
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in shown.tags}
+    assert shown.values("src") == []
+    assert {link.removeprefix("#") for link in shown.values("href")} <= set(shown.values("id"))
+    assert len(set(shown.values("id"))) == len(shown.values("id"))
+    assert "url(" not in "".join(shown.values("style"))
+
+
+def test_without_a_store_the_page_has_the_boots_alone(run, page, booted):
+    assert run(booted[1] / "restored.json").out.endswith("page.html: 1 boot\n")
+    assert page().sections == ["newest", "boots", "history", "misses"]
+
+
+def test_of_a_store_without_reports_the_page_has_versions_and_first_boots(run, page, booted):
+    assert run("--store", booted[0]).code == 0
+    shown = page()
+    assert shown.sections == ["history", "store"]
+    assert "toy--model" in shown.text
+    assert re.search(r"\n\d+\.\d s\n", shown.text), "the first boot's seconds"
+
+
+def test_the_same_report_given_twice_is_one_boot(run, booted):
+    assert "page.html: 2 boots\n" in run(booted[1], booted[1] / "cold.json").out
+
+
+def test_a_miss_says_how_the_stored_environment_differs(run, page, tmp_path, key, environment):
+    store = LocalStore(tmp_path / "store")
+    here = replace(environment, torch="2.12.0+cu130")
+    put_pack(store, key)
+    put_record(store, environment)
+    put_record(store, here)
+    missed = BootReport(key.model_name, key.model_version, here.digest, restore=RestoreReport("miss", "nothing"))
+    missed.write(tmp_path / "report.json")
+    run(tmp_path / "report.json", "--store", tmp_path / "store")
+    assert "stored for another environment: torch 2.11.0+cu130 → 2.12.0+cu130" in page().text
+
+
+def test_a_report_without_start_times_is_drawn_phase_after_phase(run, page, tmp_path):
+    report = BootReport(phases={"import": 1.0, "weights": 2.0}, ready_s=3.5)
+    (lane,) = lanes_of(report)
+    assert [(bar.name, bar.start_s) for bar in lane.rows[0]] == [("import", 0.0), ("weights", 1.0)]
+    report.write(tmp_path / "report.json")
+    run(tmp_path / "report.json")
+    assert "The report has no start times" in page().text
+
+
+def test_whatever_a_report_says_is_text(run, page, tmp_path):
+    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\x1b[31m\ud800</style>"
+    report = BootReport(attack, attack, attack, scope="regional", phases={attack: 1.0}, ready_s=1.0)
+    report.restore = RestoreReport("miss", attack, problems=[attack], refused=[RefusedPack(attack, attack)])
+    report.regions = [RegionReport(attack, 1, "eager", reason=attack, not_precompiled=[attack])]
+    report.warnings, report.spans = [attack], [Span(attack, attack, 0.0, 1.0)]
+    (tmp_path / "report.json").write_text(json.dumps(json.loads(report.to_json())))
+    assert run(tmp_path / "report.json").code == 0
+    shown = page()
+    assert not {"script", "img"} & {tag for tag, _ in shown.tags}
+    assert not [name for _, attributes in shown.tags for name in attributes if name.startswith("on")]
+    assert "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\\x1b[31m\\ud800</style>" in shown.text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("no JSON", "it is not JSON"),
+        ("[]", "it is not an object"),
+        ("{}", "it lacks restore, regions, phases, ready_s"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": NaN}', "ready_s has another type"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "ready_s has another type"),
+        ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "restore.files has another type"),
+        ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing 2 required"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "new": 1}', "it has the unknown field new"),
+        ("[" * 100_000, "it is not JSON"),
+    ],
+)
+def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tmp_path, content, reason):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    found = run(path)
+    assert found.code == 1
+    assert found.err.startswith(f"error: {path} is no boot report")
+    assert reason in found.err
+    assert "Give a file that a boot has written" in found.err
+    assert len(found.err.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_damaged_report_in_a_folder_is_an_error_that_names_it(run, tmp_path):
+    (tmp_path / "a.json").write_text(BootReport(ready_s=1.0).to_json())
+    (tmp_path / "b.json").write_text('{"restore": {}, "ready_s": "soon"}')
+    assert run(tmp_path).err.startswith(f"error: {tmp_path / 'b.json'} is no boot report")
+
+
+def test_a_folder_without_reports_is_an_error(run, tmp_path):
+    found = run(tmp_path)
+    assert (found.code, len(found.err.splitlines())) == (1, 1)
+    assert found.err.startswith(f"error: {tmp_path} has no boot report")
+    assert "COMPILE_CACHE_REPORT" in found.err
+
+
+def test_a_report_that_is_not_there_is_an_error(run, tmp_path):
+    assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [([], "there is no store"), (["--store", "empty"], "empty has no versions")]
+)
+def test_with_nothing_to_show_no_page_is_written(run, tmp_path, monkeypatch, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    found = run(*arguments)
+    assert found.code == 1
+    assert found.err.startswith("error: there is nothing to show: give boot reports")
+    assert reason in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_does_not_replace_a_folder(run, tmp_path):
+    (tmp_path / "page.html").mkdir()
+    (tmp_path / "report.json").write_text(BootReport(ready_s=1.0).to_json())
+    assert run(tmp_path / "report.json").err.startswith(f"error: {tmp_path / 'page.html'} is a folder")
+
+
+# The drawing
+
+times_s = st.floats(0.0, 1e4, allow_nan=False)
+any_spans = st.builds(
+    Span, st.sampled_from(["setup", "regions", "publish", "new"]), st.text(max_size=30), times_s, times_s
+)
+
+
+@examples(max_examples=60)
+@given(st.lists(any_spans, max_size=12), times_s, st.sampled_from([(1000.0, False), (340.0, True)]))
+def test_every_drawing_is_xml_within_its_frame_and_no_texts_overlap(found, ready_s, shape):
+    width, is_narrow = shape
+    drawn = draw_boot(BootReport(ready_s=ready_s, spans=found), width, is_narrow)
+    svg = ElementTree.fromstring(ElementTree.tostring(drawn, encoding="unicode"))
+    for bar in svg.iter("rect"):
+        assert 0.0 <= float(bar.get("x", "")) <= float(bar.get("x", "")) + float(bar.get("width", "")) <= width
+    labels: dict[str, float] = {}
+    for text in svg.iter("text"):
+        if text.get("class") == "label":
+            x, row = float(text.get("x", "")), text.get("y", "")
+            assert x >= labels.get(row, 0.0)
+            labels[row] = x + 5.5 * len(text.text or "")
+            assert labels[row] <= width
+
+
+def test_bars_that_overlap_are_in_rows_of_their_own():
+    report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
+    (lane,) = lanes_of(report)
+    assert [[bar.name for bar in row] for row in lane.rows] == [["0", "2"], ["1"]]
+
+
+# The README's picture
+
+
+def test_the_picture_in_the_tree_is_what_the_script_draws_from_the_reports_beside_it():
+    spec = importlib.util.spec_from_file_location("draw_boot", DRAW_BOOT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    reports = script.kept_reports()
+    assert [report.restore.outcome for report in reports.values()] == ["off", "miss", "hit"]
+    assert script.PICTURE.read_text() == script.draw(reports), f"run python {DRAW_BOOT}"
+
+
+def test_the_picture_is_xml_light_and_dark_with_the_time_of_each_boot():
+    text = (PROJECT / "docs" / "boot.svg").read_text()
+    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "@media (prefers-color-scheme: dark)" in text
+    for name in ("eager", "cold", "restored"):
+        ready_s = read_report(PROJECT / "docs" / "boot" / f"{name}.json").ready_s
+        assert f"READY {ready_s:.1f}"[:-1] in text
+
+
+def test_the_reports_beside_the_picture_name_no_folder_of_a_machine():
+    for path in (PROJECT / "docs" / "boot").glob("*.json"):
+        report = read_report(path)
+        assert not Path(report.store).is_absolute()
+        assert not Path(report.cache_dir).is_absolute()
