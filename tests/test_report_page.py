@@ -347,6 +347,14 @@ def test_every_drawing_is_xml_within_its_frame_and_no_texts_overlap(found, ready
             assert labels[row] <= width
 
 
+def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_is_counted(run, page, tmp_path):
+    spans = [Span("second process", "Block 4x16", 2.0, 20.0), Span("publish", "put", 900.0, 1.0)]
+    BootReport(ready_s=4.0, spans=spans).write(tmp_path / "report.json")
+    run(tmp_path / "report.json")
+    assert "Block 4x16 20.0 s" in page().text
+    assert "Later work that is not drawn: 1 span." in page().text
+
+
 def test_bars_that_overlap_are_in_rows_of_their_own():
     report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
     (lane,) = lanes_of(report)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from compile_cache.cli.report.drawing import draw_boot, kinds_of, legend, seconds_text
-from compile_cache.cli.report.lanes import lanes_of
+from compile_cache.cli.report.lanes import lanes_of, later_than, window_s
 from compile_cache.cli.report.markup import tag
 from compile_cache.cli.report.parts import (
     Cell,
@@ -140,6 +140,8 @@ def _timeline(report: BootReport) -> list[Element]:
     wide = tag("div", draw_boot(report, _WIDE), class_="wide")
     narrow = tag("div", draw_boot(report, _NARROW, is_narrow=True), class_="narrow")
     parts = [wide, narrow, legend(kinds_of(lanes))]
+    if later := later_than(window_s(report, lanes), lanes):
+        parts.append(sentence(f"Later work that is not drawn: {count_text(later, 'span')}.", faint=True))
     if not report.spans:
         parts.append(sentence("The report has no start times: its phases stand one after the other.", faint=True))
     return parts

@@ -204,5 +204,5 @@ def legend(kinds: Sequence[str]) -> Element:
 
 
 def kinds_of(lanes: Sequence[Lane]) -> list[str]:
-    """The kinds of the bars of some lanes."""
-    return [bar.kind for lane in lanes for row in lane.rows for bar in row]
+    """The kinds of the bars of some lanes that took at least a millisecond."""
+    return [bar.kind for lane in lanes for row in lane.rows for bar in row if bar.seconds >= 0.001]

@@ -95,6 +95,14 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def window_s(report: BootReport, lanes: Sequence[Lane]) -> float:
-    """How many seconds to draw: to the last bar's end, but at most half of READY's time beyond READY."""
+    """How many seconds to draw: to the last bar's end, but at most half of READY's time beyond READY. A second process
+    takes longer: its bars are drawn up to 12 times READY's time."""
     last_s = max((bar.end_s for lane in lanes for row in lane.rows for bar in row), default=0.0)
-    return max(0.01, min(max(last_s, report.ready_s), 1.5 * report.ready_s) * 1.04)
+    second_s = [bar.end_s for lane in lanes if lane.name == "second process" for row in lane.rows for bar in row]
+    most_s = max(1.5 * report.ready_s, min(12.0 * report.ready_s, max(second_s, default=0.0)))
+    return max(0.01, min(max(last_s, report.ready_s), most_s) * 1.04)
+
+
+def later_than(time_s: float, lanes: Sequence[Lane]) -> int:
+    """How many bars begin after `time_s`."""
+    return sum(bar.start_s > time_s for lane in lanes for row in lane.rows for bar in row)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from xml.etree.ElementTree import Element
 
 from compile_cache.cli.report.markup import append, tag
+from compile_cache.cli.terminal import count_text
 from compile_cache.lifecycle.report import BootReport
 
 Cell = Element | str
@@ -82,7 +83,9 @@ def verdict(report: BootReport) -> str:
     waiting = sum(region.waiting for region in report.regions)
     if waiting:
         return f"When this was reported, {waiting} kinds of calls were served eager: a second process compiles them."
-    return "Not all of it came from the cache: the regions say why."
+    made = sum(region.made for region in report.regions)
+    compiled = f"{count_text(made, 'function')} compiled, also for the next boot" if made else "the regions say why"
+    return f"Not all of it came from the cache: {compiled}."
 
 
 def badge(report: BootReport) -> Element:
