@@ -1,8 +1,7 @@
-"""`compile-cache report`: the page of real boots, the README's picture, and what becomes of bad input."""
+"""`compile-cache report`: the page of real boots, and what becomes of bad input."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,20 +11,14 @@ from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from boots import boot_once, settings
 from filled_stores import put_pack, put_record
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from compile_cache.cli.app import app
-from compile_cache.cli.report.drawing import draw_boot
 from compile_cache.cli.report.lanes import lanes_of
-from compile_cache.cli.report.reading import read_report
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.store.local import LocalStore
@@ -258,6 +251,14 @@ def test_whatever_a_report_says_is_text(run, page, tmp_path):
     assert "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\\x1b[31m\\ud800</style>" in shown.text
 
 
+def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_is_counted(run, page, tmp_path):
+    spans = [Span("second process", "Block 4x16", 2.0, 20.0), Span("publish", "put", 900.0, 1.0)]
+    BootReport(ready_s=4.0, spans=spans).write(tmp_path / "report.json")
+    run(tmp_path / "report.json")
+    assert "Block 4x16 20.0 s" in page().text
+    assert "Later work that is not drawn: 1 span." in page().text
+
+
 # Bad input
 
 
@@ -320,72 +321,3 @@ def test_the_page_does_not_replace_a_folder(run, tmp_path):
     (tmp_path / "page.html").mkdir()
     (tmp_path / "report.json").write_text(BootReport(ready_s=1.0).to_json())
     assert run(tmp_path / "report.json").err.startswith(f"error: {tmp_path / 'page.html'} is a folder")
-
-
-# The drawing
-
-times_s = st.floats(0.0, 1e4, allow_nan=False)
-any_spans = st.builds(
-    Span, st.sampled_from(["setup", "regions", "publish", "new"]), st.text(max_size=30), times_s, times_s
-)
-
-
-@examples(max_examples=60)
-@given(st.lists(any_spans, max_size=12), times_s, st.sampled_from([(1000.0, False), (340.0, True)]))
-def test_every_drawing_is_xml_within_its_frame_and_no_texts_overlap(found, ready_s, shape):
-    width, is_narrow = shape
-    drawn = draw_boot(BootReport(ready_s=ready_s, spans=found), width, is_narrow)
-    svg = ElementTree.fromstring(ElementTree.tostring(drawn, encoding="unicode"))
-    for bar in svg.iter("rect"):
-        assert 0.0 <= float(bar.get("x", "")) <= float(bar.get("x", "")) + float(bar.get("width", "")) <= width
-    labels: dict[str, float] = {}
-    for text in svg.iter("text"):
-        if text.get("class") == "label":
-            x, row = float(text.get("x", "")), text.get("y", "")
-            assert x >= labels.get(row, 0.0)
-            labels[row] = x + 5.5 * len(text.text or "")
-            assert labels[row] <= width
-
-
-def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_is_counted(run, page, tmp_path):
-    spans = [Span("second process", "Block 4x16", 2.0, 20.0), Span("publish", "put", 900.0, 1.0)]
-    BootReport(ready_s=4.0, spans=spans).write(tmp_path / "report.json")
-    run(tmp_path / "report.json")
-    assert "Block 4x16 20.0 s" in page().text
-    assert "Later work that is not drawn: 1 span." in page().text
-
-
-def test_bars_that_overlap_are_in_rows_of_their_own():
-    report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
-    (lane,) = lanes_of(report)
-    assert [[bar.name for bar in row] for row in lane.rows] == [["0", "2"], ["1"]]
-
-
-# The README's picture
-
-
-def test_the_picture_in_the_tree_is_what_the_script_draws_from_the_reports_beside_it():
-    spec = importlib.util.spec_from_file_location("draw_boot", DRAW_BOOT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    reports = script.kept_reports()
-    assert [report.restore.outcome for report in reports.values()] == ["off", "miss", "hit"]
-    assert script.PICTURE.read_text() == script.draw(reports), f"run python {DRAW_BOOT}"
-
-
-def test_the_picture_is_xml_light_and_dark_with_the_time_of_each_boot():
-    text = (PROJECT / "docs" / "boot.svg").read_text()
-    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
-    assert "@media (prefers-color-scheme: dark)" in text
-    for name in ("eager", "cold", "restored"):
-        ready_s = read_report(PROJECT / "docs" / "boot" / f"{name}.json").ready_s
-        assert f"READY {ready_s:.1f}"[:-1] in text
-
-
-def test_the_reports_beside_the_picture_name_no_folder_of_a_machine():
-    for path in (PROJECT / "docs" / "boot").glob("*.json"):
-        report = read_report(path)
-        assert not Path(report.store).is_absolute()
-        assert not Path(report.cache_dir).is_absolute()
