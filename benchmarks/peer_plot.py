@@ -7,7 +7,7 @@ from html import escape
 from statistics import median
 
 from peer_records import COLD, WARM, Record
-from peer_table import boots_of
+from peer_table import boots_of, compiled_later
 from peer_ways import EAGER, WAYS, Way
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 760, 250, 80, 58, 46
@@ -65,7 +65,8 @@ def _group(model: str, records: Sequence[Record], top: float) -> tuple[list[str]
         x = _LEFT + median(ready[EAGER][1]) * scale
         parts.append(f'<line class="eager" x1="{x:.1f}" x2="{x:.1f}" y1="{top + _TOP - 4:.0f}" y2="{bottom:.0f}"/>')
     for number, way in enumerate(shown):
-        parts += _bars(way, *ready[way.name], top + _TOP + number * _ROW, scale)
+        later = compiled_later(record for record in records if record.way == way.name)
+        parts += _bars(way, *ready[way.name], later, top + _TOP + number * _ROW, scale)
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_LEFT}" y1="{top + _TOP - 4:.0f}" y2="{bottom:.0f}"/>')
     return parts, height
 
@@ -88,19 +89,22 @@ def _legend(y: float) -> Iterator[str]:
             yield f'<text class="faint" x="{x + 30}" y="{y:.0f}">eager, median</text>'
 
 
-def _bars(way: Way, cold: Sequence[float], warm: Sequence[float], y: float, scale: float) -> Iterator[str]:
-    """The name, and a bar for each kind with its median, range and number of boots."""
+def _bars(
+    way: Way, cold: Sequence[float], warm: Sequence[float], later: Sequence[float], y: float, scale: float
+) -> Iterator[str]:
+    """The name, and a bar for each kind with its median, range and number of boots; whether it was compiled `later`."""
     title = escape(way.title.replace("`", ""))
     yield f'<text x="{_LEFT - 10}" y="{y + _BAR + 6:.0f}" text-anchor="end">{title}</text>'
     for offset, kind, values in ((0, "warm", warm), (_BAR + 3, "cold", cold)):
         if not values:
             continue
         middle, place = median(values), y + offset
+        after = f", compiled {median(later):.0f} s later" if later and kind == "cold" else ""
         name = f"{'ours ' if way.is_ours else ''}{kind}"
         yield f'<rect class="{name}" x="{_LEFT}" y="{place:.0f}" width="{middle * scale:.1f}" height="{_BAR}"/>'
         ends, centre = [_LEFT + value * scale for value in (min(values), max(values))], place + _BAR / 2
         yield f'<line class="range" x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{centre:.0f}" y2="{centre:.0f}"/>'
         yield (
             f'<text class="faint" font-size="11" x="{ends[1] + 6:.1f}" y="{place + _BAR - 3:.0f}">'
-            f"{middle:.1f} (n = {len(values)})</text>"
+            f"{middle:.1f} (n = {len(values)}){after}</text>"
         )

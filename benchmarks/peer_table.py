@@ -13,6 +13,7 @@ _BOOTS = (
     "way",
     "n, cold / warm",
     "cold: start to READY, s",
+    "compiled after READY, s",
     "warm: start to READY, s",
     "− eager, in pairs, s",
     "first request, cold / warm, ms",
@@ -74,6 +75,7 @@ def boots_row(way: Way, records: Sequence[Record]) -> list[str]:
         way.title,
         counts,
         spread(boot.ready_s for boot in cold),
+        spread(compiled_later(mine), 1),
         spread(boot.ready_s for boot in warm),
         "–" if way.name == EAGER else spread(paired(way.name, records)),
         f"{milliseconds(cold, first)} / {milliseconds(warm, first)}",
@@ -83,6 +85,11 @@ def boots_row(way: Way, records: Sequence[Record]) -> list[str]:
         milliseconds(new, lambda boot: boot.new_again_s),
         spread((record.stored_bytes / 1e6 for record in mine if is_filled(record)), 2) if way.keeps else "0",
     ]
+
+
+def compiled_later(records: Iterable[Record]) -> list[float]:
+    """Seconds from READY until a second process had compiled everything, of each boot that found nothing."""
+    return [boot.settled_s for boot in boots_of(records, NEXT) if boot.settled_s is not None]
 
 
 def is_filled(record: Record) -> bool:

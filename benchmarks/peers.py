@@ -69,10 +69,15 @@ def steps(ways: Sequence[Way], cold: int, warm: int, new: int) -> Iterator[Step]
 def _cold_round(ways: Sequence[Way], number: int, new: int) -> Iterator[Step]:
     for way in ways:
         if way.keeps:
-            yield Step(way, COLD, number, killed_after=_KILLS[(number - 1) % len(_KILLS)])
+            yield Step(way, COLD, number, killed_after=_killed_after(number))
             yield Step(way, NEXT, number, fills=True)
         elif way.compiles:
             yield Step(way, COLD, number, asks_new=number <= new)
+
+
+def _killed_after(number: int) -> str:
+    """Cold boots are killed in turn at READY and after the first request."""
+    return _KILLS[(number - 1) % len(_KILLS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,7 @@ class Plan:
     timeout_s: float
 
     def run(self, step: Step, timeout_s: float) -> Record:
-        """One boot, in `timeout_s` at most. A failure is a record with its error.
-
-        Raises:
-            TimeoutError: it took longer.
-        """
+        """One boot, in `timeout_s` at most. A failure is a record with its error."""
         store = self._prepare_store(step)
         asked = Asked(
             step.way.name,
@@ -108,7 +109,7 @@ class Plan:
         log = new_log(self.work, f"{step.way.name}-{step.kind}")
         boot, error = self._boot(asked, store, log, timeout_s)
         if step.fills and boot is not None:
-            shutil.copytree(store, self._folder(step.way) / "filled", dirs_exist_ok=True)
+            shutil.copytree(store, self.filled(step.way), dirs_exist_ok=True)
         return Record(
             self.name,
             step.way.name,
@@ -122,20 +123,21 @@ class Plan:
             str(log),
         )
 
-    def _folder(self, way: Way) -> Path:
-        return self.work / self.name / way.name
+    def store(self, way: Way) -> Path:
+        """The folder that boots of this way have as their store."""
+        return self.work / self.name / way.name / "store"
 
-    def has_filled(self, way: Way) -> bool:
-        """Whether there is a store that warm boots of this way begin with."""
-        return (self._folder(way) / "filled").exists()
+    def filled(self, way: Way) -> Path:
+        """What warm boots of this way begin with, if it is there."""
+        return self.store(way).with_name("filled")
 
     def _prepare_store(self, step: Step) -> Path:
         """The store's folder as this step finds it: empty, as the step before has left it, or filled."""
-        store = self._folder(step.way) / "store"
+        store = self.store(step.way)
         if step.kind != NEXT:
             shutil.rmtree(store, ignore_errors=True)
         if step.kind == WARM and step.way.keeps:
-            shutil.copytree(self._folder(step.way) / "filled", store)
+            shutil.copytree(self.filled(step.way), store)
         store.mkdir(parents=True, exist_ok=True)
         return store
 
@@ -146,9 +148,9 @@ class Plan:
         begun = time.monotonic()
         try:
             run_process(asked.way, command, self._environment(BY_NAME[asked.way], store), log, timeout_s)
-        except SystemExit as failed:
+        except SystemExit:
             if time.monotonic() - begun >= timeout_s:
-                raise TimeoutError(str(failed)) from None
+                return None, f"took more than {timeout_s:.0f} s"
             if not asked.killed_after or not record.exists():
                 return None, last_line(log)
         measured = json.loads(record.read_text())
@@ -180,33 +182,41 @@ def last_line(log: Path) -> str:
 
 
 def run(plan: Plan, wanted: Sequence[Step], done: Sequence[Record], limit_s: float) -> Iterator[Record]:
-    """Every step that is not done, as far as the time allows, after an eager boot that fills the page cache.
-
-    A warm step without a filled store, such as on a new machine, fills it first; that boot is not recorded.
-    """
+    """Every step that is not done, as far as the time allows."""
     begun = time.monotonic()
-    known = {record.step for record in done}
+    known = {record.step: record for record in done}
     left = [step for step in wanted if (plan.name, step.way.name, step.kind, step.round) not in known]
-    order = [(Step(BY_NAME[EAGER], WARM, 0), False)] if left else []
-    order += [(step, True) for step in left]
-    for step, is_recorded in order:
-        if step.kind == WARM and step.way.keeps and not plan.has_filled(step.way):
-            order_first = [(Step(step.way, NEXT, 0, fills=True), False), (step, is_recorded)]
-        else:
-            order_first = [(step, is_recorded)]
-        for one, is_kept in order_first:
-            remaining_s = begun + limit_s - time.monotonic()
-            if remaining_s < _LEAST_S:
-                print(f"no further boot: {limit_s:g} s are nearly over", flush=True)
-                return
-            try:
-                record = plan.run(one, min(plan.timeout_s, remaining_s))
-            except TimeoutError as late:
-                print(f"{one.way.name} {one.kind} {one.round}: {late}", flush=True)
-                break
-            print(describe(record), flush=True)
-            if is_kept:
-                yield record
+    # Ways whose store cannot be filled have a row with the error, and no warm boots.
+    failed = {record.way for record in done if record.kind == NEXT and record.boot is None}
+    for step, is_recorded in in_order(plan, left, failed):
+        remaining_s = begun + limit_s - time.monotonic()
+        if remaining_s < _LEAST_S:
+            print(f"no further boot: {limit_s:g} s are nearly over", flush=True)
+            return
+        record = plan.run(step, min(plan.timeout_s, remaining_s))
+        print(describe(record), flush=True)
+        if record.boot is None and time.monotonic() - begun >= limit_s:
+            return  # it did not fail: the time of this call was over
+        if step.fills and record.boot is None:
+            failed.add(step.way.name)
+        if is_recorded:
+            yield record
+
+
+def in_order(plan: Plan, left: Sequence[Step], failed: set[str]) -> Iterator[tuple[Step, bool]]:
+    """The steps, and whether they are recorded: with an eager boot before them that fills the page cache, and with the
+    boots whose stores they need, where these are not there, such as on a new machine."""
+    if left:
+        yield Step(BY_NAME[EAGER], WARM, 0), False
+    for step in left:
+        if step.kind == NEXT and not plan.store(step.way).exists():
+            yield Step(step.way, COLD, step.round, killed_after=_killed_after(step.round)), True
+        if step.kind == WARM and step.way.keeps and not plan.filled(step.way).exists():
+            if step.way.name not in failed:
+                yield Step(step.way, NEXT, 0, fills=True), False
+            if not plan.filled(step.way).exists():
+                continue
+        yield step, True
 
 
 def parse_arguments() -> Any:

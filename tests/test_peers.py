@@ -12,7 +12,7 @@ from peer_plot import plot
 from peer_records import COLD, NEXT, WARM, PeerBoot, Record, read_records
 from peer_table import boots_row, left_by, losses_row, paired, percentiles, tables
 from peer_ways import BY_NAME, EAGER, WAYS
-from peers import Plan, Step, run, steps
+from peers import Plan, Step, in_order, run, steps
 
 
 def booted(ready_s: float, **measured) -> PeerBoot:
@@ -46,8 +46,8 @@ def test_round_that_was_cut_short_is_no_pair(missing):
 
 def test_row_says_how_many_boots_it_has_and_what_the_new_size_cost():
     row = boots_row(BY_NAME["zip"], [recorded("zip", COLD, 1, booted(30.0)), *WARM_BOOTS])
-    assert row[1:5] == ["1 / 2", "30.00", "6.75 (6.50–7.00)", "2.25 (1.50–3.00)"]
-    assert row[5:10] == ["– / 200 (100–300)", "100 / 294 (4)", "9.00", "yes", "100"]
+    assert row[1:6] == ["1 / 2", "30.00", "–", "6.75 (6.50–7.00)", "2.25 (1.50–3.00)"]
+    assert row[6:11] == ["– / 200 (100–300)", "100 / 294 (4)", "9.00", "yes", "100"]
 
 
 def test_way_that_does_not_load_is_a_row_with_its_error():
@@ -104,6 +104,22 @@ def test_nothing_is_booted_again_and_nothing_without_time(tmp_path, capsys):
     assert "no further boot" in capsys.readouterr().out
 
 
+def test_boot_whose_store_is_gone_is_preceded_by_one_that_makes_it(tmp_path):
+    plan, way = plan_in(tmp_path), BY_NAME["zip"]
+    after_killed, warm = Step(way, NEXT, 1, fills=True), Step(way, WARM, 1)
+    order = in_order(plan, [after_killed, warm], set())
+    assert [next(order)[0].way.name, *(next(order)[0].kind for _ in range(3))] == [EAGER, COLD, NEXT, NEXT]
+    plan.filled(way).mkdir(parents=True)
+    assert list(order) == [(warm, True)]
+    plan.store(way).mkdir()
+    assert [step for step, _ in in_order(plan, [after_killed, warm], set())][1:] == [after_killed, warm]
+
+
+def test_way_whose_store_could_not_be_filled_has_no_warm_boots(tmp_path):
+    order = in_order(plan_in(tmp_path), [Step(BY_NAME["zip"], WARM, 1), Step(BY_NAME[EAGER], WARM, 1)], {"zip"})
+    assert [step.way.name for step, _ in order] == [EAGER, EAGER]
+
+
 def test_later_record_of_the_same_step_replaces_the_earlier_one(tmp_path):
     file = tmp_path / "peers.jsonl"
     again = recorded("zip", WARM, 1, None, error="it failed")
@@ -139,8 +155,18 @@ def test_container_never_writes_a_committed_file(tmp_path):
 
 
 def test_plot_is_a_picture_for_light_and_dark_pages_with_every_way_that_booted():
-    svg = plot([*WARM_BOOTS, recorded("block", COLD, 1, booted(20.0))])
+    behind = [
+        recorded("background", COLD, 1, booted(5.0)),
+        recorded("background", NEXT, 1, booted(5.0, settled_s=30.0)),
+    ]
+    svg = plot([*WARM_BOOTS, *behind, recorded("block", COLD, 1, booted(20.0))])
     words = [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"eager", "zip of the directory (fal, Baseten)", "this project, block", "20.0 (n = 1)"} <= set(words)
+    assert {
+        "eager",
+        "zip of the directory (fal, Baseten)",
+        "this project, block",
+        "20.0 (n = 1)",
+        "5.0 (n = 1), compiled 30 s later",
+    } <= set(words)
     assert "Mega-Cache" not in words
     assert "prefers-color-scheme: dark" in svg
