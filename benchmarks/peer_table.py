@@ -61,6 +61,11 @@ def tables(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+def given() -> str:
+    """The table of what each way was given."""
+    return markdown(("way", "given", "stores"), ((way.title, way.given, way.stores_at) for way in WAYS))
+
+
 def boots_row(way: Way, records: Sequence[Record]) -> list[str]:
     """One line on the boots and requests of a way. What failed in every boot has its error in place of figures."""
     mine = [record for record in records if record.way == way.name]

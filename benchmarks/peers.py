@@ -204,10 +204,13 @@ def run(plan: Plan, wanted: Sequence[Step], done: Sequence[Record], limit_s: flo
 
 
 def in_order(plan: Plan, left: Sequence[Step], failed: set[str]) -> Iterator[tuple[Step, bool]]:
-    """The steps, and whether they are recorded: with an eager boot before them that fills the page cache, and with the
-    boots whose stores they need, where these are not there, such as on a new machine."""
-    if left:
+    """The steps, and whether they are recorded. An eager boot before them fills the page cache; in a new folder, such as
+    on a new machine, a cold one also has Python write the bytecode of torch's compiler. Boots whose stores are not there
+    come after the boots that make these."""
+    if left and (plan.work / plan.name).exists():
         yield Step(BY_NAME[EAGER], WARM, 0), False
+    elif left:
+        yield Step(BY_NAME["block"], COLD, 0), False
     for step in left:
         if step.kind == NEXT and not plan.store(step.way).exists():
             yield Step(step.way, COLD, step.round, killed_after=_killed_after(step.round)), True

@@ -7,10 +7,11 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from cog_server import PROJECT
 from peer_keepers import make_keeper
 from peer_plot import plot
 from peer_records import COLD, NEXT, WARM, PeerBoot, Record, read_records
-from peer_table import boots_row, left_by, losses_row, paired, percentiles, tables
+from peer_table import boots_row, given, left_by, losses_row, paired, percentiles, tables
 from peer_ways import BY_NAME, EAGER, WAYS
 from peers import Plan, Step, in_order, run, steps
 
@@ -108,7 +109,7 @@ def test_boot_whose_store_is_gone_is_preceded_by_one_that_makes_it(tmp_path):
     plan, way = plan_in(tmp_path), BY_NAME["zip"]
     after_killed, warm = Step(way, NEXT, 1, fills=True), Step(way, WARM, 1)
     order = in_order(plan, [after_killed, warm], set())
-    assert [next(order)[0].way.name, *(next(order)[0].kind for _ in range(3))] == [EAGER, COLD, NEXT, NEXT]
+    assert [next(order)[0].way.name, *(next(order)[0].kind for _ in range(3))] == ["block", COLD, NEXT, NEXT]
     plan.filled(way).mkdir(parents=True)
     assert list(order) == [(warm, True)]
     plan.store(way).mkdir()
@@ -117,7 +118,7 @@ def test_boot_whose_store_is_gone_is_preceded_by_one_that_makes_it(tmp_path):
 
 def test_way_whose_store_could_not_be_filled_has_no_warm_boots(tmp_path):
     order = in_order(plan_in(tmp_path), [Step(BY_NAME["zip"], WARM, 1), Step(BY_NAME[EAGER], WARM, 1)], {"zip"})
-    assert [step.way.name for step, _ in order] == [EAGER, EAGER]
+    assert [(step.way.name, is_recorded) for step, is_recorded in order] == [("block", False), (EAGER, True)]
 
 
 def test_later_record_of_the_same_step_replaces_the_earlier_one(tmp_path):
@@ -170,3 +171,7 @@ def test_plot_is_a_picture_for_light_and_dark_pages_with_every_way_that_booted()
     } <= set(words)
     assert "Mega-Cache" not in words
     assert "prefers-color-scheme: dark" in svg
+
+
+def test_readme_says_what_each_way_was_given():
+    assert given() in (PROJECT / "benchmarks" / "README.md").read_text()
