@@ -198,7 +198,7 @@ def ask_new_size(predictor: Any, served: InProcess, asked: Asked) -> dict[str, A
 
 
 def main() -> None:
-    """Boot, ask, write, and end; or be killed with all processes of this one's session, as a container is."""
+    """Boot, ask, write, and end; or be killed with its process group, as with a container."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("asked", help="JSON of `Asked`")
     parser.add_argument("record", type=Path, help="file to write")

@@ -204,9 +204,9 @@ def run(plan: Plan, wanted: Sequence[Step], done: Sequence[Record], limit_s: flo
 
 
 def in_order(plan: Plan, left: Sequence[Step], failed: set[str]) -> Iterator[tuple[Step, bool]]:
-    """The steps, and whether they are recorded. An eager boot before them fills the page cache; in a new folder, such as
-    on a new machine, a cold one also has Python write the bytecode of torch's compiler. Boots whose stores are not there
-    come after the boots that make these."""
+    """The steps, and whether they are recorded. An eager boot before them fills the page cache; in a new folder, such
+    as on a new machine, a cold one also has Python write the bytecode of torch's compiler. A boot whose store is not
+    there comes after the boot that makes it."""
     if left and (plan.work / plan.name).exists():
         yield Step(BY_NAME[EAGER], WARM, 0), False
     elif left:
