@@ -180,7 +180,7 @@ def settle(predictor: Any, served: InProcess, asked: Asked) -> float | None:
     """Seconds from READY until everything is compiled, if a second process compiles; then wait until it is stored."""
     begun_s = time.monotonic()
     settled_s = None
-    if asked.way == "background" and predictor.boot.waiting:
+    if predictor.boot.waiting:  # in `block` too, if the setup budget was over
         if not predictor.boot.wait_compiled(_PATIENCE_S):
             raise SystemExit(f"not compiled {_PATIENCE_S:g} s after READY")
         settled_s = time.monotonic() - begun_s
