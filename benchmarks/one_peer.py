@@ -1,0 +1,216 @@
+"""One boot of one way, and what its server does then; writes a `PeerBoot` as JSON to a file. peers.py starts it.
+
+All ways load the model with the same code and serve with the same `run`. A peer's boot uses the library with the scope
+`off`, where it only keeps the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from boot_process import describe_machine, wait_published
+from peer_keepers import make_keeper
+from peer_records import Asked, PeerBoot
+from peer_ways import BY_NAME, Way
+from served import InProcess
+
+import compile_cache
+from compile_cache.key.model_version import split_revision
+from models.image.settings import ImageSettings
+from predict import Predictor, TextPredictor, without_collection
+
+_PATIENCE_S = 300.0
+_KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
+
+
+class PicturePeer(Predictor):
+    """Draws pictures; compiled and kept in a peer's way."""
+
+    def __init__(self, way: Way, is_build_step: bool) -> None:
+        super().__init__()
+        self._way = way
+        self._keeper = make_keeper(way.keeps, Path(os.environ["COMPILE_CACHE_STORE"]), is_build_step)
+
+    def setup(self) -> None:
+        """Restore, load, compile, warm up, save; READY when it returns."""
+        settings = ImageSettings.from_env(os.environ)
+        model, revision = split_revision(settings.model)
+        with compile_cache.boot(settings.model) as self.boot:
+            with self.boot.timed("import"), without_collection():
+                from models.image.files import PictureFiles
+                from models.image.pipeline import DiffusionModel, import_pipeline
+
+                import_pipeline(model, revision)
+            with self.boot.timed("restore"):
+                self._keeper.restore()
+                restored = kernels()
+            with self.boot.timed("weights"):
+                self.model = DiffusionModel.load(model, revision, settings.image_sizes)
+            with self.boot.timed("compile_setup"):
+                compile_network(self.model.denoiser, self._way.compiles)
+            with self.boot.timed("warm_up"):
+                for inputs in self.model.warm_up_inputs(settings.warm_up_sizes):
+                    self.model.run(inputs)
+            with self.boot.timed("save"):
+                self._keeper.save()
+            self.kernels_made = len(kernels() - restored)
+        self.files = PictureFiles()
+
+
+def kernels() -> set[Path]:
+    """The machine code in a peer's cache directory."""
+    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return {path for path in directory.rglob("*") if path.suffix in _KERNEL_SUFFIXES}
+
+
+def compile_network(network: Any, compiles: str) -> None:
+    """Have torch compile the network, as the peer's documentation recommends it."""
+    if compiles == "whole":
+        network.compile()
+    elif compiles == "dynamic":
+        network.compile(dynamic=True)
+    elif compiles == "regional":
+        network.compile_repeated_blocks(fullgraph=True)
+
+
+class TextPeer(TextPredictor):
+    """Generates text with transformers' `generate`: eager, or with a static cache, where it compiles its own step."""
+
+    def __init__(self, way: Way, is_build_step: bool, asked: Asked) -> None:
+        super().__init__()
+        self._way = way
+        self._warm_up = asked.inputs
+        self._keeper = make_keeper(way.keeps, Path(os.environ["COMPILE_CACHE_STORE"]), is_build_step)
+
+    def setup(self) -> None:
+        """Restore, load, warm up with a request like the later ones, save; READY when it returns."""
+        model, revision = split_revision(os.environ["MODEL"])
+        with compile_cache.boot(model) as self.boot:
+            with self.boot.timed("import"), without_collection():
+                from models.text.model import AutoTokenizer, import_model, load_model
+
+                import_model(model, revision)
+            with self.boot.timed("restore"):
+                self._keeper.restore()
+                restored = kernels()
+            with self.boot.timed("weights"):
+                self.network = load_model(model, revision)
+                self._tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+            with self.boot.timed("compile_setup"):
+                self._arguments = generate_arguments(self._way.compiles)
+            with self.boot.timed("warm_up"):
+                self._generate(self._warm_up["prompt"], self._warm_up["max_new_tokens"])
+            with self.boot.timed("save"):
+                self._keeper.save()
+            self.kernels_made = len(kernels() - restored)
+
+    def run(self, prompt: str, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[str]:
+        """The whole text at once, chosen greedily."""
+        prediction = self.boot.prediction()
+        yield self._generate(prompt, max_new_tokens)
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+
+    def _generate(self, prompt: str, max_new_tokens: int) -> str:
+        inputs = self._tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(self.network.device)
+        found = self.network.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, **self._arguments)
+        text: str = self._tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text
+
+
+def generate_arguments(compiles: str) -> dict[str, Any]:
+    """What makes `generate` compile. By itself it does so on a GPU only."""
+    if not compiles:
+        return {}
+    from transformers import CompileConfig
+
+    config = CompileConfig(dynamic=True if compiles == "dynamic" else None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def measure(asked: Asked) -> PeerBoot:
+    """Boot, and ask until the process is to be killed or everything was asked."""
+    predictor = make_predictor(asked)
+    predictor.setup()
+    counts, report = predictor.boot.counts(), predictor.boot.report
+    boot = PeerBoot(
+        ready_s=report.process_s,
+        phases=dict(report.phases),
+        hits=counts.hits,
+        misses=counts.misses,
+        precompiled=counts.precompiled_loaded,
+        kernels_made=getattr(predictor, "kernels_made", report.counts.kernels_compiled),
+        machine={} if asked.killed_after else describe_machine(),  # it would take time between READY and the kill
+    )
+    if asked.killed_after == "ready":
+        return boot
+    served = InProcess(predictor)
+    first = served.answer(**asked.inputs)
+    boot = dataclasses.replace(boot, first_s=first.seconds, first_sha256=first.sha256)
+    if asked.killed_after == "request":
+        return boot
+    if asked.is_filling:
+        boot = dataclasses.replace(boot, settled_s=settle(predictor, served, asked))
+    later = tuple(served.answer(**asked.inputs).seconds for _ in range(asked.requests))
+    return dataclasses.replace(
+        boot, later_s=later, **(ask_new_size(predictor, served, asked) if asked.new_inputs else {})
+    )
+
+
+def make_predictor(asked: Asked) -> Any:
+    """The project's own predictor, or a peer's."""
+    way = BY_NAME[asked.way]
+    if way.is_ours:
+        return TextPredictor() if asked.is_text else Predictor()
+    if asked.is_text:
+        return TextPeer(way, asked.is_filling, asked)
+    return PicturePeer(way, asked.is_filling)
+
+
+def settle(predictor: Any, served: InProcess, asked: Asked) -> float | None:
+    """Seconds from READY until everything is compiled, if a second process compiles; then wait until it is stored."""
+    begun_s = time.monotonic()
+    settled_s = None
+    if predictor.boot.waiting:  # in `block` too, if the setup budget was over
+        if not predictor.boot.wait_compiled(_PATIENCE_S):
+            raise SystemExit(f"not compiled {_PATIENCE_S:g} s after READY")
+        settled_s = time.monotonic() - begun_s
+        served.answer(**asked.inputs)  # takes what has arrived
+    wait_published(predictor.boot, _PATIENCE_S)
+    return settled_s
+
+
+def ask_new_size(predictor: Any, served: InProcess, asked: Asked) -> dict[str, Any]:
+    """A request of a size that nothing was warmed up for, and the same once more."""
+    before = predictor.boot.counts()
+    new_s = served.answer(**asked.new_inputs).seconds
+    graphs = predictor.boot.counts().since(before).graphs
+    return {"new_s": new_s, "new_graphs": graphs, "new_again_s": served.answer(**asked.new_inputs).seconds}
+
+
+def main() -> None:
+    """Boot, ask, write, and end; or be killed with its process group, as with a container."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("asked", help="JSON of `Asked`")
+    parser.add_argument("record", type=Path, help="file to write")
+    args = parser.parse_args()
+    asked = Asked(**json.loads(args.asked))
+    record = json.dumps(dataclasses.asdict(measure(asked)))
+    if asked.killed_after:
+        args.record.write_text(record)
+        os.killpg(0, signal.SIGKILL)
+    args.record.write_text(record)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
