@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+
 def sent(folder: Path) -> set[str]:
     """The paths of the files in `folder` that go into an image with `COPY . /src`."""
     patterns = read_patterns(folder / ".dockerignore")
