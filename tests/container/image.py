@@ -43,10 +43,17 @@ def make_base(folder: Path) -> None:
     """Import a Debian with Python, compilers and tini as the image `BASE`, unless it is there.
 
     Raises:
-        NoContainerError: debootstrap is missing, or cannot make it here; with the end of its output.
+        NoContainerError: debootstrap is missing or cannot make it here, or the daemon cannot run it; with the output.
     """
-    if docker("images", "--quiet", BASE):
-        return
+    if not docker("images", "--quiet", BASE):
+        _import_base(folder)
+    try:
+        docker("run", "--rm", "--network", "host", BASE, "true")
+    except RuntimeError as error:
+        raise NoContainerError(f"the Docker daemon cannot run a container: {error}") from error
+
+
+def _import_base(folder: Path) -> None:
     if shutil.which("debootstrap") is None:
         raise NoContainerError("the base image is made by debootstrap, which is not installed")
     if os.geteuid() != 0:
