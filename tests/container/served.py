@@ -16,7 +16,7 @@ from cog_server import CogServer, _free_port, files
 from container.daemon import docker
 from container.image import IMAGE
 
-READY_S = 600.0
+READY_S = 900.0
 REQUEST = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 4, "output_format": "png"}
 
 
