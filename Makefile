@@ -16,21 +16,25 @@ QUANTIZE := $(VENV)/quantize
 SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py \
   "soak_predictions.py --predictions 2000"
 
-.PHONY: demo test soak lint types clean
+.PHONY: demo test container soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   boot the demo model in a real Cog server: eager, cold, restored"
-	@echo "make test   run the whole test suite"
-	@echo "make soak   servers and the store under load and faults, in full; needs root, tini and iproute2"
-	@echo "make lint   ruff"
-	@echo "make types  mypy"
+	@echo "make demo        boot the demo model in a real Cog server: eager, cold, restored"
+	@echo "make test        run the whole test suite"
+	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
+	@echo "make soak        servers and the store under load and faults, in full; needs root, tini and iproute2"
+	@echo "make lint        ruff"
+	@echo "make types       mypy"
 
 demo: $(READY)
 	$(BIN)/python demo/run_demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+container: $(READY)
+	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py
 
 soak: $(READY)
 	$(BIN)/python -m pytest benchmarks

@@ -1,8 +1,7 @@
-"""What is installed, copied into an image, and ignored."""
+"""What is installed, and what git ignores."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import shutil
 import subprocess
@@ -18,36 +17,6 @@ PROJECT = Path(__file__).parent.parent
 
 def lines(name: str) -> list[str]:
     return [line for line in (PROJECT / name).read_text().splitlines() if line and not line.startswith("#")]
-
-
-def is_left_out(path: str) -> bool:
-    """Whether .dockerignore leaves `path` out: the last pattern that matches it or a folder above it decides."""
-    parts = Path(path).parts
-    above = ["/".join(parts[: length + 1]) for length in range(len(parts))]
-    left_out = False
-    for pattern in lines(".dockerignore"):
-        if any(fnmatch.fnmatch(one, pattern.removeprefix("!")) for one in above):
-            left_out = not pattern.startswith("!")
-    return left_out
-
-
-def test_the_image_has_what_a_predictor_needs():
-    models = {variable for name in ("cog.yaml", "cog.text.yaml") for variable in configuration(name)["environment"]}
-    folders = [variable.removeprefix("MODEL=") for variable in models if variable.startswith("MODEL=")]
-    needed = [*folders, "predict.py", "warmup.py", "models/weights.py", "compile_cache/__init__.py", "baked/a.pack"]
-    assert not [path for path in [*needed, ".cog/openapi_schema.json"] if is_left_out(path)]
-
-
-def test_the_image_has_nothing_that_only_developers_need():
-    unneeded = [
-        ".cog/cog.lock",
-        ".git/HEAD",
-        ".venv/bin/python",
-        "tests/conftest.py",
-        "benchmarks/boot.py",
-        "docs/cli.md",
-    ]
-    assert not [path for path in [*unneeded, "output.0.webp"] if not is_left_out(path)]
 
 
 @pytest.mark.parametrize("left", [".cog/", "output.*"])
