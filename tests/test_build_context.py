@@ -43,7 +43,15 @@ def test_a_checkout_sends_what_the_image_needs_and_nothing_else():
     assert {path for path in files if not is_left_out(path, PATTERNS)} == {path for path in files if is_needed(path)}
 
 
-@pytest.mark.parametrize("path", [".cog/openapi_schema.json", "baked/model/version/a.pack", "baked/index.json"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".cog/openapi_schema.json",
+        "baked/model/version/a.pack",
+        "baked/index.json",
+        "weights/FLUX.1-schnell/README.md",  # it counts into the model's version
+    ],
+)
 def test_what_the_image_needs_beside_the_checkout_is_sent(path):
     assert not is_left_out(path, PATTERNS)
 
