@@ -122,7 +122,7 @@ class CogServer:
             return dict(json.load(answer))
 
     def stream(self, **inputs: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        """One prediction, as server-sent events: the kind of each, and its data. `project` is a `streaming_project`."""
+        """One prediction, as server-sent events: the kind of each, and its data. The project needs a schema."""
         with self._open_when_free(inputs, {"Accept": "text/event-stream"}) as answer:
             kind = ""
             for line in answer:
@@ -175,18 +175,22 @@ class CogServer:
         return urllib.request.urlopen(request, timeout=600)
 
 
-def streaming_project(folder: Path) -> Path:
-    """Make `folder` this project, with the mark that `cog build` leaves in its schema for `@streaming`; `folder` again.
+def project_with_schema(folder: Path, schema: Mapping[str, Any]) -> Path:
+    """Make `folder` this project, with the schema that `cog build` would leave in it; `folder` again.
 
-    Without the schema, the server streams nothing.
+    Cog's server reads the schema from its working directory. Without it, it validates no input and streams nothing.
     """
+    (folder / ".cog").mkdir(parents=True, exist_ok=True)
     for path in PROJECT.iterdir():
-        if not path.name.startswith("."):
+        if not path.name.startswith(".") and not (folder / path.name).exists():
             (folder / path.name).symlink_to(path)
-    (folder / ".cog").mkdir()
-    schema = {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}}
     (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
     return folder
+
+
+def streaming_project(folder: Path) -> Path:
+    """The same with a schema that has nothing but the mark of `@streaming`: no input is validated."""
+    return project_with_schema(folder, {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
 
 
 def files(prediction: Mapping[str, Any]) -> list[bytes]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import CogServer, files
+from cog_server import files
 from PIL import Image
 from read_digits import DIGIT_WORDS, share_read
+from validating_server import ValidatingServer
 
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 1, "output_format": "png"}
 # Square, which is not the first size: only a size that was warmed up is drawn without compiling.
@@ -40,7 +41,7 @@ def serve(folder: Path, each_digit: int = 0, **requests: dict[str, Any]) -> Serv
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
         "COMPILE_CACHE_COLD_START": "block",
     }
-    with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
+    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()
         first = server.predict(**PICTURE)
         digits = []
@@ -67,7 +68,7 @@ def restored(cold):
         unavailable={**SKETCH, "width": 100, "height": 100},
         half={**SKETCH, "width": 64},
         steered={**PICTURE, "negative_prompt": "a handwritten one", "guidance_scale": 2.0},
-        unseeded={**PICTURE, "seed": None},
+        unseeded={name: value for name, value in PICTURE.items() if name != "seed"},
         webp={**PICTURE, "output_format": "webp", "output_quality": 50},
         jpg={**PICTURE, "output_format": "jpg"},
         several={**PICTURE, "num_outputs": 2},

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import CogServer, streaming_project
+from cog_server import CogServer
 from sums import answer, prompt, unseen_sums
+from validating_server import ValidatingServer
 
 from models.text.model import TextInputs, TextModel
 from models.text.settings import TextSettings
@@ -72,7 +73,7 @@ def report(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    with CogServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
+    with ValidatingServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
         server.wait_ready(600)
         first = server.predict(prompt="23+45=")
         rambling = server.predict(**RAMBLING)
@@ -80,10 +81,9 @@ def cold(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def restored(cold, tmp_path_factory):
+def restored(cold):
     folder, _ = cold
-    project = streaming_project(tmp_path_factory.mktemp("project"))
-    with CogServer("predict.py:TextPredictor", folder / "server.log", environment(folder), project) as server:
+    with ValidatingServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
         server.wait_ready()
         first = server.predict(prompt="23+45=")
         answers = {
