@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.error
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cog_schema import openapi_schema
 from cog_server import PROJECT, CogServer, project_with_schema
+
+# A boot's report, an event with its fields, and what a model says of its pipeline.
+_OURS = re.compile(r"(restore|precompiled): |ready after |region |[a-z_]+\.[a-z_]+ [a-z_]+=|\w+Pipeline ignores ")
 
 
 class ValidatingServer(CogServer):
@@ -21,3 +31,17 @@ class ValidatingServer(CogServer):
     ) -> None:
         project = project_with_schema(log.with_suffix(".project"), openapi_schema(predictor, PROJECT))
         super().__init__(predictor, log, environ, project, wrapper)
+
+    def refuse(self, inputs: Mapping[str, Any]) -> dict[str, str]:
+        """Ask for a prediction that is not let through to the predictor; the reasons, by the inputs at fault."""
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            self.predict(**inputs)
+        assert caught.value.code == HTTPStatus.UNPROCESSABLE_ENTITY
+        return {fault["loc"][-1]: fault["msg"] for fault in json.load(caught.value)["detail"]}
+
+    def foreign_lines(self) -> list[str]:
+        """Lines that the worker has written until now, and that are neither this project's nor Cog's."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        own = [line["fields"]["message"] for line in lines if line["target"] in ("coglet::setup", "coglet::user")]
+        assert any(line.startswith("restore: ") for line in own), lines
+        return [line for line in own if not _OURS.match(line)]
