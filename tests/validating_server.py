@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from cog_schema import openapi_schema
 from cog_server import PROJECT, CogServer, project_with_schema
 
-# A boot's report, an event with its fields, and what a model says of its pipeline.
-_OURS = re.compile(r"(restore|precompiled): |ready after |region |[a-z_]+\.[a-z_]+ [a-z_]+=|\w+Pipeline ignores ")
+# The lines of a boot's report, an event with its fields, and what a model says of its pipeline.
+_OURS = re.compile(
+    r"(restore|layer left out|warning|precompiled): |refused pack |region |ready after "
+    r"|[a-z_]+\.[a-z_]+ [a-z_]+=|\w+Pipeline ignores "
+)
 
 
 class ValidatingServer(CogServer):
