@@ -65,8 +65,8 @@ def input_schema(annotation: ast.expr) -> Schema:
         SchemaError: Cog refuses the type.
     """
     members, nullable = without_none(annotation)
-    if len(members) == 1:
-        schema = _one_input(members[0])
+    if len(members) < 2:
+        schema = _one_input(members[0] if members else annotation)
         return {**schema, "nullable": True} if nullable else schema
     schemas = [_one_input(member) for member in members]
     for member in members:
