@@ -175,22 +175,28 @@ class CogServer:
         return urllib.request.urlopen(request, timeout=600)
 
 
-def project_with_schema(folder: Path, schema: Mapping[str, Any]) -> Path:
-    """Make `folder` this project, with the schema that `cog build` would leave in it; `folder` again.
+def write_schema(folder: Path, schema: Mapping[str, Any]) -> None:
+    """Leave the schema in a project as `cog build` does.
 
-    Cog's server reads the schema from its working directory. Without it, it validates no input and streams nothing.
+    Cog's server reads it from its working directory. Without it, the server validates no input and streams nothing.
     """
-    (folder / ".cog").mkdir(parents=True, exist_ok=True)
+    (folder / ".cog").mkdir(exist_ok=True)
+    (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
+
+
+def link_project(folder: Path) -> Path:
+    """Make `folder` this project, by links, without what its own `.cog` has; `folder` again."""
+    folder.mkdir(exist_ok=True)
     for path in PROJECT.iterdir():
         if not path.name.startswith(".") and not (folder / path.name).exists():
             (folder / path.name).symlink_to(path)
-    (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
     return folder
 
 
 def streaming_project(folder: Path) -> Path:
-    """The same with a schema that has nothing but the mark of `@streaming`: no input is validated."""
-    return project_with_schema(folder, {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
+    """Make `folder` this project, with the mark of `@streaming` as its whole schema: no input is validated."""
+    write_schema(link_project(folder), {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
+    return folder
 
 
 def files(prediction: Mapping[str, Any]) -> list[bytes]:

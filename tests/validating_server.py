@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cog_schema import openapi_schema
-from cog_server import PROJECT, CogServer, project_with_schema
+from cog_server import CogServer, link_project, write_schema
 
 # The lines of a boot's report, an event with its fields, and what a model says of its pipeline.
 _OURS = re.compile(
@@ -22,17 +22,23 @@ _OURS = re.compile(
 
 
 class ValidatingServer(CogServer):
-    """A `CogServer` in a folder of links to the project, with the schema of its predictor; it is beside the log.
+    """A `CogServer` with the schema of its predictor in `project`, or beside its log in a folder of links to this one.
 
     Raises:
         SchemaError: Cog would refuse the predictor, or would drop a part of its signature.
     """
 
     def __init__(
-        self, predictor: str, log: Path, environ: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
+        self,
+        predictor: str,
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        project: Path | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
-        project = project_with_schema(log.with_suffix(".project"), openapi_schema(predictor, PROJECT))
-        super().__init__(predictor, log, environ, project, wrapper)
+        folder = link_project(log.with_suffix(".project")) if project is None else project
+        write_schema(folder, openapi_schema(predictor, folder))
+        super().__init__(predictor, log, environ, folder, wrapper)
 
     def refuse(self, inputs: Mapping[str, Any]) -> dict[str, str]:
         """Ask for a prediction that is not let through to the predictor; the reasons, by the inputs at fault."""
