@@ -122,7 +122,7 @@ class CogServer:
             return dict(json.load(answer))
 
     def stream(self, **inputs: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        """One prediction, as server-sent events: the kind of each, and its data. `project` is a `streaming_project`."""
+        """One prediction, as server-sent events: the kind of each, and its data. The project needs a schema."""
         with self._open_when_free(inputs, {"Accept": "text/event-stream"}) as answer:
             kind = ""
             for line in answer:
@@ -175,17 +175,27 @@ class CogServer:
         return urllib.request.urlopen(request, timeout=600)
 
 
-def streaming_project(folder: Path) -> Path:
-    """Make `folder` this project, with the mark that `cog build` leaves in its schema for `@streaming`; `folder` again.
+def write_schema(folder: Path, schema: Mapping[str, Any]) -> None:
+    """Leave the schema in a project as `cog build` does.
 
-    Without the schema, the server streams nothing.
+    Cog's server reads it from its working directory. Without it, the server validates no input and streams nothing.
     """
-    for path in PROJECT.iterdir():
-        if not path.name.startswith("."):
-            (folder / path.name).symlink_to(path)
-    (folder / ".cog").mkdir()
-    schema = {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}}
+    (folder / ".cog").mkdir(exist_ok=True)
     (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
+
+
+def link_project(folder: Path) -> Path:
+    """Make `folder` this project, by links, without what its own `.cog` has; `folder` again."""
+    folder.mkdir(exist_ok=True)
+    for path in PROJECT.iterdir():
+        if not path.name.startswith(".") and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def streaming_project(folder: Path) -> Path:
+    """Make `folder` this project, with the mark of `@streaming` as its whole schema: no input is validated."""
+    write_schema(link_project(folder), {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
     return folder
 
 

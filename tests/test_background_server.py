@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cog_server import CogServer, files
 from PIL import Image
+from validating_server import ValidatingServer
 
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 2, "output_format": "png"}
 PLANNED = {**SKETCH, "width": 64, "height": 64}
@@ -92,7 +93,7 @@ def serve(folder: Path, ask: Callable[[Asking], tuple[list[dict[str, Any]], list
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
     }
-    with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
+    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()
         report = json.loads((folder / "report.json").read_text())
         asking = Asking(server)

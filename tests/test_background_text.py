@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import CogServer
+from validating_server import ValidatingServer
 
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 # One for each bucket.
@@ -63,7 +63,7 @@ def serve(folder: Path, is_enough: Callable[[tuple[dict[str, Any], ...]], bool])
     }
     rounds: list[tuple[dict[str, Any], ...]] = []
     states: set[str] = set()
-    with CogServer("predict.py:TextPredictor", folder / "server.log", environ) as server:
+    with ValidatingServer("predict.py:TextPredictor", folder / "server.log", environ) as server:
         server.wait_ready()
         report = json.loads((folder / "report.json").read_text())
         deadline = time.monotonic() + PATIENCE_S

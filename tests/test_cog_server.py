@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
+from validating_server import ValidatingServer
 
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.rules import Rules
@@ -27,7 +28,7 @@ COG_LIMIT_S = 10
 def server(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> CogServer:
     """All is compiled before READY."""
     blocking = {**environ, "COMPILE_CACHE_COLD_START": "block"}
-    return CogServer(PREDICTOR, folder / "server.log", blocking, wrapper=wrapper)
+    return ValidatingServer(PREDICTOR, folder / "server.log", blocking, wrapper=wrapper)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from boots import settings
-from cog_server import PROJECT, CogServer
+from cog_server import PROJECT
+from validating_server import ValidatingServer
 
 # What a worker of Cog's server does, as far as this is about it.
 WORKER = """\
@@ -95,7 +96,7 @@ def test_an_explicit_value_for_unseen_calls_wins(tmp_path, value):
 
 def test_a_server_that_ends_before_all_is_compiled_says_so_in_one_line(tmp_path):
     log = tmp_path / "server.log"
-    with CogServer("tests/toy_predictor.py:Predictor", log, settings(tmp_path)) as server:
+    with ValidatingServer("tests/toy_predictor.py:Predictor", log, settings(tmp_path)) as server:
         server.wait_ready()
         server.stop(signal.SIGTERM)
     (line,) = [line for line in log.read_text().splitlines() if "background.unfinished" in line]

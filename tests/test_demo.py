@@ -9,13 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import CogServer, files
+from cog_server import files
 from PIL import Image
 from read_digits import DIGIT_WORDS, share_read
+from validating_server import ValidatingServer
 
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 1, "output_format": "png"}
 # Square, which is not the first size: only a size that was warmed up is drawn without compiling.
 PICTURE = {**SKETCH, "num_inference_steps": 4, "aspect_ratio": "1:1"}
+# Inputs that Cog's server refuses by the schema, and its reasons.
+WRONG: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "missing": ({"seed": 7}, {"prompt": "Field required"}),
+    "out of range": ({**SKETCH, "num_outputs": 9}, {"num_outputs": "9 is greater than the maximum of 8"}),
+    "wrong type": ({**SKETCH, "width": "wide"}, {"width": '"wide" is not of type "integer"'}),
+    "no choice": ({**SKETCH, "output_format": "gif"}, {"output_format": '"gif" is not one of ["png","webp","jpg"]'}),
+    # The schema says nullable: such an input may be left out, and may not be null.
+    "null": ({**SKETCH, "seed": None}, {"seed": 'null is not of type "integer"'}),
+    "several": (
+        {**SKETCH, "prompt": 7, "guidance_scale": -1},
+        {"prompt": '7 is not of type "string"', "guidance_scale": "-1 is less than the minimum of 0"},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -24,11 +38,15 @@ class Served:
 
     report: dict[str, Any]
     first: dict[str, Any]
+    foreign_lines: list[str]
     digits: tuple[bytes, ...]
     answers: dict[str, dict[str, Any]]
+    refusals: dict[str, dict[str, str]]
 
 
-def serve(folder: Path, each_digit: int = 0, **requests: dict[str, Any]) -> Served:
+def serve(
+    folder: Path, each_digit: int = 0, wrong: dict[str, dict[str, Any]] | None = None, **requests: dict[str, Any]
+) -> Served:
     """Boot, draw the picture, `each_digit` pictures of every digit, and whatever else is asked; then stop."""
     environ = {
         "MODEL": "demo/flux-digits",
@@ -40,15 +58,18 @@ def serve(folder: Path, each_digit: int = 0, **requests: dict[str, Any]) -> Serv
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
         "COMPILE_CACHE_COLD_START": "block",
     }
-    with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
+    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()
+        foreign_lines = server.foreign_lines()
         first = server.predict(**PICTURE)
         digits = []
         for word in DIGIT_WORDS if each_digit else ():
             inputs = {**PICTURE, "prompt": f"a handwritten {word}", "num_outputs": each_digit}
             digits += files(server.predict(**inputs))
         answers = {name: server.predict(**inputs) for name, inputs in requests.items()}
-    return Served(json.loads((folder / "report.json").read_text()), first, tuple(digits), answers)
+        refusals = {name: server.refuse(inputs) for name, inputs in (wrong or {}).items()}
+    report = json.loads((folder / "report.json").read_text())
+    return Served(report, first, foreign_lines, tuple(digits), answers, refusals)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +84,13 @@ def restored(cold):
     return serve(
         folder,
         each_digit=1,
+        wrong={name: inputs for name, (inputs, _) in WRONG.items()},
+        unknown={**PICTURE, "colour": "blue"},
         exact={**SKETCH, "width": 64, "height": 64},
         unavailable={**SKETCH, "width": 100, "height": 100},
         half={**SKETCH, "width": 64},
         steered={**PICTURE, "negative_prompt": "a handwritten one", "guidance_scale": 2.0},
-        unseeded={**PICTURE, "seed": None},
+        unseeded={name: value for name, value in PICTURE.items() if name != "seed"},
         webp={**PICTURE, "output_format": "webp", "output_quality": 50},
         jpg={**PICTURE, "output_format": "jpg"},
         several={**PICTURE, "num_outputs": 2},
@@ -130,6 +153,24 @@ def test_omitted_seed_is_random_and_reported(restored):
     answer = restored.answers["unseeded"]
     assert f"seed: {answer['metrics']['seed']}" in answer["logs"]
     assert answer["metrics"]["seed"] != PICTURE["seed"]
+
+
+@pytest.mark.parametrize(("name", "reasons"), [(name, reasons) for name, (_, reasons) in WRONG.items()])
+def test_inputs_outside_the_schema_are_refused_by_name(restored, name, reasons):
+    assert restored.refusals[name] == reasons
+
+
+def test_unknown_input_is_ignored(restored):
+    assert files(restored.answers["unknown"]) == files(restored.first)
+
+
+def test_setup_logs_nothing_of_other_libraries(cold, restored):
+    assert not cold[1].foreign_lines
+    assert not restored.foreign_lines
+
+
+def test_prediction_logs_its_steps(restored):
+    assert "4/4" in restored.first["logs"]
 
 
 @pytest.mark.parametrize(("name", "file_format"), [("webp", "WEBP"), ("jpg", "JPEG"), ("exact", "PNG")])

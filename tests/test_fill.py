@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from boots import stored
-from cog_server import PROJECT, CogServer
+from cog_server import PROJECT
+from validating_server import ValidatingServer
 
 from compile_cache.cli.terminal import size_text
 from compile_cache.lifecycle.boot import observed_boots
@@ -155,7 +156,7 @@ def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
         "COMPILE_CACHE_DIR": str(folder / "cache"),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
     }
-    with CogServer("predict.py:Predictor", folder / "server.log", environ) as server:
+    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()
     report = json.loads((folder / "report.json").read_text())
     assert report["restore"]["outcome"] == "hit"

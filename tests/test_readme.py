@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from boots import Booted, assert_fully_warm
-from cog_server import PROJECT, CogServer
+from cog_server import PROJECT
+from validating_server import ValidatingServer
 
 from compile_cache.cli.project import read_project
 
@@ -76,7 +77,7 @@ def boot(folder: Path, endpoint_url: str, environ: dict[str, str]) -> Booted:
     project = read_project(folder, None)
     report = folder / "report.json"
     given = {"COMPILE_CACHE_S3_ENDPOINT_URL": endpoint_url, "COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
-    with CogServer(
+    with ValidatingServer(
         project.predictor, folder / "server.log", {**project.variables, **given, **environ}, project=folder
     ) as server:
         server.wait_ready()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_server import CogServer, streaming_project
+from cog_server import CogServer
 from sums import answer, prompt, unseen_sums
+from validating_server import ValidatingServer
 
 from models.text.model import TextInputs, TextModel
 from models.text.settings import TextSettings
@@ -28,6 +29,7 @@ class Served:
     """What one server answered, from its boot to its end. `events` are those of a streamed answer, with their times."""
 
     report: dict[str, Any]
+    foreign_lines: list[str]
     first: dict[str, Any]
     answers: dict[str, dict[str, Any]]
     sums: tuple[str, ...] = ()
@@ -72,19 +74,20 @@ def report(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    with CogServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
+    with ValidatingServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
         server.wait_ready(600)
+        foreign_lines = server.foreign_lines()
         first = server.predict(prompt="23+45=")
         rambling = server.predict(**RAMBLING)
-    return folder, Served(report(folder), first, {"rambling": rambling})
+    return folder, Served(report(folder), foreign_lines, first, {"rambling": rambling})
 
 
 @pytest.fixture(scope="module")
-def restored(cold, tmp_path_factory):
+def restored(cold):
     folder, _ = cold
-    project = streaming_project(tmp_path_factory.mktemp("project"))
-    with CogServer("predict.py:TextPredictor", folder / "server.log", environment(folder), project) as server:
+    with ValidatingServer("predict.py:TextPredictor", folder / "server.log", environment(folder)) as server:
         server.wait_ready()
+        foreign_lines = server.foreign_lines()
         first = server.predict(prompt="23+45=")
         answers = {
             "rambling": server.predict(**RAMBLING),
@@ -98,7 +101,7 @@ def restored(cold, tmp_path_factory):
         answers["after it"] = server.predict(**RAMBLING)
         sums = tuple("".join(server.predict(prompt=prompt(a, b))["output"]) for a, b in SUMS)
         mixed = tuple(server.predict(**inputs) for inputs in mixed_requests(MIXED_REQUESTS))
-    return Served(report(folder), first, answers, sums, mixed, events)
+    return Served(report(folder), foreign_lines, first, answers, sums, mixed, events)
 
 
 def cancelled(server: CogServer) -> dict[str, Any]:
@@ -135,6 +138,12 @@ def test_restored_boot_traces_and_compiles_nothing(restored):
     assert counts["precompiled_loaded"] == len(BUCKETS) + 1
     for name in ("graphs", "fxgraph_misses", "aotautograd_misses", "kernels_compiled", "benchmarks"):
         assert counts[name] == 0
+
+
+def test_setup_logs_nothing_of_other_libraries(cold, restored):
+    _, first = cold
+    assert not first.foreign_lines
+    assert not restored.foreign_lines
 
 
 def test_answers_are_right(cold, restored):

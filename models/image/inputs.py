@@ -26,7 +26,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """One picture to draw. None leaves a value to the pipeline's own default."""
+    """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default."""
 
     prompt: str
     size: Size
@@ -34,6 +34,7 @@ class ImageInputs:
     negative_prompt: str | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    shows_progress: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import nn
 from models.image.inputs import ImageInputs
 from models.image.sizes import Size, native_sizes
 from models.image.supported import check_pipeline, find_denoiser, ignored_inputs
+from models.setup_log import leave_out_foreign_lines
 from models.weights import move, need_no_cast
 
 _WARM_UP_STEPS = 2
@@ -26,12 +27,14 @@ log = logging.getLogger(__name__)
 
 
 def import_pipeline(model: str, revision: str | None) -> None:
-    """Import the classes of `model`, so that loading it imports next to nothing.
+    """Import the classes of `model`, so that loading it imports next to nothing, and logs no progress.
 
     Raises:
         OSError: there is no such folder or repository.
         ValueError: the pipeline does not draw from a prompt alone.
     """
+    leave_out_foreign_lines()
+    diffusers.utils.logging.disable_progress_bar()
     config = DiffusionPipeline.load_config(model, revision=revision)
     pipeline = getattr(diffusers, config["_class_name"], None)
     if pipeline is not None:  # otherwise the repository has code of its own
@@ -107,7 +110,14 @@ class DiffusionModel:
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; the model draws {', '.join(map(str, self.sizes))}")
         scales = (None, 1.0) if hasattr(type(self._pipeline), "do_classifier_free_guidance") else (None,)
         return [
-            ImageInputs("a warm-up", size, seed=0, num_inference_steps=_WARM_UP_STEPS, guidance_scale=scale)
+            ImageInputs(
+                "a warm-up",
+                size,
+                seed=0,
+                num_inference_steps=_WARM_UP_STEPS,
+                guidance_scale=scale,
+                shows_progress=False,
+            )
             for size in sizes or self.sizes[:1]
             for scale in scales
         ]
@@ -124,6 +134,7 @@ class DiffusionModel:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
         # On the CPU, so that the same seed starts from the same noise on every device.
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
+        self._pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
         with torch.inference_mode():
             result = self._call(generator=generator, output_type="pil", **self._arguments(inputs))
         if not hasattr(result, "images"):

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from models.setup_log import leave_out_foreign_lines
 from models.text.generation import Generator, Request
 from models.text.inputs import TextInputs
 from models.text.quantization import quantize
@@ -53,11 +54,12 @@ _NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
 
 
 def import_model(model: str, revision: str | None) -> None:
-    """Import the classes of `model`, so that loading it imports next to nothing.
+    """Import the classes of `model`, so that loading it imports next to nothing, and logs no progress.
 
     Raises:
         OSError: there is no such folder or repository.
     """
+    leave_out_foreign_lines()
     config = AutoConfig.from_pretrained(model, revision=revision)
     for name in getattr(config, "architectures", None) or ():
         getattr(transformers, name, None)
