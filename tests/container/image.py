@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cog_schema import openapi_schema
 from cog_server import PROJECT
 
 from container.daemon import NoContainerError, docker
@@ -37,6 +38,7 @@ ENTRYPOINT = 'ENTRYPOINT ["/sbin/tini", "--"]'
 _RECIPE = hashlib.sha256(json.dumps([RELEASE, BASE_PACKAGES, ENTRYPOINT]).encode()).hexdigest()[:12]
 BASE = f"cog-compile-cache-base:{_RECIPE}"
 IMAGE = "cog-compile-cache-test"
+SCHEMA = ".cog/openapi_schema.json"
 
 
 def make_base(folder: Path) -> None:
@@ -107,6 +109,15 @@ def build(configuration: Mapping[str, Any], folder: Path, torch: str) -> None:
             *("--file", dockerfile, PROJECT),
             environ={"DOCKER_BUILDKIT": "0"},
         )
+    _add_schema(configuration, folder / "schema")
+
+
+def _add_schema(configuration: Mapping[str, Any], folder: Path) -> None:
+    """Build `IMAGE` anew, with the schema that the server validates by: Cog, too, adds it in a second build."""
+    folder.mkdir(exist_ok=True)
+    (folder / "openapi_schema.json").write_text(json.dumps(openapi_schema(configuration["run"], PROJECT)))
+    (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY openapi_schema.json /src/{SCHEMA}\n")
+    docker("build", "--tag", IMAGE, folder, environ={"DOCKER_BUILDKIT": "0"})
 
 
 def dockerfile_of(configuration: Mapping[str, Any], torch: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import urllib.error
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,13 @@ REQUEST = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 4,
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One container's life: its boot, the first picture, its end. `facts` is what `docker inspect` said before that."""
+    """One container's life: its boot, the first picture, its end.
+
+    `refusal` is the answer to a request out of range; `facts` is what `docker inspect` said before the end.
+    """
 
     booted: Booted
+    refusal: str
     picture: bytes
     metrics: Mapping[str, Any]
     facts: Mapping[str, Any]
@@ -56,6 +61,15 @@ class Container(CogServer):
         """What `docker inspect` says."""
         return dict(json.loads(docker("inspect", self._name))[0])
 
+    def refusal(self, **inputs: Any) -> str:
+        """The status and the body of an answer to inputs that are not let through; empty if they are."""
+        try:
+            self.predict(**REQUEST, **inputs)
+        except urllib.error.HTTPError as error:
+            with error:
+                return f"{error.code} {error.read().decode()}"
+        return ""
+
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 10.0) -> int:
         """`docker stop`, which sends SIGTERM, and SIGKILL after `timeout_s`; the exit code."""
         docker("stop", "--time", f"{timeout_s:.0f}", self._name)
@@ -74,9 +88,10 @@ def serve(folder: Path, environ: Mapping[str, str], options: Sequence[str] = ())
         prediction = container.predict(**REQUEST)
         if prediction["status"] != "succeeded":
             raise RuntimeError(f"the prediction failed: {prediction}\n{container.log.read_text()[-6000:]}")
+        refusal = container.refusal(num_outputs=9)
         facts = container.facts()
         exit_code = container.stop()
     metrics = prediction["metrics"]["compile_cache"]
     report = json.loads((folder / "report.json").read_text())
     booted = Booted(report, [], metrics["compiled_now"], container.log.read_text())
-    return Served(booted, files(prediction)[0], metrics, facts, exit_code)
+    return Served(booted, refusal, files(prediction)[0], metrics, facts, exit_code)

@@ -19,7 +19,7 @@ from build_context import sent
 from cog_server import PROJECT
 
 from container.daemon import NoContainerError, daemon, docker
-from container.image import BASE, IMAGE, build, make_base, read_configuration
+from container.image import BASE, IMAGE, SCHEMA, build, make_base, read_configuration
 from container.served import Served, serve
 
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
@@ -84,9 +84,14 @@ def cold(image, environ, tmp_path_factory) -> Served:
     return serve(tmp_path_factory.mktemp("containers") / "cold", environ)
 
 
-def test_the_image_has_the_files_that_the_build_context_has(image):
+def test_the_image_is_the_build_context_and_the_schema(image):
     listed = docker("run", "--rm", "--network", "none", image, "find", "/src", "-type", "f")
-    assert {line.removeprefix("/src/") for line in listed.splitlines()} == sent(PROJECT)
+    assert {line.removeprefix("/src/") for line in listed.splitlines()} == sent(PROJECT) | {SCHEMA}
+
+
+def test_the_server_refuses_an_input_out_of_range_and_names_it(cold):
+    assert cold.refusal.startswith("422 ")
+    assert "num_outputs" in cold.refusal
 
 
 def test_the_first_container_compiles_publishes_and_stops_in_order(cold):
