@@ -43,6 +43,8 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests keep all cores busy: a process that stands back behind them would hardly ever be done.
 os.environ.setdefault("COMPILE_CACHE_NICE", "0")
+# On a busy machine, a setup that compiles would run out of its time and leave the rest to the background.
+os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
 
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)
