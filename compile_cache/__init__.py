@@ -13,4 +13,7 @@ from compile_cache.lifecycle.boot import Boot, boot
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.regions.counters import CompileCounts
 
-__all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "boot"]
+# The project's one version: pyproject.toml reads it, so that a copied folder has it too.
+__version__ = "0.1.0"
+
+__all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "__version__", "boot"]

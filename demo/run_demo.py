@@ -12,194 +12,96 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from cog_server import PROJECT, CogServer, files
+from cog_server import PROJECT, CogServer
+from families import FAMILIES, Family
+from outcome import WHY_A_STEP_GAINS_LITTLE, WHY_THE_COLD_BOOTS_WAIT, DemoBoot, failures, headline, table
+from progress import doing, told
+from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from sums import answer, prompt, unseen_sums
+from side_by_side import largest_difference, side_by_side
 
 OUTPUT = PROJECT / "demo" / "output"
-BOOTS = {"eager": "compilation off", "cold": "compiled, empty cache", "restored": "compiled, cache of the cold boot"}
-SUMS = unseen_sums(50)
-# Steps of the ladder that a restored boot may take.
-RESTORED_STEPS = ("precompiled", "cached")
+PICTURES = OUTPUT / "pictures.png"
+LONGEST_BOOT_S = 1800.0
+BOOTS = {
+    "eager": "nothing is compiled",
+    "cold": "compiled, nothing stored",
+    "restored": "from what the cold boot stored",
+}
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What was answered, the same after every compiled boot; a line on it; and how long a part of it took.
-
-    `metrics` are those of the first prediction after READY.
-    """
-
-    answer: bytes
-    is_right: bool
-    shown: str
-    seconds: float
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models: its predictor, its settings, what to ask it, and what `Prediction.seconds` are of."""
-
-    name: str
-    predictor: str
-    environment: dict[str, str]
-    ask: Callable[[CogServer, Path], Prediction]
-    timed: str
-
-
-def predict(server: CogServer, **inputs: Any) -> dict[str, Any]:
-    """One prediction.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    prediction = server.predict(**inputs)
-    if prediction["status"] != "succeeded":
-        raise RuntimeError(f"the prediction failed: {prediction.get('error')}; see {server.log}")
-    return prediction
-
-
-def draw(server: CogServer, folder: Path) -> Prediction:
-    """A seven, left in the folder."""
-    prediction = predict(server, prompt="a handwritten seven", seed=7, num_inference_steps=8, output_format="png")
-    picture = files(prediction)[0]
-    (folder / "picture.png").write_bytes(picture)
-    metrics = prediction["metrics"]
-    return Prediction(picture, True, "picture.png", metrics["predict_time"], metrics["compile_cache"])
-
-
-def add(server: CogServer, folder: Path) -> Prediction:
-    """Sums that the model was not trained on, left in the folder."""
-    predictions = [predict(server, prompt=prompt(a, b)) for a, b in SUMS]
-    answers = ["".join(prediction["output"]) for prediction in predictions]
-    lines = [prompt(a, b) + found for (a, b), found in zip(SUMS, answers, strict=True)]
-    (folder / "sums.txt").write_text("\n".join(lines) + "\n")
-    right = sum(found == answer(a, b) for (a, b), found in zip(SUMS, answers, strict=True))
-    metrics = [prediction["metrics"] for prediction in predictions]
-    tokens = sum(entry["output_token_count"] for entry in metrics)
-    seconds = sum(entry["predict_time"] for entry in metrics) / tokens
-    shown = f"{right} of {len(SUMS)} unseen sums right, as {lines[0]}"
-    return Prediction(
-        "\n".join(answers).encode(), right >= 0.99 * len(SUMS), shown, seconds, metrics[0]["compile_cache"]
-    )
-
-
-FAMILIES = (
-    Family(
-        "text to image",
-        "predict.py:Predictor",
-        {"MODEL": "demo/flux-digits", "IMAGE_SIZES": "64x64,96x64,64x96"},
-        draw,
-        "picture",
-    ),
-    Family(
-        "text generation",
-        "predict.py:TextPredictor",
-        {"MODEL": "demo/llama-adder", "CACHE_TOKENS": "64", "PROMPT_BUCKETS": "16,64"},
-        add,
-        "token",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class DemoBoot:
-    """What one boot did. `ready_s` is wall-clock, from the server's start to its READY."""
-
-    name: str
-    ready_s: float
-    prediction: Prediction
-    report: dict[str, Any]
-
-
-def boot(family: Family, name: str, progress: Progress) -> DemoBoot:
+def boot(family: Family, name: str, console: Console) -> DemoBoot:
     """Start a server, predict, stop it; answers, report and log are left in `demo/output/<family>/<name>`."""
     work = OUTPUT / family.name.replace(" ", "-")
-    folder = work / name
+    folder, cache = work / name, work / "cache"
     folder.mkdir(parents=True)
-    title = f"{family.name}, {name}"
-    task = progress.add_task(f"{title}: booting ({BOOTS[name]})", total=1)
+    title = f"{family.name}, {name} boot"
     environ = {
         **family.environment,
         "COMPILE_CACHE_SCOPE": "off" if name == "eager" else "regional",
         "COMPILE_CACHE_STORE": str(work / "store"),
-        "COMPILE_CACHE_DIR": str(work / "cache"),
+        "COMPILE_CACHE_DIR": str(cache),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
         "COMPILE_CACHE_COLD_START": "block",
+        # However slow the machine is: all is compiled before READY.
+        "COMPILE_CACHE_SETUP_BUDGET_S": "0",
         "HF_HUB_OFFLINE": "1",
     }
     started = time.perf_counter()
-    with CogServer(family.predictor, folder / "server.log", environ) as server:
-        server.wait_ready(600)
-        ready_s = time.perf_counter() - started
-        progress.update(task, description=f"{title}: ready after {ready_s:.1f} s, predicting")
+    log = folder / "server.log"
+    with CogServer(family.predictor, log, environ) as server:
+        with told(console, title, lambda: doing(log, cache)):
+            server.wait_ready(LONGEST_BOOT_S)
+            ready_s = time.perf_counter() - started
+        console.print(f"{title} ({BOOTS[name]}): ready after {ready_s:.1f} s", soft_wrap=True)
         prediction = family.ask(server, folder)
-        progress.update(task, description=f"{title}: stopping")
-    progress.update(task, description=f"{title}: ready after {ready_s:.1f} s", completed=1)
     return DemoBoot(name, ready_s, prediction, json.loads((folder / "report.json").read_text()))
 
 
-def table(family: Family, boots: list[DemoBoot]) -> Table:
-    """One row a boot."""
-    columns = ("boot", "ready s", "compile s", f"{family.timed} ms", "hits", "misses", "regions")
-    result = Table(*columns, title=f"{family.name.capitalize()}: three boots")
-    for entry in boots:
-        counts = entry.prediction.metrics
-        result.add_row(
-            entry.name,
-            f"{entry.ready_s:.1f}",
-            f"{sum(region['compile_s'] + region['precompile_s'] for region in entry.report['regions']):.1f}",
-            f"{entry.prediction.seconds * 1e3:.1f}",
-            str(counts["hits"]),
-            str(counts["misses"]),
-            ", ".join(sorted(set(counts["regions"].values()))) or "eager",
-        )
-    return result
+def show_pictures(boots: list[DemoBoot], folder: Path) -> str:
+    """Put the boots' pictures into one file; a sentence on them."""
+    pictures = {entry.name: folder / entry.name / "picture.png" for entry in boots}
+    labels = {
+        entry.name: f"ready after {entry.ready_s:.1f} s, drawn in {entry.prediction.seconds * 1e3:.0f} ms"
+        for entry in boots
+    }
+    side_by_side(pictures, labels, '"a handwritten seven", seed 7', PICTURES)
+    difference = largest_difference(pictures["eager"], pictures["restored"])
+    alike = f"differ by at most {difference} of 255" if difference else "are the same to the pixel"
+    return f"Pictures side by side: {PICTURES.relative_to(PROJECT)}. Eager's and the restored one {alike}."
 
 
-def failures(cold: DemoBoot, restored: DemoBoot) -> list[str]:
-    """What the restored boot should have done and did not, in words."""
-    report, counts = restored.report, restored.report["counts"]
-    anew = {name: counts[name] for name in ("fxgraph_misses", "aotautograd_misses", "kernels_compiled", "benchmarks")}
-    below = {region["name"]: region["step"] for region in report["regions"] if region["step"] not in RESTORED_STEPS}
-    found = []
-    if not report["fully_cached"]:
-        found.append(f"the restored boot was not fully cached: anew {anew}, regions below cached {below}")
-    if compiled := restored.prediction.metrics["compiled_now"]:
-        found.append(f"the first prediction after READY compiled {compiled} graphs")
-    if restored.prediction.answer != cold.prediction.answer:
-        found.append("the restored boot gave another answer than the cold one")
-    return found
+def failed(family: Family, boots: list[DemoBoot]) -> list[str]:
+    """All that went wrong with one family, in words."""
+    _, cold, restored = boots
+    wrong = [f"{entry.name} boot: {entry.prediction.shown}" for entry in boots if not entry.prediction.is_right]
+    return [f"{family.name}: {problem}" for problem in [*failures(cold, restored), *wrong]]
 
 
 def main() -> int:
     """Run the demo; the exit code."""
-    console = Console()
+    console = Console(highlight=False)
     shutil.rmtree(OUTPUT, ignore_errors=True)
-    problems = []
+    said, problems = [], []
     for family in FAMILIES:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            boots = [boot(family, name, progress) for name in BOOTS]
-        console.print(table(family, boots))
-        console.print(boots[-1].prediction.shown)
-        problems += [f"{family.name}: {problem}" for problem in failures(boots[1], boots[2])]
-        problems += [
-            f"{family.name}, {one.name}: {one.prediction.shown}" for one in boots if not one.prediction.is_right
-        ]
+        boots = [boot(family, name, console) for name in BOOTS]
+        rows = table(family, boots)
+        rows.box = box.SIMPLE_HEAD if console.is_terminal else None
+        console.print("", rows, "", sep="\n")
+        said.append(headline(family.name, *(entry.ready_s for entry in boots)))
+        said.append(f"  answer: {boots[-1].prediction.shown}")
+        if family.timed == "picture":
+            said.append(f"  {show_pictures(boots, OUTPUT / 'text-to-image')}")
+        problems += failed(family, boots)
+    for line in (*said, "", WHY_A_STEP_GAINS_LITTLE, WHY_THE_COLD_BOOTS_WAIT, ""):
+        console.print(line, soft_wrap=not console.is_terminal)
     console.print(f"Answers, reports and logs: {OUTPUT.relative_to(PROJECT)}", soft_wrap=True)
     for problem in problems:
-        console.print(f"[red]FAILED[/red] {problem}")
+        console.print(f"[red]FAILED[/red] {problem}", soft_wrap=True)
     if not problems:
-        console.print("The restored boots compiled nothing, and gave the cold boots' answers.")
+        console.print("The restored boots compiled nothing, and gave the cold boots' answers.", soft_wrap=True)
     return 1 if problems else 0
 
 

@@ -1,17 +1,23 @@
-"""The demo model in a real Cog server: cold, restored, and drawing what it is asked for."""
+"""The demo model in a real Cog server: cold, restored, drawing what it is asked for; and what `make demo` says."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cog_server import files
+from outcome import headline
 from PIL import Image
+from progress import Doing, stage, told
 from read_digits import DIGIT_WORDS, share_read
+from rich.console import Console
+from side_by_side import largest_difference, side_by_side
 from validating_server import ValidatingServer
 
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 1, "output_format": "png"}
@@ -42,6 +48,7 @@ class Served:
     digits: tuple[bytes, ...]
     answers: dict[str, dict[str, Any]]
     refusals: dict[str, dict[str, str]]
+    log: str
 
 
 def serve(
@@ -68,8 +75,8 @@ def serve(
             digits += files(server.predict(**inputs))
         answers = {name: server.predict(**inputs) for name, inputs in requests.items()}
         refusals = {name: server.refuse(inputs) for name, inputs in (wrong or {}).items()}
-    report = json.loads((folder / "report.json").read_text())
-    return Served(report, first, foreign_lines, tuple(digits), answers, refusals)
+    report, log = json.loads((folder / "report.json").read_text()), (folder / "server.log").read_text()
+    return Served(report, first, foreign_lines, tuple(digits), answers, refusals, log)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +189,65 @@ def test_several_outputs_count_up_from_the_seed(restored):
     first, second = files(restored.answers["several"])
     assert first == files(restored.first)[0]
     assert second != first
+
+
+def stages(log: str) -> list[str]:
+    """What the log says at each of its lines, without repetitions."""
+    ends = itertools.accumulate(log.splitlines(keepends=True))
+    return [said for said, _ in itertools.groupby(map(stage, ends))]
+
+
+def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
+    regions = [region["name"] for region in cold[1].report["regions"]]
+    compiled = [text for name in regions for text in (f"compiling {name}", f"storing {name}, comparing it with eager")]
+    loading = "importing torch and the model, loading the weights"
+    assert stages(cold[1].log) == ["starting the server", loading, *compiled, "ready"]
+
+
+def test_the_log_of_a_restored_boot_says_that_nothing_is_compiled(restored):
+    assert not [said for said in stages(restored.log) if said.startswith("compiling")]
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal():
+    looked_twice, output = threading.Event(), io.StringIO()
+    looks = itertools.count(1)
+
+    def look() -> Doing:
+        if next(looks) == 2:
+            looked_twice.set()
+        return Doing("compiling Block", 3)
+
+    with told(Console(file=output), "cold boot", look):
+        assert looked_twice.wait(30)
+    first, *others = output.getvalue().splitlines()
+    assert first.startswith("cold boot, ")
+    assert first.endswith(" s: compiling Block, 3 kernels built")
+    assert not others, "the same stage is not said again at once"
+    assert "\x1b" not in first
+
+
+@pytest.mark.parametrize(
+    ("eager_s", "compared"),
+    [(3.4, "as long as"), (3.2, "as long as"), (2.0, "1.4 s longer than"), (5.0, "1.6 s less than")],
+)
+def test_the_headline_compares_the_restored_boot_with_the_eager_one(eager_s, compared):
+    assert headline("text to image", eager_s, 29.5, 3.4) == (
+        f"text to image: a cold boot took 29.5 s, the restored one 3.4 s: {compared} an eager boot ({eager_s} s)"
+    )
+
+
+def test_pictures_side_by_side_are_enlarged_without_smoothing(tmp_path, restored):
+    paths = {"cold": tmp_path / "cold.png", "restored": tmp_path / "restored.png"}
+    paths["cold"].write_bytes(files(restored.first)[0])
+    changed = picture(restored.first).convert("RGB")
+    changed.putpixel((0, 0), (0, 0, 0))
+    changed.save(paths["restored"])
+    side_by_side(paths, {"cold": "after 9 s", "restored": "after 1 s"}, "seven", tmp_path / "both.png")
+    with Image.open(tmp_path / "both.png") as sheet:
+        corners = sheet.crop((24, 70, 344, 390)), sheet.crop((368, 70, 688, 390))
+    for path, corner in zip(paths.values(), corners, strict=True):
+        with Image.open(path) as small:
+            assert corner.resize((64, 64), Image.Resampling.NEAREST).tobytes() == small.convert("RGB").tobytes()
+    white = picture(restored.first).convert("RGB").getpixel((0, 0))
+    assert largest_difference(paths["cold"], paths["restored"]) == max(white)
+    assert largest_difference(paths["cold"], paths["cold"]) == 0

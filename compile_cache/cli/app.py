@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from compile_cache import __version__
 from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
 from compile_cache.cli import printing, withdrawing
@@ -57,9 +58,7 @@ _silent = logging.NullHandler()
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import version
-
-        out.print_line(f"cog-compile-cache {version('cog-compile-cache')}")
+        out.print_line(f"cog-compile-cache {__version__}")
         raise typer.Exit
 
 

@@ -225,9 +225,6 @@ def _retry_s() -> float:
 
 
 def _creator() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from compile_cache import __version__
 
-    try:
-        return f"compile_cache {version('cog-compile-cache')}"
-    except PackageNotFoundError:
-        return "compile_cache"
+    return f"compile_cache {__version__}"

@@ -19,7 +19,7 @@ from compile_cache.regions.border import Failure, attempt, first_line
 from compile_cache.regions.check import Answer, compare, measured
 from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
 from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
-from compile_cache.regions.inputs import Kept, check_against_eager, keep
+from compile_cache.regions.inputs import Kept, check_against_eager, keep, kind_of_call
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.speed import compare_speed
 from compile_cache.regions.stored import StoredFunctions
@@ -55,6 +55,7 @@ class CompiledHere:
         self._compared = compared
         self._new_files = new_files
         self._files: set[str] = set()
+        self._begun: set[Hashable] = set()
 
     def serve(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call that is not watched, by a graph that is there or a new one."""
@@ -78,6 +79,9 @@ class CompiledHere:
         The call is also compiled ahead of time, for the next boot. That comes after it has run: then it is on record
         what tuning has chosen, and the artifact has the kernels that won, and no others.
         """
+        if (kind := kind_of_call(module, args, kwargs)) not in self._begun:
+            self._begun.add(kind)
+            log.info("compile.begin region=%s", self.report.name)
         kept = keep(self.report, module, args, kwargs)
         before, started = read_counts(), time.perf_counter()
         try:

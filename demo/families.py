@@ -1,0 +1,93 @@
+"""The two families of models that the demo boots, and what it asks each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cog_server import CogServer, files
+from sums import answer, prompt, unseen_sums
+
+SUMS = unseen_sums(50)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What was answered, the same after every compiled boot; a line on it; and how long a part of it took.
+
+    `metrics` are those of the first prediction after READY.
+    """
+
+    answer: bytes
+    is_right: bool
+    shown: str
+    seconds: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models: its predictor, its settings, what to ask it, and what `Prediction.seconds` are of."""
+
+    name: str
+    predictor: str
+    environment: dict[str, str]
+    ask: Callable[[CogServer, Path], Prediction]
+    timed: str
+
+
+def predict(server: CogServer, **inputs: Any) -> dict[str, Any]:
+    """One prediction.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    prediction = server.predict(**inputs)
+    if prediction["status"] != "succeeded":
+        raise RuntimeError(f"the prediction failed: {prediction.get('error')}; see {server.log}")
+    return prediction
+
+
+def draw(server: CogServer, folder: Path) -> Prediction:
+    """A seven, left in the folder."""
+    prediction = predict(server, prompt="a handwritten seven", seed=7, num_inference_steps=8, output_format="png")
+    picture = files(prediction)[0]
+    (folder / "picture.png").write_bytes(picture)
+    metrics = prediction["metrics"]
+    return Prediction(picture, True, "a handwritten seven", metrics["predict_time"], metrics["compile_cache"])
+
+
+def add(server: CogServer, folder: Path) -> Prediction:
+    """Sums that the model was not trained on, left in the folder."""
+    predictions = [predict(server, prompt=prompt(a, b)) for a, b in SUMS]
+    answers = ["".join(prediction["output"]) for prediction in predictions]
+    lines = [prompt(a, b) + found for (a, b), found in zip(SUMS, answers, strict=True)]
+    (folder / "sums.txt").write_text("\n".join(lines) + "\n")
+    right = sum(found == answer(a, b) for (a, b), found in zip(SUMS, answers, strict=True))
+    metrics = [prediction["metrics"] for prediction in predictions]
+    tokens = sum(entry["output_token_count"] for entry in metrics)
+    seconds = sum(entry["predict_time"] for entry in metrics) / tokens
+    shown = f"{right} of {len(SUMS)} unseen sums right, such as {lines[0]}"
+    return Prediction(
+        "\n".join(answers).encode(), right >= 0.99 * len(SUMS), shown, seconds, metrics[0]["compile_cache"]
+    )
+
+
+FAMILIES = (
+    Family(
+        "text to image",
+        "predict.py:Predictor",
+        {"MODEL": "demo/flux-digits", "IMAGE_SIZES": "64x64,96x64,64x96"},
+        draw,
+        "picture",
+    ),
+    Family(
+        "text generation",
+        "predict.py:TextPredictor",
+        {"MODEL": "demo/llama-adder", "CACHE_TOKENS": "64", "PROMPT_BUCKETS": "16"},
+        add,
+        "token",
+    ),
+)
