@@ -91,8 +91,6 @@ def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs
     assert threading.get_ident() not in threads
     assert len(started.processes) == 1
     assert jobs.is_alive
-    assert jobs.restarts == 0
-    assert jobs.seconds == pytest.approx(sum(it.seconds for it in done))
 
 
 def test_jobs_submitted_by_many_threads_are_all_done(make_jobs):
@@ -133,7 +131,6 @@ def test_idle_process_ends_and_the_next_job_starts_another(make_jobs, started):
     second = do(jobs, job("describe"))
     assert json.loads(first.answer)["pid"] != json.loads(second.answer)["pid"]
     assert len(started.processes) == 2
-    assert jobs.restarts == 0
 
 
 def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started):
@@ -143,15 +140,15 @@ def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started
     wait_for(lambda: not jobs.is_alive)
     done = do(jobs, job("echo", size=1))
     assert (done.answer, done.attempts) == (b"e", 1)
-    assert jobs.restarts == 1
+    assert len(started.processes) == 2
 
 
 @pytest.mark.parametrize("how", ["death", "memory", "hang"])
-def test_job_that_fails_once_is_done_by_a_new_process(make_jobs, tmp_path, how):
+def test_job_that_fails_once_is_done_by_a_new_process(make_jobs, started, tmp_path, how):
     jobs = make_jobs(job_timeout_s=8.0)
     done = do(jobs, job("fail_once", folder=str(tmp_path), how=how))
     assert (done.answer, done.reason, done.attempts, done.is_final) == (b"done", "", 2, True)
-    assert jobs.restarts == 1
+    assert len(started.processes) == 2
 
 
 @pytest.mark.parametrize(
@@ -174,7 +171,6 @@ def test_job_that_fails_twice_is_given_up_and_the_next_one_is_done(make_jobs, st
     assert re.search(reason, bad.reason), bad.reason
     assert (good.answer, good.attempts) == (b"e", 1)
     assert len(started.processes) == 3
-    assert jobs.restarts == 2
 
 
 def test_job_that_hangs_twice_is_given_up(make_jobs, tmp_path):

@@ -45,7 +45,7 @@ NOT_HANDED_OVER: dict[str, tuple[Callable[[], Any], str]] = {
     "weak reference": (lambda: weakref.ref(Late), "a weakref.* cannot be pickled"),
     "lambda": (lambda: lambda: None, "a lambda cannot be handed over: .*"),
     "local class": (lambda: type("Local", (), {"__qualname__": "f.<locals>.C"}), "the class .* made in a function.*"),
-    "main's class": (lambda: type("Late", (), {"__module__": "__main__"}), "the class Late .* the main program's.*"),
+    "main's class": (lambda: type("Late", (), {"__module__": "__main__"}), "the class Late .* the main program .*"),
     "loaded class": (lambda: type("Late", (), {"__module__": "made_here"}), ".* made_here was made in this process.*"),
     "shadowed class": (lambda: type("Late", (), {}), "it cannot be pickled: PicklingError: .*"),
     "stream": (lambda: torch.Stream(device="cpu"), "a torch.Stream cannot be handed over"),

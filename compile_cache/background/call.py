@@ -1,8 +1,8 @@
-"""A call of a region, handed over to another process: the module with its inputs, and no tensor's contents.
+"""Hands a call of a region to another process: the module and its inputs, without the contents of tensors.
 
-What travels is the layout of every tensor, every other attribute by value, and classes and functions by name. The
-receiver makes tensors of its own, so that nothing it writes is ever seen here. What belongs to one process alone cannot
-travel: locks, threads, files, sockets, streams, events, recorded graphs, and functions that only this process has.
+Tensors travel as layouts, classes and functions as names, every other attribute as a value. The receiver makes its own
+tensors, so this process never sees what the receiver writes. Objects of one process cannot travel: locks, threads,
+files, sockets, streams, events, recorded graphs, and functions that only this process can import.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -35,16 +35,16 @@ from compile_cache.background.tensors import (
 )
 from compile_cache.errors import NotHandedOver
 
-# Modules that another process has not got, or has got as another one.
+# Modules that are missing in another process, or are others there.
 _OWN_MODULES = ("__main__", "__mp_main__")
 _COMPILED = "_compiled_call_impl"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCall:
-    """A call that was handed over with memory that both processes see.
+    """A call in bytes, and the memory that both processes see.
 
-    `unshared` says why tensors that should have been shared are not; it is empty where all of them are.
+    `unshared` is the reason why some tensors are not shared as asked; empty if all are.
     """
 
     content: bytes
@@ -53,9 +53,9 @@ class SharedCall:
 
 
 def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call for `receive` in another process. The call's own tensors stay as they are, and are not read.
+    """A call in bytes, for `receive` in another process. It does not read or change the call's tensors.
 
-    It takes about 1 ms for a block of 50 parameters, and waits for no device.
+    Takes about 1 ms for a block of 50 parameters, and waits for no device.
 
     Raises:
         NotHandedOver: names the attribute that cannot travel, and says why.
@@ -67,10 +67,10 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def hand_over_shared(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shared: Callable[[torch.Tensor], bool]
 ) -> SharedCall:
-    """Like `hand_over`, but the receiver sees the memory of the CUDA tensors for which `shared` is true.
+    """Like `hand_over`, but the receiver maps the memory of the CUDA tensors for which `shared` returns true.
 
-    Nobody may write to them, and they must last until the receiver has ended. A storage is shared whole, and only if
-    all its tensors in the call are. What cannot be shared is made again, unfilled, like the others.
+    Nobody may write to these tensors, and they must last until the receiver has ended. A storage is shared whole, and
+    only if all its tensors in the call are shared. The receiver makes all other tensors itself, unfilled.
 
     Raises:
         NotHandedOver: names the attribute that cannot travel, and says why.
@@ -90,13 +90,13 @@ def hand_over_shared(
 
 
 def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The call that another process has handed over, with unfilled tensors of this one: see `make_storages`.
+    """The call that another process handed over, with new, unfilled tensors: see `make_storages`.
 
-    Unpickling runs code: take it only from the process that started this one.
+    Unpickling runs code. Accept `content` only from the process that started this one.
 
     Raises:
-        NotHandedOver: something in the call cannot be imported or built here.
-        torch.OutOfMemoryError: its tensors do not fit.
+        NotHandedOver: a part of the call cannot be imported or built here. torch.OutOfMemoryError: the call's tensors
+        do not fit.
     """
     file = BytesIO(content)
     try:
@@ -130,8 +130,7 @@ def _joined(content: bytes, storages: list[UsedStorage], handles: dict[int, Hand
 
 
 class _Reductions:
-    """Reductions of objects that pickle would copy, would refuse, or would take along although they are of this process
-    alone."""
+    """Reduces the objects that pickle would refuse, or would copy although they belong to this process."""
 
     tensors: TensorDescriber
 
@@ -140,10 +139,10 @@ class _Reductions:
         return value.index if type(value) is UsedStorage else None
 
     def reducer_override(self, value: Any) -> Any:
-        """How `value` is made again; NotImplemented where pickle knows.
+        """How to make `value` again; NotImplemented where pickle knows how.
 
         Raises:
-            NotHandedOver: it cannot be made again.
+            NotHandedOver: `value` cannot be made again.
         """
         if type(value) is OrderedDict:  # every module has ten for its hooks, and nearly all are empty
             return NotImplemented if value or vars(value) else (OrderedDict, ())
@@ -177,7 +176,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _without_compiled(module: nn.Module) -> Any:
-    """As the module reduces itself, without its compiled call. A `__getstate__` of its own may not leave that out."""
+    """The module's own reduction, without its compiled call, which a custom `__getstate__` may include."""
     if _COMPILED not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
         return NotImplemented
     reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -188,26 +187,26 @@ def _without_compiled(module: nn.Module) -> Any:
 
 
 def _check_importable(value: type | types.FunctionType) -> None:
-    """Check that another process will find it by its name. Pickle looks in this process only.
+    """Check that another process can import `value` by its name. Pickle looks in this process only.
 
     Raises:
-        NotHandedOver: it will not.
+        NotHandedOver: another process cannot import it.
     """
     kind = "class" if isinstance(value, type) else "function"
     name, home = value.__qualname__, value.__module__
     if "<" in name:
         where = "a lambda" if name.endswith("<lambda>") else f"the {kind} {name}"
-        raise NotHandedOver(f"{where} cannot be handed over: it was made in a function, and cannot be imported")
+        raise NotHandedOver(f"{where} cannot be handed over: it was made in a function and cannot be imported")
     if home is not None and (reason := _why_not_importable(home)):
         raise NotHandedOver(f"the {kind} {name} cannot be handed over: {reason}")
 
 
 def _why_not_importable(module: str) -> str:
-    """Why another process cannot import a module; empty if it may."""
+    """Why another process cannot import a module; empty if it can."""
     if module in _OWN_MODULES:
-        return "it is the main program's, and cannot be imported"
+        return "it belongs to the main program and cannot be imported"
     if getattr(sys.modules.get(module), "__spec__", None) is None:
-        return f"the module {module} was made in this process, and cannot be imported"
+        return f"the module {module} was made in this process and cannot be imported"
     return ""
 
 
@@ -218,13 +217,13 @@ _REDUCED_BY_KIND = (torch.Generator, types.ModuleType, types.MethodType, *_OPERA
 
 
 def _reduce_by_kind(value: Any) -> Any:
-    if isinstance(value, torch.Generator):  # its state is the server's own
+    if isinstance(value, torch.Generator):  # without its state, which belongs to the server
         return torch.Generator, (str(value.device),)
     if isinstance(value, types.ModuleType):
         if reason := _why_not_importable(value.__name__):
             raise NotHandedOver(f"the module {value.__name__} cannot be handed over: {reason}")
         return importlib.import_module, (value.__name__,)
-    if isinstance(value, types.MethodType):  # of a partial function, which has no name to be found by: torchao's
+    if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
     if isinstance(value, _OPERATORS):  # "aten.silu.default"
         return _operator, (str(value),)
@@ -232,7 +231,7 @@ def _reduce_by_kind(value: Any) -> Any:
 
 
 def _method(function: Any, owner: Any) -> Any:
-    return types.MethodType(function, owner)  # a class that pickle does not find by its name
+    return types.MethodType(function, owner)  # pickle cannot find this class by its name
 
 
 def _operator(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a boot compiles before READY or behind it: what `COMPILE_CACHE_COLD_START=auto` means in this process."""
+"""Resolves `COMPILE_CACHE_COLD_START=auto`: whether this boot compiles before READY or behind it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 
 from compile_cache.settings import Settings
 
-# Of Cog's server (python -m cog.server.http), which starts the process that boots.
+# In the command line of Cog's server (python -m cog.server.http), the parent of the process that boots.
 _SERVER = b"cog.server.http"
-# `cog serve`, and platforms that keep a server running, pass it.
+# `cog serve` passes this option, and so do platforms that keep a server running.
 _KEPT_RUNNING = b"--await-explicit-shutdown"
 
 
 def resolve_cold_start(settings: Settings) -> Settings:
-    """The settings with `auto` replaced: `background` in a Cog server, `block` in a process that ends after one
-    prediction, or that is no Cog server, and where nothing may be compiled ahead of time, which is all that the second
-    process does. `unseen` follows `cold_start`."""
+    """The settings with `auto` replaced.
+
+    `cold_start` becomes `background` in a Cog server that stays, if functions may be compiled ahead of time: the second
+    process does nothing else. Elsewhere it becomes `block`. `unseen` follows `cold_start`.
+    """
     cold_start = settings.cold_start
     if cold_start == "auto":
         cold_start = "background" if settings.precompile and _is_lasting_server() else "block"
@@ -26,8 +28,11 @@ def resolve_cold_start(settings: Settings) -> Settings:
 
 
 def _is_lasting_server() -> bool:
-    """Whether Cog's server started this process, and not for `cog run` or `cog predict` alone: these mount the project
-    over the image's working directory, and do not ask the server to await its shutdown."""
+    """Whether a Cog server that stays has started this process.
+
+    `cog run` and `cog predict` start a server for one prediction. They mount the project over the image's working
+    directory, and do not ask the server to await its shutdown.
+    """
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     except OSError:  # no /proc: not Linux, where Cog's images run

@@ -1,4 +1,4 @@
-"""The jobs of the compiling process: one thread of the server hands them over and starts, ends and replaces it."""
+"""The queue of jobs for the compiling process. One thread of the server hands them over and manages the process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a job ended: with an answer, or with the reason why there is none.
+    """The end of a job: an answer, or the reason why there is none.
 
-    `is_final` is False where the job was not to blame: no process could be started or prepared. A later submit may
-    succeed. `attempts` counts how often a process was given the job, `seconds` the time from the first attempt.
+    `is_final` is False if no process could be started or prepared. A later submit may then succeed. `attempts` counts
+    how often a process got the job. `seconds` is the time since the first attempt.
     """
 
     name: str
@@ -43,10 +43,10 @@ class _Job:
 
 
 class Jobs:
-    """Jobs for a compiling process, done in the order of their submission by a daemon thread.
+    """Jobs for a compiling process. A daemon thread does them in the order of their submission.
 
-    The process starts when there is a job, and ends when there has been none for `idle_s`. A job whose process died,
-    hung or ran out of memory gets one more try in a new process. Every method may be called on any thread.
+    The process starts with the first job, and ends after `idle_s` without a job. A job gets one more try in a new
+    process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
     def __init__(self, start: Callable[[], CompilingProcess], job_timeout_s: float, idle_s: float) -> None:
@@ -62,12 +62,9 @@ class Jobs:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._process: CompilingProcess | None = None
-        self._was_lost = False
-        self._restarts = 0
-        self._seconds = 0.0
 
     def submit(self, name: str, job: bytes, done: Callable[[Done], None]) -> None:
-        """Queue a job and return at once. `done` is called on the jobs' thread; after `close`, it is not called."""
+        """Queue a job and return at once. The jobs' thread calls `done`, but not after `close`."""
         with self._changed:
             if self._is_closed:
                 return
@@ -77,7 +74,7 @@ class Jobs:
             self._changed.notify_all()
 
     def hold(self) -> None:
-        """Begin no job until `release`. A job under way goes on."""
+        """Begin no job until `release`. A job that has begun goes on."""
         with self._changed:
             self._is_held = True
 
@@ -89,7 +86,7 @@ class Jobs:
 
     @property
     def waiting(self) -> int:
-        """How many jobs were submitted and are not done. A job is done when its `done` has returned."""
+        """How many submitted jobs are not done. A job is done when its `done` has returned."""
         return self._waiting
 
     @property
@@ -98,24 +95,14 @@ class Jobs:
         process = self._process
         return process is not None and process.is_alive
 
-    @property
-    def restarts(self) -> int:
-        """How many processes were started in place of one that died, hung or ran out of memory."""
-        return self._restarts
-
-    @property
-    def seconds(self) -> float:
-        """The time that finished jobs took, with the starts of their processes."""
-        return self._seconds
-
     def wait(self, timeout_s: float) -> bool:
-        """Block until every job is done, or `close`. Returns whether every job is done."""
+        """Wait until every job is done or `close` is called; True if every job is done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._is_closed, timeout_s)
             return not self._waiting
 
     def close(self) -> None:
-        """Take no more jobs, drop those that wait, and stop the process. The exit hook. Does nothing in a fork."""
+        """Accept no more jobs, drop the queue, and stop the process. Also the exit hook. Does nothing in a fork."""
         if os.getpid() != self._server:
             return
         with self._changed:
@@ -128,14 +115,14 @@ class Jobs:
             process.stop()
 
     def _start_thread(self) -> None:
-        """With the first job: a boot that has nothing to compile starts no thread."""
+        """Start the thread with the first job. A boot that has nothing to compile starts none."""
         if self._thread is not None:
             return
         thread = threading.Thread(target=self._run, name="compile-cache-jobs", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("background.no_thread error=%s: jobs wait until the next one is submitted", error)
+            log.warning("background.no_thread error=%s Jobs wait until the next one is submitted.", error)
             return
         self._thread = thread
 
@@ -149,7 +136,7 @@ class Jobs:
                 self._give_up(done.reason)
 
     def _next(self) -> _Job | None:
-        """Wait for a job, and end an idle process meanwhile. None after `close`."""
+        """The next job, once there is one; None after `close`. Meanwhile an idle process is ended."""
         while True:
             with self._changed:
                 idle_s = None if self._process is None else self._idle_s
@@ -158,10 +145,10 @@ class Jobs:
                     return None
                 if self._queue and not self._is_held:
                     return self._queue.popleft()
-            self._end_process(was_lost=False)
+            self._end_process()
 
     def _do(self, job: _Job) -> Done:
-        """Give the job to a process, and once more to a new one where the process may be to blame."""
+        """Give the job to a process. If that process may be to blame for a failure, try once more in a new one."""
         started = time.monotonic()
         answer, reason, attempts, is_final = None, "", 0, True
         while attempts < _ATTEMPTS and not self._is_closed:
@@ -176,7 +163,7 @@ class Jobs:
                 self._say_failed(job.name, attempts, error)
                 if isinstance(error, JobFailed) and not error.may_succeed_afresh:
                     break
-                self._end_process(was_lost=True)
+                self._end_process()
             except Exception as error:
                 reason, is_final = f"The compiling process cannot be started: {error}", False
                 self._say_failed(job.name, attempts, error)
@@ -185,11 +172,11 @@ class Jobs:
         return Done(job.name, answer, reason, seconds, attempts, is_final)
 
     def _say_failed(self, name: str, attempts: int, error: Exception) -> None:
-        if self._is_closed:  # it was stopped
+        if self._is_closed:  # `close` stopped the process
             return
         is_known = isinstance(error, CompileCacheError | OSError)
         log.log(
-            # An error of the job's own goes to its caller, who knows what it means.
+            # The job's own error goes to its caller, who knows its meaning.
             logging.INFO if isinstance(error, JobFailed) else logging.WARNING,
             "background.failed job=%s attempt=%d error=%s",
             name,
@@ -199,31 +186,28 @@ class Jobs:
         )
 
     def _ensure_process(self) -> CompilingProcess:
-        """The process, which may have died while it was idle. Raises what `start` raises."""
+        """The process, started anew if it died while idle. Raises the errors of `start`."""
         if self._process is not None and not self._process.is_alive:
-            self._end_process(was_lost=True)
-        with self._starting:  # `close` stops a process whose start was under way
+            self._end_process()
+        with self._starting:  # `close` then waits for the start, and stops the process
             if self._is_closed:
                 raise ProcessDied("The jobs are closed.")
             if self._process is None:
                 self._process = self._start()
-                self._restarts += self._was_lost
-                self._was_lost = False
-                # Exit hooks run last in, first out: the process's own would look like a death.
+                # Exit hooks run last in, first out. If the process's own hook ran first, the process would seem to have
+                # died.
                 atexit.unregister(self.close)
                 atexit.register(self.close)
                 log.info("background.started pid=%d", self._process.pid)
             return self._process
 
-    def _end_process(self, was_lost: bool) -> None:
+    def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.stop()
-            self._was_lost = was_lost
 
     def _finish(self, job: _Job, done: Done) -> None:
-        """The border of this thread: what a caller's function raises is logged, and the next job is done."""
-        self._seconds += done.seconds
+        """Call the job's `done`. This is the border of the thread: an error is logged, and the next job is done."""
         try:
             job.done(done)
         except Exception as error:
@@ -233,7 +217,7 @@ class Jobs:
             self._changed.notify_all()
 
     def _give_up(self, reason: str) -> None:
-        """Answer every job that waits: each would meet the same. The next submit tries again."""
+        """Answer every waiting job with `reason`, because each would fail alike. The next submit tries again."""
         with self._changed:
             jobs = list(self._queue)
             self._queue.clear()

@@ -1,4 +1,4 @@
-"""What the compiling process does: build a call anew, compile it ahead of time, and run it once.
+"""The work of the compiling process: build a call anew, compile it ahead of time, and run it once.
 
 This module imports torch and its compiler. The server never imports it.
 """
@@ -34,14 +34,14 @@ from compile_cache.versions.directory import scan_folder
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
-    """The function that makes what an `Order` asks for and answers with a `Making`, both pickled."""
+    """A function that takes a pickled `Order` and returns a pickled `Making`."""
     place: Place = pickle.loads(setup)
     maker = _Maker(place)
     return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
 
 
 class _Maker:
-    """Compiles in one folder. It tells which files are new after each order."""
+    """Compiles in one folder, and tells after each order which files are new."""
 
     def __init__(self, place: Place) -> None:
         configure_torch()
@@ -74,7 +74,7 @@ class _Maker:
 
     def _make(self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]) -> Made | str:
         settings = replace(self._settings, dynamic=None) if dynamic else self._settings
-        # New for each order: what an earlier one has made is not looked at.
+        # New for each order, so that no artifact of an earlier order is found.
         artifacts = Artifacts(settings, self._path)
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
@@ -82,13 +82,12 @@ class _Maker:
         _free()
         if reason := self._run(made, module, args, kwargs):
             return reason
-        # Now it is on record what tuning has chosen: made again, the artifact has the kernels that won, and no others.
+        # Tuning's choice is now on record. Made again, the artifact has only the kernels that won.
         is_tuned = on_gpu(module, args, kwargs)
         return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if is_tuned else made
 
     def _run(self, made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Load an artifact and run it, so that tuning's choice is on record, and time it; why that failed, empty if it
-        did not."""
+        """Load an artifact, run it, which records tuning's choice, and time it. Returns why that failed, else ""."""
         try:
             function = made.load()
             if misfit := function.misfit(module, args, kwargs):
@@ -110,8 +109,10 @@ class _Maker:
 
 
 def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs with marks on the dimensions whose size is left open. Marks stay on a tensor, and code for marked ones
-    does not fit others: the marked ones are copies that share the memory."""
+    """The inputs, with marks on the dimensions whose size is left open.
+
+    Marks stay on a tensor, and code for marked tensors does not fit others. So the marked tensors are aliases.
+    """
     if not dynamic:
         return args, kwargs
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -125,6 +126,6 @@ def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> 
 
 
 def _free() -> None:
-    """Give the GPU's memory back that torch keeps for later: the server and its predictions may need it."""
+    """Free the GPU memory that torch keeps for later. The server and its predictions may need it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

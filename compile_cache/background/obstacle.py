@@ -1,4 +1,4 @@
-"""Which attribute of a call keeps it from being handed over, in words."""
+"""Finds the attribute that keeps a call from being handed over, and names it in words."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from compile_cache.errors import NotHandedOver
 
-# A module keeps its parts in them: they are no names that a user has given.
+# The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
 _INNER = ("_parameters", "_buffers", "_modules")
 _NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' object")
 
 
 class TracingPickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Pickles as Python does without C, and knows where it is: `chain` has the objects from the root to this one.
+    """Python's own pickler without C, which keeps the path: `chain` has the objects from the root to the current one.
 
-    It is many times slower, and only for a call that has failed already. Mix the reductions in.
+    It is many times slower, so it is used only after a call has failed. Subclasses mix the reductions in.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class TracingPickler(pickle._Pickler):  # type: ignore[misc, name-defined, unuse
         self.chain: list[Any] = []
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        """Pickle an object; after a failure, leave the chain as it was then."""
+        """Pickle an object. A failure leaves `chain` as it was at that moment."""
         self.chain.append(obj)
         super().save(obj, save_persistent_id)  # type: ignore[misc]
         self.chain.pop()
 
 
 def obstacle(pickler: TracingPickler, call: tuple[Any, Any, Any], error: Exception) -> str:
-    """Where a call fails, and why: "attention.lock: a _thread.lock cannot be pickled".
+    """The attribute that cannot be handed over, and why: "attention.lock: a _thread.lock cannot be pickled".
 
-    The call is pickled again to find the place. `error` is put into words if that does not fail again.
+    This pickles the call again to find the attribute. If that succeeds, the result is `error` in words.
     """
     try:
         pickler.dump(call)
@@ -57,7 +57,7 @@ def _words(error: Exception) -> str:
 
 
 def _path(chain: Sequence[Any]) -> str:
-    """The names on the way from a call to the object that failed."""
+    """The attribute names from a call to the object that failed."""
     if len(chain) < 2:
         return ""
     call, start = chain[0], chain[1]
@@ -74,7 +74,7 @@ def _path(chain: Sequence[Any]) -> str:
 
 def _names(chain: Sequence[Any]) -> str:
     names = ""
-    # Whether the next object, a dictionary or a tuple, is what another object consists of.
+    # Whether the next object, a dictionary or a tuple, is the state of another object.
     is_state = False
     for parent, child in pairwise(chain):
         if isinstance(parent, dict):

@@ -1,4 +1,4 @@
-"""What the server asks of the compiling process, and what it answers."""
+"""Orders of the server to the compiling process, and its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the process compiles, and by which settings. It gets this once."""
+    """The folder in which the process compiles, and its settings. Sent once."""
 
     settings: Settings
     path: str
@@ -21,7 +21,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """A call that another process can build, and whether all of its tensors are on a GPU."""
+    """A call in bytes for another process. `on_gpu`: all its tensors are on a GPU."""
 
     content: bytes
     on_gpu: bool
@@ -29,8 +29,10 @@ class PackedCall:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One kind of call: the call as `hand_over` packs it, the server's state, and the (tensor, dimension) pairs whose
-    size the code must leave open."""
+    """One kind of call to compile: the bytes of `hand_over`, the server's state, and the dimensions to leave open.
+
+    `dynamic` has (tensor, dimension) pairs. The code must fit any size of these dimensions.
+    """
 
     call: bytes
     state: ServerState
@@ -39,10 +41,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What came of an order: an artifact's path and all files that belong to it, or the reason why there is none.
+    """The answer to an order: an artifact's path and all its files, or the reason why there is none.
 
-    `seconds` is how long that took. `speed` is the device time of the call, compiled and eager, where it was measured.
-    If the reason is not `lasting`, another boot may succeed.
+    `seconds` is the time that the order took. `speed` has the compiled and the eager time of the call, if measured.
+    After a reason that is not `lasting`, another boot may succeed.
     """
 
     path: str = ""

@@ -1,4 +1,4 @@
-"""Values that go to the compiling process: functions and classes by name, everything else by value.
+"""Pickles values for the compiling process: functions and classes by name, everything else by value.
 
 This module imports no torch.
 """
@@ -18,7 +18,7 @@ from compile_cache.errors import StateNotTaken
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what this process alone can import by its name."""
+    """Refuses functions and classes that only this process can import."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | types.FunctionType):
@@ -27,27 +27,27 @@ class _Pickler(pickle.Pickler):
 
 
 def pack(value: Any, name: str) -> bytes:
-    """`value`, pickled for another process. `name` says in an error what it is.
+    """`value`, pickled for another process. An error calls it `name`.
 
     Raises:
-        StateNotTaken: another process could not import a part of it, or it cannot be pickled.
+        StateNotTaken: `value` cannot be pickled, or another process cannot import a part of it.
     """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ raises
         raise StateNotTaken(
-            f"{name} cannot be handed to the compiling process: {error}. Functions and classes have to be at the top "
+            f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "
             "level of a module that can be imported."
         ) from error
     return buffer.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """What `pack` was given. Imports the modules of its functions and classes.
+    """The value that `pack` pickled. Imports the modules of its functions and classes.
 
     Raises:
-        Exception: any. A module cannot be imported, or a value cannot be built.
+        Exception: any, if a module cannot be imported or a value cannot be built.
     """
     return pickle.loads(packed)
 
@@ -56,7 +56,7 @@ def reference(function: Callable[..., Any]) -> str:
     """`module:qualified.name` of a function that another process can import.
 
     Raises:
-        StateNotTaken: it has no such name.
+        StateNotTaken: the function has no such name.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     try:
@@ -77,17 +77,17 @@ def resolve(reference: str) -> Any:
     """The object with this name.
 
     Raises:
-        Exception: any. Its module cannot be imported, or has no such name.
+        Exception: any, if the module cannot be imported or has no such name.
     """
     module, _, name = reference.partition(":")
     return operator.attrgetter(name)(import_module(module))
 
 
 def check_module(name: str) -> None:
-    """Look for a module where another process would: it is not enough that this process has one of that name.
+    """Check that another process can find a module. This process may have made a module of that name itself.
 
     Raises:
-        ImportError: there is none.
+        ImportError: another process cannot find it.
     """
     parent = name.rpartition(".")[0]
     if parent:

@@ -1,7 +1,7 @@
-"""Functions that prepare a process to compile a model: they register attention interfaces, or set passes over graphs.
+"""Functions that prepare a process to compile a model, such as one that registers an attention interface.
 
-A model family registers them. Its own set-up calls them, and so does the compiling process, before anything else. This
-module imports no torch.
+A model family registers them here and calls them in its own set-up. The compiling process calls them before it
+compiles. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Preparation:
 
 
 _registered: dict[Preparation, None] = {}
-# Set where torch's own context variables are: on torch 2.13 an option holds in one thread.
+# A context variable, as torch's options are: on torch 2.13 an option holds in one thread only.
 _RUN: ContextVar[frozenset[Preparation]] = ContextVar("compile_cache_preparations", default=frozenset())
 
 
 def prepare_with(function: Callable[..., None], *arguments: Any) -> None:
-    """Have the compiling process call `function` before it compiles anything: once in each thread that compiles.
+    """Register `function`: the compiling process calls it once in each thread, before that thread compiles.
 
-    The same function with the same arguments is registered once. It is not called here.
+    The same function with the same arguments is registered once. This process does not call it.
 
     Raises:
         StateNotTaken: another process cannot import the function, or the arguments cannot be pickled.
@@ -41,7 +41,7 @@ def prepare_with(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def registered() -> tuple[Preparation, ...]:
-    """What was registered, in order."""
+    """The registered preparations, in order."""
     return tuple(_registered)
 
 

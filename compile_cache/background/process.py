@@ -1,4 +1,4 @@
-"""The compiling process as its server sees it: a child that does one job at a time and never outlives the server."""
+"""The compiling process from the server's side: a child that does one job at a time and never outlives the server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNot
 log = logging.getLogger("compile_cache")
 _Result = TypeVar("_Result")
 
-# The server's import path is set before anything else is imported: compile_cache itself may be on that path alone.
+# This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
 from compile_cache.background.worker import main
 main()
 """
-# How often a wait looks whether the process lives: a fork that a job has left may keep the channel open.
+# How often a wait checks that the process lives. A process left by a job may keep the channel open.
 _LOOK_S = 0.5
-# A killed process that lasts longer hangs in the kernel. An exit does not wait for it.
+# A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
 _END_S = 5.0
 _SENT_AT_ONCE_BYTES = 1 << 20
 _LOG_LIMIT_BYTES = 8 << 20
@@ -44,20 +44,20 @@ _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
 class CompilingProcess:
     """A child that does jobs one at a time, at a low priority, in a session of its own.
 
-    It ends, with every process that its jobs have started, at `stop`, at this process's exit, or when this process is
-    killed. The thread that started it may end before. Thread-safe; a second `do` waits for the first.
+    It ends at `stop`, at this process's exit, or when this process is killed, together with every process that its jobs
+    started. The thread that started it may end earlier. Thread-safe: a second `do` waits for the first.
     """
 
     @classmethod
     def start(
         cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str], niceness: int = 19
     ) -> CompilingProcess:
-        """Start it and return at once; its imports are under way then.
+        """Start the process and return at once, before its imports are done.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
-        function that does a job. `niceness`, 0 to 19, is added to the server's. What the child and its children print
-        is appended to `log`, and dropped beyond 8 MiB.
-        Raises `OSError` where no process can be started, or `log` cannot be written.
+        function that does a job. `niceness`, 0 to 19, is added to the server's. The output of the child and its
+        children is appended to `log`; a log of more than 8 MiB is emptied.
+        Raises `OSError` if no process can be started, or `log` cannot be written.
         """
         with ExitStack() as theirs, ExitStack() as ours:
             channel, jobs = socket.socketpair()
@@ -91,24 +91,24 @@ class CompilingProcess:
 
     @property
     def pid(self) -> int:
-        """The child's, which is also the number of its process group."""
+        """The child's process id, which is also its process group."""
         return self._child.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the child has not ended. This does not reap it, so that its group's number stays its own."""
+        """Whether the child runs. This does not reap it, so no other process can get its group's number."""
         if self._child.returncode is not None:
             return False
         try:
             return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:  # somebody else has reaped it
+        except ChildProcessError:  # other code has reaped it
             return False
 
     def do(self, job: bytes, timeout_s: float) -> bytes:
-        """The answer to a job. The first job's time includes the start of the process.
+        """Do a job and return the answer. The first job's time includes the start of the process.
 
-        Raises `JobFailed` where the job raised an error; the process lives on. `ProcessDied`, `ProcessNotReady` and
-        `JobTimedOut` are raised when the process and its whole group are gone.
+        Raises `JobFailed` if the job raised an error; the process lives on. Before it raises `ProcessDied`,
+        `ProcessNotReady` or `JobTimedOut`, the process and its whole group have ended.
         """
         with self._doing:
             if self._is_ready:
@@ -125,7 +125,7 @@ class CompilingProcess:
         return answer.body
 
     def stop(self) -> None:
-        """Kill the child and its whole process group, and reap it. Does nothing the second time, or in a fork."""
+        """Kill the child and its process group, and reap it. Does nothing the second time, or in a fork."""
         if os.getpid() != self._server:
             return
         with self._stopping:
@@ -134,7 +134,7 @@ class CompilingProcess:
             self._is_stopped = True
             self._end_group()
             atexit.unregister(self.stop)
-        # A thread in `do` sees that the child is gone, and leaves. Before, its file numbers must not be used again.
+        # A thread in `do` sees that the child is gone, and leaves. Its files must stay open until then.
         if self._doing.acquire(timeout=_END_S):
             self._held.close()
             self._doing.release()
@@ -146,10 +146,13 @@ class CompilingProcess:
         try:
             self._child.wait(_END_S)
         except subprocess.TimeoutExpired:
-            log.warning("background.not_ended pid=%d: it was killed, and hangs in the kernel", self._child.pid)
+            log.warning(
+                "background.not_ended pid=%d The compiling process was killed, but hangs in the kernel.",
+                self._child.pid,
+            )
 
     def _begin(self, handler: str, setup: bytes) -> None:
-        """Send as much of the setup as the channel takes without a wait. `do` sends the rest."""
+        """Send as much of the setup as the channel accepts at once. `do` sends the rest."""
         self._unsent += encode(Message("setup", handler.encode() + b"\0" + setup))
         self._channel.setblocking(False)
         with suppress(OSError):
@@ -160,7 +163,7 @@ class CompilingProcess:
         del self._unsent[:sent]
 
     def _exchange(self, deadline: float) -> Message:
-        """Raises `TimeoutError` at the deadline, `EOFError` or another `OSError` when the child is gone."""
+        """Raises `TimeoutError` at the deadline; `EOFError` or an `OSError` when the child is gone."""
         while self._unsent:
             self._patiently(self._send, deadline)
         while True:
@@ -174,7 +177,7 @@ class CompilingProcess:
             self._is_ready = True
 
     def _patiently(self, step: Callable[[], _Result], deadline: float) -> _Result:
-        """What `step` returns. It waits on the channel, which is tried until the deadline or the child's end."""
+        """The result of `step`, which waits on the channel. It is repeated until the deadline or the child's end."""
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
@@ -193,7 +196,7 @@ class CompilingProcess:
         return JobTimedOut(f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}.")
 
     def _stop_dead(self) -> ProcessDied:
-        """Reap a child that ended by itself, kill what it left, and say how it ended."""
+        """Reap a child that ended by itself, kill the processes it left, and say how it ended."""
         if self._is_stopped:
             return ProcessDied("The compiling process was stopped.")
         deadline = time.monotonic() + _LOOK_S  # a child that ends closes its files first
@@ -205,7 +208,7 @@ class CompilingProcess:
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
     def _last_line(self) -> str:
-        """What the log says of the job that was under way: the last line before Python's own dump of a crash."""
+        """The log's last line about the current job, before Python's own dump of a crash."""
         try:
             with self._log.open("rb") as file:
                 size_bytes = file.seek(0, os.SEEK_END)
@@ -220,7 +223,7 @@ class CompilingProcess:
 
 
 def _bound(log_file: Path) -> int:
-    """The size of a log in bytes. One that has grown too large is emptied, which its writers, who append, allow."""
+    """The size of a log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
     try:
         if log_file.stat().st_size > _LOG_LIMIT_BYTES:
             os.truncate(log_file, 0)
@@ -230,11 +233,11 @@ def _bound(log_file: Path) -> int:
 
 
 def _spawn(passed: tuple[int, int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the worker with two file descriptors and its niceness, in the order in which it expects them."""
+    """Start the worker. `passed` has its two file descriptors and its niceness, in the worker's order."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     numbers = [str(number) for number in (os.getpid(), *passed)]
     return subprocess.Popen(
-        # -P: no module of the working directory is imported in place of json. -u: a crash loses no line.
+        # -P keeps modules of the working directory out of the imports. -u saves the last line before a crash.
         [sys.executable, "-P", "-u", "-c", _PROGRAM, path, *numbers],
         stdin=subprocess.DEVNULL,
         stdout=output,

@@ -1,7 +1,7 @@
-"""CUDA memory that two processes see, for weights that do not fit twice. Whoever maps it only reads it.
+"""Shares CUDA memory between two processes, for weights that do not fit twice. The receiver only reads it.
 
-torch counts the users of such memory in a file of /dev/shm that belongs to the sender. A receiver that is killed never
-gives its memory back: the sender then keeps it, should it ever free it. So share what lasts as long as the sender.
+torch counts the users of such memory in a file of the sender in /dev/shm. A killed receiver is never subtracted, so the
+sender could not free that memory again. Share only memory that lasts as long as the sender.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -16,18 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 log = logging.getLogger("compile_cache")
 
-# What `UntypedStorage._share_cuda_` returns, and `UntypedStorage._new_shared_cuda` takes.
+# The result of `UntypedStorage._share_cuda_`, and the arguments of `UntypedStorage._new_shared_cuda`.
 Handle = tuple[Any, ...]
-# By the address of torch's own record of a storage, which stays taken while there is a weak reference. A handle is used
-# again, because each is one of 1,000 events that torch has: without one, sharing waits for the device.
+# By the address of torch's record of a storage. A weak reference keeps that address taken. Handles are reused because
+# each takes one of torch's 1,000 events: when these are used up, sharing waits for the device.
 _handles: dict[int, tuple[StorageWeakRef, Handle]] = {}
 
 
 def share(storage: torch.UntypedStorage) -> Handle:
-    """A handle of a whole storage, which stays where it is. It holds as long as the sender keeps the storage.
+    """A handle of a whole storage. It is valid as long as the sender keeps the storage.
 
     Raises:
-        RuntimeError: the storage is not CUDA memory of torch's own allocator, or that allocator cannot share
+        RuntimeError: torch's allocator did not allocate the storage on a CUDA device, or cannot share it
             (`expandable_segments`).
     """
     if storage.device.type != "cuda":
@@ -47,12 +47,12 @@ def forget_freed() -> None:
 
 
 def mapped(handle: Handle) -> torch.UntypedStorage | None:
-    """The storage that a handle of another process names; None where this process cannot map it."""
+    """The storage that another process's handle names; None if this process cannot map it."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.UntypedStorage._new_shared_cuda(*handle)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        log.warning("call.not_mapped error=%s: this process allocates these weights itself", error)
+        log.warning("call.not_mapped error=%s This process allocates its own copy of these weights.", error)
         return None

@@ -1,9 +1,9 @@
-"""What a call depends on besides itself, taken in the server and made in the compiling process.
+"""The state that a call depends on, read in the server and set in the compiling process.
 
-Artifacts are named by torch's switches, the compiler's options and the packages that are imported, among other things.
-The server finds an artifact only if all of these were the same in the process that made it.
+The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
+server finds an artifact only if the process that made it had the same state.
 
-This module imports torch, and not its compiler. Importing it fails where `aot/switches.py` does.
+This module imports torch, but not its compiler. Importing it fails where importing `aot/switches.py` fails.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from compile_cache.background.portable import pack, unpack
 from compile_cache.background.prepare import Preparation, registered, run_once
 from compile_cache.errors import StateNotMade, StateNotTaken
 
-# The compiler imports Triton itself. By the time that the server looks for an artifact, it has done the same.
+# The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
 _IMPORTED_BY_COMPILER = ("triton",)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of torch's compiler: the module of its name, as `torch._inductor.config`, and its pickled value."""
+    """An option of torch's compiler: its module, such as `torch._inductor.config`, its name and its pickled value."""
 
     module: str
     name: str
@@ -50,10 +50,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What a call in the server depends on besides itself. Equal states name the same artifacts.
+    """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `switches` and `precisions` are as `aot/switches.py` reads them. `packages` are those that the server has imported.
-    `device` is the index of the thread's CUDA device; None before CUDA is used.
+    `aot/switches.py` reads `switches` and `precisions`. `packages` are the traced packages that the server has
+    imported. `device` is the index of the thread's CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
@@ -68,11 +68,11 @@ class ServerState:
     def take(cls, on_gpu: bool) -> ServerState:
         """The state of the calling thread. `on_gpu` says that all tensors of the call are on a GPU.
 
-        Take it in the thread and in the contexts of a call, after the call was served: a process's first attention on a
-        GPU can change a switch. Takes 0.02 ms, and 0.25 to 0.45 ms once the compiler is imported. Imports nothing.
+        Call it in the thread and in the contexts of a call, after the call was served: the first attention on a GPU can
+        change a switch. Takes 0.02 ms, or 0.25 to 0.45 ms once the compiler is imported. Imports nothing.
 
         Raises:
-            StateNotTaken: another process cannot have this state; the error names what it cannot have.
+            StateNotTaken: another process cannot have this state. The error names the part that it cannot have.
         """
         values = switches(on_gpu)
         by_name = dict(zip(SWITCHES, values, strict=False))
@@ -90,15 +90,15 @@ class ServerState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Make the server's state in the calling thread and in this process, and set it back after the context. Imports
-        the compiler.
+        """Set the server's state in the calling thread and in this process while the context lasts. Imports the
+        compiler.
 
-        Three things stay: preparations, this library's own settings of torch, and imports.
+        Three things stay afterwards: preparations, this library's own settings of torch, and imports.
 
         Raises:
-            StateNotMade: something cannot be made as it was in the server; the error names it.
+            StateNotMade: a part of the state cannot be set here. The error names that part.
         """
-        # It sets options for good, and would be undone with the options that are set below.
+        # These options stay for good. Set later, they would be reset together with the options below.
         from compile_cache.regions.torch_settings import configure_torch
 
         configure_torch()
@@ -124,7 +124,7 @@ class ServerState:
                 settle_attention_priority()
 
     def _make_switches(self, stack: contextlib.ExitStack) -> None:
-        """Set the switches that differ, and have the stack set them back."""
+        """Set the switches that differ, and let the stack reset them."""
         values = dict(zip(SWITCHES, self.switches, strict=False))
         with _making("gradients and inference mode"):
             stack.enter_context(torch.inference_mode(values["inference mode"]))  # it sets both
@@ -145,7 +145,7 @@ class ServerState:
         server = describe_switches(self.switches)
         changed = [name for name in server if here[name] != server[name]]
         different = [f"{name} is {here[name]}, and was {server[name]} in the server" for name in changed]
-        said = 0 if self.precisions[0] else 1  # torch refused to say the first one in the server
+        said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
         own = set(sys.modules).intersection(TRACED_PACKAGES).difference(self.packages, _IMPORTED_BY_COMPILER)
@@ -162,13 +162,13 @@ def _options() -> tuple[Option, ...]:
     try:
         changed = list(changed_options())
     except AttributeError as error:
-        raise StateNotTaken(f"torch {torch.__version__} does not say which options are set: {error}") from error
+        raise StateNotTaken(f"torch {torch.__version__} does not tell which options are set: {error}") from error
     return tuple(Option(module, name, pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
 @contextlib.contextmanager
 def _option_made(option: Option) -> Iterator[None]:
-    """The option's value in this thread, while the context lasts."""
+    """Give the option its value in this thread while the context lasts."""
     with contextlib.ExitStack() as stack:
         with _making(str(option)):
             config, value = importlib.import_module(option.module), unpack(option.value)
@@ -181,10 +181,10 @@ def _option_made(option: Option) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _making(name: str) -> Iterator[None]:
-    """Name what could not be made."""
+    """Turn an error of the context into a `StateNotMade` that begins with `name`."""
     try:
         yield
     except StateNotMade:
         raise
-    except Exception as error:  # torch refuses a value, or lacks a name; or a package fails to import
-        raise StateNotMade(f"{name} cannot be made as in the server: {type(error).__name__}: {error}") from error
+    except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
+        raise StateNotMade(f"{name} cannot be set as in the server: {type(error).__name__}: {error}") from error

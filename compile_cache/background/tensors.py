@@ -1,9 +1,9 @@
-"""Tensors without their contents: described in one process, and made again in another, with the same layout.
+"""Describes tensors without their contents, and makes tensors of the same layout in another process.
 
-A tensor is described by its class, type, shape, strides and flags, and by its place in a storage. A storage is
-described by the bytes that its tensors use. Views of one storage therefore stay views of one storage.
+The description of a tensor is its class, type, shape, strides and flags, and its place in a storage. The description
+of a storage is the range of bytes that its tensors use. Views of one storage therefore stay views of one storage.
 
-Nothing here reads, moves or writes what a described tensor holds, and nothing waits for a device.
+Nothing here reads, moves or writes the contents of a described tensor, and nothing waits for a device.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -21,19 +21,19 @@ from torch import nn
 from compile_cache.background.sharing import Handle, mapped
 from compile_cache.errors import NotHandedOver
 
-# Storages begin at the same address modulo this. No item and no vector load of a kernel is larger.
+# A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 ALIGNMENT_BYTES = 64
-# Weights on a GPU are drawn from ±this.
+# Weights on a GPU are random numbers between -_LARGEST and _LARGEST.
 _LARGEST = 0.05
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DRAWN_AND_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# What `tensor.__reduce_ex__` may return: a function, its arguments, attributes, and a function that sets them.
+# A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class UsedStorage:
-    """A storage, and what is known so far of the tensors in it. `low` and `high` are bytes from its beginning."""
+    """A storage and the bytes that its tensors use so far, from `low` to `high`."""
 
     index: int
     storage: torch.UntypedStorage = field(repr=False)
@@ -43,7 +43,7 @@ class UsedStorage:
     is_shared: bool
 
     def use(self, low: int, high: int, dtype: torch.dtype, is_shared: bool) -> None:
-        """Add a tensor. It is shared only if all the others are."""
+        """Add a tensor. The storage is shared only if all its tensors are."""
         if high > low:
             self.low = min(self.low, low) if self.high else low
             self.high = max(self.high, high)
@@ -53,9 +53,9 @@ class UsedStorage:
 
 @dataclass(frozen=True, slots=True)
 class StorageLayout:
-    """A storage as it travels: `size_bytes` from byte `start` on, which lies at an address of `skew` modulo 64.
+    """The description of a storage: `size_bytes` from byte `start` on, at an address that is `skew` modulo 64.
 
-    `dtype` is None where tensors of several types use the storage. A `handle` names the storage itself, to be shared.
+    `dtype` is None if tensors of several types use the storage. A `handle` names the storage itself, to share it.
     """
 
     device: str
@@ -67,24 +67,24 @@ class StorageLayout:
 
 
 class TensorDescriber:
-    """Describes the tensors of one call, as a pickler reduces them, and collects their storages."""
+    """Describes the tensors of one call for a pickler, and collects their storages."""
 
     def __init__(self, is_shared: Callable[[torch.Tensor], bool] | None = None) -> None:
         self._is_shared = is_shared
         self._used: dict[int, UsedStorage] = {}
-        # Tensors that a shared tensor is made of, by identity.
+        # The parts of shared tensors, by identity.
         self._shared_parts: set[int] = set()
 
     @property
     def storages(self) -> list[UsedStorage]:
-        """Every storage that a tensor was found in, by its index."""
+        """The storages of all described tensors, by index."""
         return list(self._used.values())
 
     def reduce(self, tensor: torch.Tensor) -> Reduced:
-        """How to make a tensor again.
+        """The function and arguments that make a tensor again.
 
         Raises:
-            NotHandedOver: a tensor of this kind has no plain storage.
+            NotHandedOver: the tensor has no plain storage.
         """
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__"):
@@ -123,7 +123,7 @@ class TensorDescriber:
 
 
 def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
-    """How a storage travels: whole with a `handle`, else the part that is used."""
+    """The description of a storage: all of it with a `handle`, else the part that is used."""
     device, address = str(used.storage.device), used.storage.data_ptr()
     if handle is not None:
         return StorageLayout(device, 0, used.storage.nbytes(), 0, used.dtype, handle)
@@ -138,7 +138,7 @@ def _check(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise NotHandedOver(f"{kind} cannot be handed over: it is a tensor with operators of its own, and has no parts")
+        raise NotHandedOver(f"{kind} cannot be handed over: its class defines operators and no parts")
     if nn.parameter.is_lazy(tensor):
         raise NotHandedOver(f"{kind} cannot be handed over: it has no shape yet")
     if tensor.device.type == "meta":
@@ -158,18 +158,18 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:
-    # Tensor.__setstate__ takes something else.
+    # Tensor.__setstate__ expects another kind of state.
     return (*reduced, dict(attributes), None, None, set_attributes) if attributes else reduced
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor the attributes that Python code has set on the original."""
+    """Set the attributes that Python code has set on the original tensor."""
     tensor.__dict__.update(attributes)
 
 
 @dataclass(frozen=True, slots=True)
 class MadeStorage:
-    """A storage that stands for another one: byte `b` of that is byte `b + shift` of this."""
+    """A storage in place of the described one, whose byte `b` is byte `b + shift` here."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -177,12 +177,12 @@ class MadeStorage:
 
 
 def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> torch.Tensor:
-    """The tensor that `TensorDescriber.reduce` has described, in a storage of this process."""
+    """The tensor that `TensorDescriber.reduce` described, in a storage of this process."""
     made, dtype, offset, shape, strides = place
     requires_grad, is_inference, is_conj, is_neg = flags
     with torch.inference_mode(is_inference), torch.no_grad():
         tensor = torch.empty(0, dtype=dtype, device=made.device)
-        # An empty tensor may have its place before the part that is used.
+        # An empty tensor may lie before the part that is used.
         tensor.set_(made.storage, max(0, offset + made.shift // dtype.itemsize), shape, strides)
         if is_conj:
             tensor = tensor.conj()
@@ -201,7 +201,7 @@ def make_of_parts(
     strides: tuple[int, ...],
     flags: tuple[bool, bool],
 ) -> torch.Tensor:
-    """A tensor of a class that puts tensors together, of parts that `make_tensor` has made."""
+    """A tensor of a class that consists of other tensors, from `parts` made by `make_tensor`."""
     requires_grad, is_inference = flags
     with torch.inference_mode(is_inference), torch.no_grad():
         tensor: torch.Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
@@ -211,13 +211,14 @@ def make_of_parts(
 def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
     """A storage for each layout.
 
-    Integers and booleans are 0: they may be indices. On a GPU, floating-point numbers are small and random, because
-    tuning measures kernels, whose speed depends on how many bits flip; the global generators are not used. On a CPU
-    they are 0, in pages that take memory only when they are written. A storage that holds several types is 0.
+    Integers and booleans are 0, because they may be indices. Floating-point numbers on a GPU are small and random:
+    tuning measures kernels, and their speed depends on how many bits flip. The global generators are not used.
+    Floating-point numbers on a CPU are 0, in pages that take no memory until they are written. A storage of several
+    types is 0.
 
     Raises:
-        RuntimeError: there is no such device, or no memory on it (`torch.OutOfMemoryError`).
-        OSError: there is no memory on the CPU.
+        RuntimeError: the device does not exist, or has no memory left (`torch.OutOfMemoryError`).
+        OSError: the CPU has no memory left.
     """
     arena, generators = _Arena(layouts), dict[str, torch.Generator]()
     with torch.inference_mode(False), torch.no_grad():
@@ -240,7 +241,7 @@ def _make_storage(layout: StorageLayout, arena: _Arena, generators: dict[str, to
 
 
 def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Fill bytes with random numbers of a type, if it is a floating-point type that torch can convert to."""
+    """Fill bytes with random numbers of `dtype`, if that is a floating-point type that torch can convert to."""
     if dtype.is_complex:
         dtype = dtype.to_real()
     values = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -261,7 +262,7 @@ class _Arena:
         self._taken = 0
 
     def take(self, layout: StorageLayout) -> torch.UntypedStorage:
-        """The next storage. It begins at the address that the layout wants, modulo 64."""
+        """The next storage. Its address modulo 64 is the layout's `skew`."""
         if not layout.size_bytes or self._memory is None:
             return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         first = -(-self._taken // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + layout.skew

@@ -1,4 +1,4 @@
-"""What a server and its compiling process say to each other: a kind, a length and that many bytes, on one socket."""
+"""Messages between a server and its compiling process, on one socket: a kind, a length and that many bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ Kind = Literal["setup", "job", "ready", "unready", "answer", "failed"]
 
 _HEADER = struct.Struct("!BQ")
 _KINDS: tuple[Kind, ...] = ("setup", "job", "ready", "unready", "answer", "failed")
-# One read's most bytes: memory is taken as bytes arrive, whatever length a header claims.
+# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The server says `setup` once, then `job` again and again. The process says `ready` or `unready` once, then for
-    each job `answer` or `failed`. The body of `setup` is the handler's name, a zero byte and what the handler is made
-    from; that of `unready` and `failed` is JSON, the arguments of `JobFailed`."""
+    """One message.
+
+    The server sends `setup` once, then `job` again and again. The process sends `ready` or `unready` once, then
+    `answer` or `failed` for each job. The body of `setup` is the handler's name, a zero byte and the handler's
+    argument. The body of `unready` and `failed` is JSON: the arguments of `JobFailed`.
+    """
 
     kind: Kind
     body: bytes = b""
@@ -31,9 +34,9 @@ def encode(message: Message) -> bytes:
 
 
 def read_message(receive: Callable[[int], bytes]) -> Message:
-    """The next message. `receive(n)` returns 1 to n bytes, none at the end.
+    """The next message. `receive(n)` returns 1 to n bytes, and none at the end.
 
-    Raises `EOFError` where the other side has ended, `ValueError` for what is no message.
+    Raises `EOFError` if the other side has ended, `ValueError` if the bytes are no message.
     """
     kind, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
     if kind >= len(_KINDS):

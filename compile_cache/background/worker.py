@@ -1,6 +1,6 @@
-"""The compiling process itself: does its server's jobs one after another, and ends when its server does.
+"""The compiling process itself: it does the server's jobs one after another, and ends with the server.
 
-`process.py` starts it, as the leader of a process group. Compilers that a job starts are in that group too.
+`process.py` starts it as the leader of a process group. Compilers that a job starts belong to that group.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from compile_cache.background.wire import Message, encode, read_message
 Handler = Callable[[bytes], bytes]
 
 _LOOK_S = 0.5
-# Errors of the process rather than of its job: no memory, or a GPU context that an earlier error has broken.
+# Errors of the process, not of its job: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP) error|(CUDNN|CUBLAS)_STATUS", re.IGNORECASE
 )
 
 
 def main() -> None:
-    """Serve until the server ends or hangs up. `process.py` says by which file descriptors."""
+    """Serve until the server ends or hangs up. The command line has the file descriptors: see `process.py`."""
     server, channel, liveness, niceness = (int(text) for text in sys.argv[1:5])
     del sys.argv[1:]  # libraries that a handler imports may read it
     for descriptor in (channel, liveness):
@@ -56,7 +56,7 @@ def _serve(channel: socket.socket) -> None:
         handler: Handler = resolve(name.decode())(setup)
     except BaseException as error:
         channel.sendall(encode(_failure("unready", error)))
-        while True:  # until the server has read it: it may still be sending a job
+        while True:  # until the server has read the message: it may still be sending a job
             read_message(channel.recv)
     channel.sendall(encode(Message("ready")))
     while True:
@@ -65,7 +65,7 @@ def _serve(channel: socket.socket) -> None:
 
 
 def _do(handler: Handler, job: bytes) -> bytes:
-    """The encoded answer. A job that raises anything, `SystemExit` included, leaves the process serving."""
+    """The encoded answer. The process goes on after any error of a job, `SystemExit` included."""
     try:
         return encode(Message("answer", handler(job)))
     except BaseException as error:
@@ -73,7 +73,7 @@ def _do(handler: Handler, job: bytes) -> bytes:
 
 
 def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Message:
-    """What the server is told of an error. The traceback goes to the log."""
+    """The message that tells the server of an error. The traceback goes to the log."""
     with contextlib.suppress(OSError):  # a full disk
         traceback.print_exception(error)
     chain = [f"{type(link).__name__}: {link}" for link in _chain(error)]
@@ -97,10 +97,10 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _give_way(niceness: int) -> None:
-    """Stand back behind the server, by a lower priority, and leave no core file after a crash."""
+    """Lower this process's priority, and let a crash leave no core file."""
     with contextlib.suppress(OSError):
         os.nice(niceness)
-    # Where the kernel groups tasks by session (sched_autogroup), it weighs this session against others by this file.
+    # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(niceness))
     with contextlib.suppress(OSError, ValueError):
@@ -110,9 +110,9 @@ def _give_way(niceness: int) -> None:
 def _end_with(server: int, liveness: int) -> None:
     """From now on, end the whole process group when the process `server` ends, however it ends.
 
-    `liveness` is a pipe on which nothing is ever written; the server alone holds its other end. The kernel kills the
-    group when that end closes, even while C code holds Python's lock. A thread looks too: the kernel may not know
-    F_SETSIG (gVisor), and a fork of the server, which keeps the pipe open, may outlive it. Not PR_SET_PDEATHSIG: that
+    `liveness` is a pipe on which nothing is ever written. The server holds its other end. The kernel kills the group
+    when that end closes, even while C code holds Python's lock. A thread checks too, for two cases: the kernel does not
+    know F_SETSIG (gVisor), or a fork of the server outlives it and keeps the pipe open. PR_SET_PDEATHSIG is no way: it
     follows the thread that started this process.
     """
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The folder that the compiling process writes: beside the cache directory, with a path as long as that one's.
+"""The folder in which the compiling process writes: beside the cache directory, with a path of the same length.
 
-torch looks compiled kernels up by absolute path, and writes that path into what it stores. Because both paths are
-equally long, one can be put in the place of the other in any file, pickles included.
+torch finds compiled kernels by absolute path, and writes that path into its files. Because both paths have the same
+length, one can replace the other in any file, pickles included.
 """
 
 from __future__ import annotations
@@ -16,39 +16,35 @@ from compile_cache.files import replacing
 from compile_cache.versions.directory import CacheDirectory
 
 _LETTERS = str.maketrans("0123456789", "abcdefghij")
-# torch writes these again in place.
+# torch rewrites these files in place.
 _REWRITTEN = (".best_config",)
 
 
 class Workshop:
-    """The folder of the process that compiles for the owner of `directory`."""
+    """The folder of the compiling process, beside `directory`."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
         self.path = directory.path.with_name(directory.path.name.translate(_LETTERS))
 
     def prepare(self) -> None:
-        """Empty it, and give it copies of what is in the cache directory, so that nothing is compiled twice.
+        """Empty the folder, and copy the cache directory into it, so that nothing is compiled twice.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)
         self._copy(self._directory.scan(), self._directory.path, self.path)
 
     def take(self, paths: Iterable[str]) -> None:
-        """Copy finished files into the cache directory: kernels first, and what needs them last.
+        """Copy finished files into the cache directory: kernels first, then the artifacts that need them.
 
         Raises:
             ArtifactError: an artifact is damaged.
-            OSError: one is not there, or the cache directory cannot be written.
+            OSError: a file is missing, or the cache directory cannot be written.
         """
         self._copy(sorted(paths, key=lambda path: path.startswith(PRECOMPILED)), self.path, self._directory.path)
-
-    def remove(self) -> None:
-        """Remove it with everything in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def _copy(self, paths: Iterable[str], source: Path, target: Path) -> None:
         old, new = os.fsencode(source), os.fsencode(target)
