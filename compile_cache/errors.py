@@ -120,3 +120,10 @@ class StoreAccessDenied(StoreError):
 
 class ObjectNotFound(StoreError):
     """The object, or the bucket itself, is not there."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message in one line of at most 300 characters."""
+    lines = [*filter(None, map(str.strip, str(error).splitlines())), type(error).__name__]
+    # Dynamo names the back end that failed, and says in the next line how.
+    return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]

@@ -147,7 +147,7 @@ def kinds() -> dict[str, Any]:
     """More kinds of calls than are kept, code that waits for a swap, and a number that changes."""
     from compile_cache.regions import kinds as bound
 
-    bound.MOST_KINDS, bound._MOST_VARIANTS = 2, 2
+    bound.RECOMPILE_LIMIT, bound._MOST_VARIANTS = 2, 2
     with compile_cache.boot(MODEL) as boot:
         import torch
         from background_blocks import Factor, Model, Other, Wide, inputs, predict

@@ -13,12 +13,12 @@ import pytest
 import torch
 from blocks import Batched, Block
 from filled_stores import damage, put_pack, put_record
-from precompiling import activated, boot, build, loaded, tensor
+from precompiling import activated, all_refusals, boot, build, loaded, tensor
 from torch import nn
 from typer.testing import CliRunner
 
 from compile_cache.aot.files import digest
-from compile_cache.aot.refusals import all_refusals, code_digest_of, read_refusals, write_refusal
+from compile_cache.aot.refusals import code_digest_of, read_refusals, write_refusal
 from compile_cache.cli.app import app
 from compile_cache.errors import NotPrecompilable
 from compile_cache.key.cache_key import CacheKey

@@ -408,7 +408,7 @@ def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, 
     monkeypatch.setattr("compile_cache.regions.counters._torch_counters", lambda: None)
     close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
     assert only_report(compiler).step == "cold"
-    assert "is not known" in only_report(compiler).reason
+    assert "is unknown whether" in only_report(compiler).reason
 
 
 def test_a_function_is_refused_by_name(shared):

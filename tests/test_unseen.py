@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from precompiling import activated, boot, build, eager, loaded, only_report, tensor, warm_up
+from precompiling import activated, all_refusals, boot, build, eager, loaded, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.aot.refusals import all_refusals
 from compile_cache.background import cold_start
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.regions.compiler import Compiler

@@ -54,7 +54,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     module_hooks._global_forward_pre_hooks,
 )
 # torch/_inductor/utils.py: what generated GPU code assumes of the inputs that it was compiled for.
-ALIGNMENT_BYTES = 16
+INPUT_ALIGNMENT_BYTES = 16
 
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable

@@ -29,6 +29,7 @@ from compile_cache.aot.describe import (
 )
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, read_artifact, write_artifact
 from compile_cache.aot.groups import Group, Groups
+from compile_cache.aot.options import RECOMPILE_LIMIT
 from compile_cache.aot.precompiled import Precompiled, obstacle
 from compile_cache.aot.record import Record
 from compile_cache.errors import ArtifactError, NotPrecompilable
@@ -36,8 +37,6 @@ from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
 
-# As many as Dynamo may make graphs of a function.
-MOST_OF_A_GROUP = 64
 _MOST_PREFETCHED = 256
 
 
@@ -206,8 +205,8 @@ class Artifacts:
             group = self._groups.of(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
             return f"this call cannot be described: {error}"
-        if not group.not_precompilable and len(group.loaded) + len(group.refused) >= MOST_OF_A_GROUP:
-            group.not_precompilable = f"there are {MOST_OF_A_GROUP} artifacts of this region and these inputs"
+        if not group.not_precompilable and len(group.loaded) + len(group.refused) >= RECOMPILE_LIMIT:
+            group.not_precompilable = f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs"
         if group.not_precompilable:
             return group.not_precompilable
         try:
@@ -254,7 +253,7 @@ class Artifacts:
         names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         for name in names:
             path = f"{group.path}/{name}"
-            if path not in group.loaded and path not in group.refused and len(group.loaded) < MOST_OF_A_GROUP:
+            if path not in group.loaded and path not in group.refused and len(group.loaded) < RECOMPILE_LIMIT:
                 try:
                     group.loaded[path] = self._read(group, path)
                 except (ArtifactError, OSError) as error:

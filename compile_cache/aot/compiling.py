@@ -12,7 +12,7 @@ from compile_cache.aot.guards import Recorder
 from compile_cache.aot.record import Record
 from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.traced import call_region
-from compile_cache.errors import NotPrecompilable
+from compile_cache.errors import NotPrecompilable, first_line
 
 
 def compile_ahead(
@@ -47,8 +47,3 @@ def _shortage(error: BaseException | None) -> Exception | None:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """An error's message, as far as it fits into a reason."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

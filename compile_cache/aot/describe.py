@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import ALIGNMENT_BYTES, OPERATORS, pytree
+from compile_cache.aot.adapter import INPUT_ALIGNMENT_BYTES, OPERATORS, pytree
 from compile_cache.aot.files import digest
 
 # What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
@@ -142,7 +142,7 @@ def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     kind = type(tensor).__qualname__, tensor.dtype, tensor.device, tensor.requires_grad
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return *kind, tuple(tensor.shape), str(tensor.layout)
-    return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT_BYTES == 0
+    return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % INPUT_ALIGNMENT_BYTES == 0
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:

@@ -27,7 +27,7 @@ from compile_cache.aot.describe import (
     structure_digest,
 )
 from compile_cache.aot.files import PRECOMPILED, digest
-from compile_cache.aot.options import TRACED_PACKAGES
+from compile_cache.aot.options import VERSIONED_PACKAGES
 from compile_cache.aot.refusals import Refusal, code_digest_of, read_refusals, write_refusal
 from compile_cache.aot.switches import describe_switches, on_gpu, switches
 from compile_cache.errors import NotPrecompilable
@@ -144,7 +144,7 @@ class Groups:
 
 def _versions() -> Mapping[str, str]:
     """Of everything that decides how a model is traced and compiled."""
-    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in TRACED_PACKAGES}
+    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return {**packages, "torch": str(torch.__version__), "python": python}
 

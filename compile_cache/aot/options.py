@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Packages whose versions decide how a model is traced, besides torch's own.
-TRACED_PACKAGES = ("diffusers", "transformers", "triton")
+# An artifact's name has the versions of these packages, because they decide how a model is traced.
+VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
 # Some options of the first two are names for options of the last.
 _CONFIGS = (
     "torch._inductor.config",
@@ -19,6 +19,9 @@ _CONFIGS = (
     "torch.fx.experimental._config",
     "torch.compiler.config",
 )
+# Graphs of one function. Dynamo's own limit is 8; a class compiled for several image sizes and input strides needs
+# more. So many artifacts and kinds of calls are kept as well.
+RECOMPILE_LIMIT = 64
 # How a process compiles, which changes nothing in what it compiles.
 _OF_A_PROCESS = ("compile_threads", "worker_start_method")
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from compile_cache.aot.adapter import GLOBAL_HOOKS, load_function
-from compile_cache.aot.compiling import first_line
 from compile_cache.aot.guards import Checks, global_scope, resolve
 from compile_cache.aot.record import Record
 from compile_cache.aot.switches import changed_switches, on_gpu, switches
-from compile_cache.errors import ArtifactError
+from compile_cache.errors import ArtifactError, first_line
 
 # Every hook that a call of a module runs. What else has `hooks` in its name says how one of these is called.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -12,13 +12,14 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.aot.files import PRECOMPILED, digest
+from compile_cache.aot.options import RECOMPILE_LIMIT
 from compile_cache.aot.sources import file_digest
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
@@ -33,8 +34,6 @@ SUFFIX = ".refused"
 NOT_AHEAD = "not compiled ahead of time: "
 
 _LARGEST_BYTES = 1 << 20
-_MOST_OF_A_GROUP = 64
-_MOST_REFUSALS = 1024
 _REASON_CHARACTERS = 1000
 _MOST_SHOWN_INPUTS = 8
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -105,18 +104,8 @@ def write_refusal(directory: Path, group: str, key: Mapping[str, Any], code: str
 def read_refusals(directory: Path, group: str) -> list[Refusal]:
     """The refusals in the folder `group` of a cache directory. Damaged ones are left out, and are logged."""
     paths = sorted((directory / group).glob(f"*{SUFFIX}"))
-    return _read_each(directory, paths[:_MOST_OF_A_GROUP])
-
-
-def all_refusals(directory: Path) -> list[Refusal]:
-    """The refusals of all groups of a cache directory."""
-    paths = sorted(directory.glob(f"{PRECOMPILED}/*/*{SUFFIX}"))
-    return _read_each(directory, paths[:_MOST_REFUSALS])
-
-
-def _read_each(directory: Path, paths: Iterable[Path]) -> list[Refusal]:
     refusals = []
-    for path in paths:
+    for path in paths[:RECOMPILE_LIMIT]:
         try:
             refusals.append(read_refusal(path, path.relative_to(directory).as_posix()))
         except (ArtifactError, OSError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compile_cache.aot.options import TRACED_PACKAGES, changed_options
+from compile_cache.aot.options import VERSIONED_PACKAGES, changed_options
 from compile_cache.aot.switches import (
     CONTEXTS,
     SETTERS,
@@ -52,8 +52,8 @@ class Option:
 class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `aot/switches.py` reads `switches` and `precisions`. `packages` are the traced packages that the server has
-    imported. `device` is the index of the thread's CUDA device; None before CUDA is used.
+    `aot/switches.py` reads `switches` and `precisions`. `packages` are those of `VERSIONED_PACKAGES` that the server
+    has imported. `device` is the index of the thread's CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
@@ -83,7 +83,7 @@ class ServerState:
             values,
             precisions(),
             _options(),
-            tuple(name for name in TRACED_PACKAGES if name in sys.modules),
+            tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             registered(),
             _device(),
         )
@@ -148,7 +148,7 @@ class ServerState:
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
-        own = set(sys.modules).intersection(TRACED_PACKAGES).difference(self.packages, _IMPORTED_BY_COMPILER)
+        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, _IMPORTED_BY_COMPILER)
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise StateNotMade(f"in the compiling process, {'; '.join(different)}")

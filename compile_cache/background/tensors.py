@@ -22,7 +22,7 @@ from compile_cache.background.sharing import Handle, mapped
 from compile_cache.errors import NotHandedOver
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
-ALIGNMENT_BYTES = 64
+_STORAGE_ALIGNMENT_BYTES = 64
 # Weights on a GPU are random numbers between -_LARGEST and _LARGEST.
 _LARGEST = 0.05
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -127,8 +127,8 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
     device, address = str(used.storage.device), used.storage.data_ptr()
     if handle is not None:
         return StorageLayout(device, 0, used.storage.nbytes(), 0, used.dtype, handle)
-    start = used.low - used.low % ALIGNMENT_BYTES
-    return StorageLayout(device, start, used.high - start, address % ALIGNMENT_BYTES, used.dtype, None)
+    start = used.low - used.low % _STORAGE_ALIGNMENT_BYTES
+    return StorageLayout(device, start, used.high - start, address % _STORAGE_ALIGNMENT_BYTES, used.dtype, None)
 
 
 def _check(tensor: torch.Tensor) -> None:
@@ -256,7 +256,7 @@ class _Arena:
     """Zeros for all storages on the CPU: one private mapping, whose pages take memory only when they are written."""
 
     def __init__(self, layouts: Sequence[StorageLayout]) -> None:
-        sizes = [layout.size_bytes + 2 * ALIGNMENT_BYTES for layout in layouts if layout.device == "cpu"]
+        sizes = [layout.size_bytes + 2 * _STORAGE_ALIGNMENT_BYTES for layout in layouts if layout.device == "cpu"]
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, sum(sizes), flags=private) if sizes else None
         self._taken = 0
@@ -265,7 +265,7 @@ class _Arena:
         """The next storage. Its address modulo 64 is the layout's `skew`."""
         if not layout.size_bytes or self._memory is None:
             return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-        first = -(-self._taken // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + layout.skew
+        first = -(-self._taken // _STORAGE_ALIGNMENT_BYTES) * _STORAGE_ALIGNMENT_BYTES + layout.skew
         self._taken = first + layout.size_bytes
         taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=layout.size_bytes, offset=first)
         return taken.untyped_storage()

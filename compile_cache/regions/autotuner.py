@@ -1,11 +1,13 @@
-"""Triton kernels that a warm boot reads, and those that it never will: the one adapter to Inductor's autotuner.
+"""Tells which Triton kernels a warm boot reads. The only adapter to Inductor's autotuner.
 
-Autotuning compiles every candidate and uses one. Candidates are stored twice, as files of Triton's cache and inside
-the FX-graph entries (Inductor's bundle), each with all its intermediate code. A warm boot needs of a candidate that
-was there from the start its binary alone, because Inductor asks for all of those before it looks up the winner; of a
-winner that coordinate descent found later, everything; and of the rest nothing.
+Autotuning compiles every candidate and uses one. Each candidate is stored twice, with all its intermediate code: as
+files of Triton's cache, and inside the FX-graph entries (Inductor's bundle). A warm boot needs only a part:
 
-All of this is private to torch. Where a torch has other names than 2.11 to 2.15, everything is kept, as torch does.
+- the binary of each candidate that existed from the start: Inductor asks for all of them before it looks up the winner
+- every file of a winner that coordinate descent found later
+- nothing of the others
+
+All of these names are private to torch. If they differ from those of 2.11 to 2.15, all files are kept, as torch does.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -26,15 +28,15 @@ from compile_cache.regions.counters import REPLAYED
 log = logging.getLogger("compile_cache")
 
 _BINARIES = (".cubin", ".hsaco")
-# Folders of Triton's cache whose binaries this process has put into FX-graph entries: a lookup asks for all of them.
+# Folders of Triton's cache whose binaries this process put into FX-graph entries. A lookup asks for all of them.
 _bundled: set[str] = set()
-# What Inductor calls a kernel while it benchmarks a fusion; the kernel that is used has a name of its own.
+# Inductor's name for a kernel while it benchmarks a fusion. The kernel that it uses gets another name.
 _UNNAMED = "triton_"
 
 
 def configure_autotuner() -> None:
-    """Store no losers in FX-graph entries, count what lookups replay, and on torch 2.11 find what coordinate descent
-    has found before. Each is left out where torch has no such names."""
+    """Patch Inductor's autotuner: store no losers in FX-graph entries, count replayed counters, and on torch 2.11 find
+    earlier results of coordinate descent. A patch is left out if torch lacks its names."""
     patches = [_count_replays, _trim_bundles]
     if torch.__version__ < "2.13":
         patches.append(_recheck_tuned)
@@ -46,9 +48,9 @@ def configure_autotuner() -> None:
 
 
 def unread_files(paths: Iterable[str]) -> set[str]:
-    """Those of the cache directory's `paths` that no warm boot will read: losers, and what winners leave behind.
+    """The `paths` in the cache directory that no warm boot will read: losers, and intermediate files of winners.
 
-    Call it after the kernels have run, which is when the winners are known.
+    Call it after the kernels have run: only then are the winners known.
     """
     if "torch._inductor.runtime.triton_heuristics" not in sys.modules:
         return set()
@@ -60,14 +62,14 @@ def unread_files(paths: Iterable[str]) -> set[str]:
     try:
         whole, binary, names = _live_kernels()
         names |= _benchmarked_names()
-    except Exception as error:  # whatever torch has changed: then everything is kept
+    except Exception as error:  # torch has changed: keep all files
         log.info("autotuner.not_known error=%r", error)
         return set()
     unread: set[str] = set()
     for folder, files in folders.items():
         kernel = next((_stem(path) for path in files if path.endswith(_BINARIES)), None)
         if kernel is None or folder in whole:
-            continue  # a launcher, or all of it is needed
+            continue  # a launcher, or a folder of which everything is needed
         if folder in binary:
             unread.update(path for path in files if not path.endswith(_BINARIES))
         elif kernel in names:
@@ -76,7 +78,7 @@ def unread_files(paths: Iterable[str]) -> set[str]:
 
 
 def _live_kernels() -> tuple[set[str], set[str], set[str]]:
-    """Folders of Triton's cache of which all is needed, those of which the binary is, and all kernels' names."""
+    """Folders of Triton's cache that are needed whole, folders whose binary is needed, and the names of all kernels."""
     whole: set[str] = set()
     binary: set[str] = set(_bundled)
     names: set[str] = set()
@@ -89,13 +91,13 @@ def _live_kernels() -> tuple[set[str], set[str], set[str]]:
         for launcher in autotuner.launchers:
             if not is_static or launcher.cache_hash not in results:
                 whole.add(launcher.cache_hash)
-        if not autotuner.launchers:  # compiled and never run: nobody knows the winner
+        if not autotuner.launchers:  # compiled but never run: the winner is unknown
             whole |= results
     return whole, binary - whole, names
 
 
 def _autotuners() -> Iterator[Any]:
-    """The autotuners of all generated code that is loaded."""
+    """The autotuners of all loaded generated code."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -113,7 +115,7 @@ def _result_folders(autotuner: Any) -> Iterator[str]:
 
 
 def _benchmarked_names() -> set[str]:
-    """The names under which Inductor benchmarks matrix templates and fusions, and never uses them."""
+    """The names that Inductor uses only to benchmark matrix templates and fusions."""
     if "torch._inductor.select_algorithm" not in sys.modules:  # nothing was compiled; the import takes half a second
         return {_UNNAMED}
     from torch._inductor.select_algorithm import TritonTemplate
@@ -138,7 +140,7 @@ def _trim_bundles() -> None:
         bundle, metadata = original(cls)
         try:
             return _trimmed(bundle), metadata
-        except Exception as error:  # it must not fail a compile that has succeeded
+        except Exception as error:  # a failure here must not fail a compile that succeeded
             log.info("autotuner.not_trimmed error=%r", error)
             return bundle, metadata
 
@@ -147,7 +149,7 @@ def _trim_bundles() -> None:
 
 
 def _trimmed(bundle: Any) -> Any:
-    """The bundle with the binaries alone of what is launched from them, and without what was only benchmarked."""
+    """The bundle without kernels that were only benchmarked. Candidates from the start keep only their binaries."""
     launched = {folder for entry in bundle.static_autotuners for folder in _result_folders(entry.kernel)}
     _bundled.update(launched)
     benchmarked = _benchmarked_names()
@@ -162,12 +164,14 @@ def _trimmed(bundle: Any) -> Any:
 
 
 def _recheck_tuned() -> None:
-    """On 2.11 a lookup overlooks what tuning has found, and a warm boot tunes again: for a kernel that began with one
-    configuration, where the best is one of those it began with, and where some of those did not compile or were
-    changed after their digest was taken. 2.13's `recheck_autotune_cache` mends the first two.
+    """Make lookups find tuning's record. On 2.11 they miss it in three cases, and a warm boot tunes again:
 
-    The record is found by the digest of the kernel's source; a configuration decides how fast a kernel is, not what it
-    computes.
+    - The kernel began with one configuration.
+    - The best configuration is one of those that it began with.
+    - Some of these did not compile, or changed after their digest was taken.
+
+    2.13's `recheck_autotune_cache` mends the first two. The digest of the kernel's source finds the record. A wrong
+    record cannot change a result: a configuration decides how fast a kernel is, not what it computes.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -184,7 +188,7 @@ def _recheck_tuned() -> None:
             return
         try:
             _take_recorded(self, before, reload_kernel_from_src)
-        except Exception as error:  # it is tuned again, as without this
+        except Exception as error:  # torch tunes again, as it would without this patch
             log.info("autotuner.not_found_again error=%r", error)
 
     recheck.rechecks = True  # type: ignore[attr-defined]
@@ -192,7 +196,7 @@ def _recheck_tuned() -> None:
 
 
 def _take_recorded(autotuner: Any, before: list[Any], reload_kernel_from_src: Any) -> None:
-    """Have the autotuner use the configuration that is on record for it, if one is."""
+    """Give the autotuner its recorded configuration, if there is one."""
     from torch._inductor.runtime.runtime_utils import triton_config_to_hashable
 
     best = _recorded_config(autotuner, [result.config for result in before])
@@ -209,10 +213,10 @@ def _take_recorded(autotuner: Any, before: list[Any], reload_kernel_from_src: An
 
 
 def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
-    """The configuration that tuning chose for this kernel before, if that is on record."""
+    """The recorded choice of tuning for this kernel, if there is one."""
     from torch._inductor.runtime.autotune_cache import AutotuneCache, _load_cached_autotuning
 
-    if autotuner.filename is None:  # a matrix template's: chosen at compile time
+    if autotuner.filename is None:  # a matrix template, chosen at compile time
         return None
     cache = AutotuneCache.create(autotuner.inductor_meta, autotuner.filename, "")
     record = cache._read() if cache else None
@@ -222,8 +226,8 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
 
 
 def _count_replays() -> None:
-    """A lookup that finds a graph adds to torch's counters what its compile had counted, benchmarks included; keep
-    count of that, for whoever wants to know what was done now."""
+    """Count what a lookup replays: on a hit, torch adds the counters of the original compile, benchmarks included.
+    Without that count nobody could tell what this process did itself."""
     from torch._dynamo.utils import counters
     from torch._inductor.codecache import FxGraphCache
 

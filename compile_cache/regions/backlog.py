@@ -1,4 +1,4 @@
-"""Calls on their way through the compiling process: handed over here, and back as artifacts in the cache directory.
+"""Hands calls to the compiling process, and takes its artifacts into the cache directory.
 
 Nothing here imports torch's compiler before the first artifact arrives.
 """
@@ -32,15 +32,15 @@ from compile_cache.versions.directory import CacheDirectory
 log = logging.getLogger("compile_cache")
 
 _HANDLER = "compile_cache.background.making:start_making"
-# A transformer in one piece, tuned, takes two minutes on a fast machine.
+# A whole transformer with tuning takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
 
 
 class Backlog:
-    """One compiling process, and the calls that wait for it.
+    """A compiling process, and the calls that wait for it.
 
-    `open_artifacts` imports torch's compiler, and `load` loads an artifact. Both are called on a thread of its own.
+    `open_artifacts` imports torch's compiler, and `load` loads an artifact. The jobs' thread calls both.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Backlog:
     ) -> None:
         self._settings = settings
         self._open_artifacts, self._load = open_artifacts, load
-        # The paths of all artifacts that the process has made.
+        # The paths of the artifacts that the process made.
         self.arrived: set[str] = set()
         self._workshop = Workshop(directory)
         self._log = directory.path.with_name(f"{directory.path.name}.compiling.log")
@@ -60,13 +60,13 @@ class Backlog:
         self._jobs.hold()
 
     def release(self) -> None:
-        """Start to compile: the server is READY."""
+        """Let the process begin: the server is READY."""
         say_unfinished_at_exit(lambda: self.waiting)
         self._jobs.release()
 
     @property
     def waiting(self) -> int:
-        """Orders without an answer."""
+        """How many orders have no answer yet."""
         return self._jobs.waiting
 
     def wait(self, timeout_s: float) -> bool:
@@ -74,29 +74,31 @@ class Backlog:
         return self._jobs.wait(timeout_s)
 
     def pack(self, module: nn.Module, args: Any, kwargs: Any, shares_weights: bool) -> PackedCall:
-        """A call as another process builds it.
+        """A call in bytes for the compiling process.
 
         Raises:
-            NotHandedOver: no other process can.
+            NotHandedOver: no other process can build this call.
         """
         if not shares_weights:
             return PackedCall(hand_over(module, args, kwargs), on_gpu(module, args, kwargs))
         call = hand_over_shared(module, args, kwargs, _is_shared)
         if call.unshared:
-            log.info("background.unshared reason=%s The second process makes weights of its own.", call.unshared)
+            log.info(
+                "background.unshared reason=%s The second process allocates its own copy of the weights.", call.unshared
+            )
         return PackedCall(call.content, on_gpu(module, args, kwargs))
 
     def order(
         self, name: str, call: PackedCall, dynamic: tuple[tuple[int, int], ...], done: Callable[[Making], None]
     ) -> None:
-        """Have a call compiled that was just served eager, in this thread. `done` is called on another thread, once the
-        artifact has been loaded or with the reason why there is none.
+        """Order code for a call that this thread has just served eager. Another thread calls `done` with the loaded
+        artifact, or with the reason why there is none.
 
         Raises:
-            StateNotTaken: another process cannot be in the state that the call depends on.
+            StateNotTaken: another process cannot have the state that the call depends on.
         """
         order = Order(call.content, ServerState.take(call.on_gpu), dynamic)
-        # torch's settings are context variables (2.13): an artifact is loaded under those of this call.
+        # torch 2.13 keeps settings in context variables. An artifact is loaded with the settings of this call.
         context = contextvars.copy_context()
         self._jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))
 
@@ -116,12 +118,12 @@ class Backlog:
         done(making)
 
     def _taken(self, answer: Done) -> Making:
-        """What came of an order, with its artifact loaded. Raises what loading raises."""
+        """The answer to an order, with its artifact loaded. Raises the errors of loading."""
         failed = Making(reason=answer.reason, lasting=answer.is_final)
         making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
         self._open_artifacts()
         if making.path:
-            self.arrived.add(making.path)  # before its file is there: the publisher may be looking
+            self.arrived.add(making.path)  # before its file exists, because the publisher may be looking
             self._workshop.take(making.files)
             self._load(making.path)
         return making

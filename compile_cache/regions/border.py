@@ -1,4 +1,4 @@
-"""The border at which what fails in a region's call becomes a value, and so a slower call."""
+"""The border of a region's call: here an exception becomes a value, and the call gets slower instead of failing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from compile_cache.errors import CompileCacheError
+from compile_cache.errors import CompileCacheError, first_line
 
 log = logging.getLogger("compile_cache")
 _Result = TypeVar("_Result")
@@ -15,28 +15,21 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a step has raised."""
+    """The error that a step raised."""
 
     error: Exception
 
     @property
     def reason(self) -> str:
-        """The error's first line, with its type where that says more."""
+        """The error's first line, after its type if that says more."""
         line = first_line(self.error)
         return line if isinstance(self.error, CompileCacheError) else f"{type(self.error).__name__}: {line}"
 
 
 def attempt(step: Callable[..., _Result], *inputs: Any) -> _Result | Failure:
-    """The result of a step that a call can do without: a full disk, no memory, an input that nobody has thought of."""
+    """The result of a step that a call does not need, or its `Failure`: no memory, a full disk, an unforeseen input."""
     try:
         return step(*inputs)
     except Exception as error:
         log.info("region.failed step=%s error=%r", getattr(step, "__qualname__", step), error, exc_info=error)
         return Failure(error)
-
-
-def first_line(error: BaseException) -> str:
-    """An error's message, for a line of a report."""
-    lines = [*filter(None, map(str.strip, str(error).splitlines())), type(error).__name__]
-    # Dynamo says which back end has failed, and in the next line how.
-    return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]

@@ -1,5 +1,4 @@
-"""Compiled against eager: a call's answer and the device memory that it took, how far two answers differ, and whether
-that passes.
+"""Compares compiled code with eager: the answers of a call, and its device memory.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-# Largest ‖compiled − eager‖ / ‖eager‖ of one output. A compiled block rounds less often than eager does; a wrong one is
-# off by orders of magnitude. The half types: a few units in the last place (2⁻⁸, 2⁻¹¹) through a block's products.
+# The largest allowed ‖compiled − eager‖ / ‖eager‖ of one output. A compiled block rounds less often than eager; a wrong
+# block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
+# block's products.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned, and the device memory at its peak above what was in use before; None without a GPU."""
+    """The output of a call, and the bytes of device memory that it took at its peak; None without a GPU."""
 
     output: Any
     peak_bytes: int | None = None
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The largest error of all outputs against eager, with the tolerance of that output's type."""
+    """The largest error of all outputs against eager, and the tolerance for that output's type."""
 
     error: float
     tolerance: float
@@ -41,8 +41,8 @@ class Check:
 
     @property
     def difference(self) -> str:
-        """The error in words; empty if the check has passed."""
-        return "" if self.passed else f"differs from eager by {self.error:.1e}, and {self.tolerance:.0e} is allowed"
+        """The error in words; empty if the check passed."""
+        return "" if self.passed else f"differs from eager by {self.error:.1e}; {self.tolerance:.0e} is allowed"
 
 
 def measured(function: Callable[..., Any], *inputs: Any) -> Answer:
@@ -55,8 +55,7 @@ def measured(function: Callable[..., Any], *inputs: Any) -> Answer:
 def compare(output: Any, reference: Any) -> Check:
     """Compare all tensors in two nested results by ‖output − reference‖ / ‖reference‖.
 
-    The error is infinite for another structure or shape, for NaN on either side, for infinities that are not the same,
-    and for integers that differ.
+    The error is infinite if structures, shapes, integers or infinities differ, or if either side has a NaN.
     """
     outputs, output_spec = pytree.tree_flatten(output)
     references, reference_spec = pytree.tree_flatten(reference)
@@ -98,9 +97,9 @@ def _norm_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 class PeakMemory:
-    """Device memory in use at the peak of the context, above what was in use when it began; None without a GPU.
+    """The device memory that the context takes at its peak, beyond the memory in use at its start; None without a GPU.
 
-    torch keeps one peak, which this resets: `highest_bytes` is the peak of the whole process until then.
+    torch keeps one peak, and this resets it: `highest_bytes` is the peak of the process before the reset.
     """
 
     bytes: int | None = None

@@ -1,7 +1,7 @@
-"""One module class, compiled by `torch.compile` in this process. What is new is compared with eager, and compiled ahead
-of time for the next boot.
+"""Serves a module class by `torch.compile` in this process. New code is compared with eager, and compiled ahead of time
+for the next boot.
 
-This module imports torch's compiler. A region imports it where it compiles something itself.
+This module imports torch's compiler. A region imports this module only if it compiles in this process.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from compile_cache.aot.options import RECOMPILE_LIMIT
 from compile_cache.aot.traced import call_region
-from compile_cache.errors import ArtifactError
-from compile_cache.regions.border import Failure, attempt, first_line
+from compile_cache.errors import ArtifactError, first_line
+from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.check import Answer, compare, measured
 from compile_cache.regions.counters import CompileCounts, are_counted, count_precompiled, read_counts
 from compile_cache.regions.graphs import Graphs, has_begun, is_beyond_limit, was_compiling
@@ -23,7 +24,6 @@ from compile_cache.regions.inputs import Kept, check_against_eager, keep, kind_o
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.speed import compare_speed
 from compile_cache.regions.stored import StoredFunctions
-from compile_cache.regions.torch_settings import RECOMPILE_LIMIT
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ log = logging.getLogger("compile_cache")
 
 
 class CompiledHere:
-    """The calls of one class that `torch.compile` serves. `withheld` are the files that must not be published;
-    `compared` has the instances, each with the artifact or the way that was compared with eager on it."""
+    """The calls of one class that `torch.compile` serves.
+
+    `withheld` has the files that must not be published. `compared` has pairs: an instance, and the artifact or the way
+    that was compared with eager on it.
+    """
 
     def __init__(
         self,
@@ -58,14 +61,14 @@ class CompiledHere:
         self._begun: set[Hashable] = set()
 
     def serve(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call that is not watched, by a graph that is there or a new one."""
+        """Serve an unwatched call, by a graph that exists or a new one."""
         try:
             return self._graphs(module, args, kwargs)
         except Exception as error:
             return self._fall_back(module, args, kwargs, None, error)
 
     def serve_found(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call by a graph that is there, else eager: compile nothing."""
+        """Serve a call by a graph that exists, else eager. This compiles nothing."""
         return self._graphs.as_found(module, args, kwargs)
 
     def knows(self, kind: Hashable) -> bool:
@@ -73,11 +76,10 @@ class CompiledHere:
         return self._graphs.knows(kind)
 
     def serve_watched(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
-        """Serve a call by `torch.compile`. A graph or an instance that is new is compared with eager on the same,
-        unchanged inputs.
+        """Serve a call by `torch.compile`. A new graph or instance is compared with eager on the same inputs.
 
-        The call is also compiled ahead of time, for the next boot. That comes after it has run: then it is on record
-        what tuning has chosen, and the artifact has the kernels that won, and no others.
+        Afterwards the call is compiled ahead of time for the next boot. By then tuning's choice is on record, so the
+        artifact has only the kernels that won.
         """
         if (kind := kind_of_call(module, args, kwargs)) not in self._begun:
             self._begun.add(kind)
@@ -111,19 +113,21 @@ class CompiledHere:
         except Exception as error:
             if kept is None or not self._graphs.is_broken(error):
                 raise
-            kept.eager()  # Whose error is it? The model's own, which Dynamo met in tracing, is raised here.
+            kept.eager()  # This raises the model's own error, if Dynamo met one while tracing.
             self._break_up(module, args, kwargs, error)
         return measured(self._graphs, module, args, kwargs)
 
     def _checked(
         self, answer: Answer, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, made: Made | None
     ) -> Any:
-        """The compiled answer, if it is eager's; else eager's, and the inputs as eager leaves them."""
+        """The compiled answer if it equals eager's. Else eager's answer, and the inputs as eager leaves them."""
         unchanged = keep(self.report, module, kept.args, kept.kwargs) if made and kept else None
         check = check_against_eager(self.report, answer, kept) if kept else None
         self._compared.add((module, "compiled"))
         if made and (check is None or not check.passed or unchanged is None):
-            self.stored.reject(made.path, "torch.compile of the same code differs from eager, or was not compared")
+            self.stored.reject(
+                made.path, "torch.compile's own code for this call differs from eager, or was not compared"
+            )
         elif made and kept and unchanged:
             self._check_made(made, module, args, kwargs, unchanged, kept.eager())
         if check is None or kept is None or check.passed:
@@ -135,8 +139,8 @@ class CompiledHere:
     def _check_made(
         self, made: Made, module: nn.Module, args: Any, kwargs: Any, unchanged: Kept, reference: Answer
     ) -> None:
-        """Let an artifact serve, here and in other boots, if it fits the call that it was made of, and computes what
-        eager has computed from the same `unchanged` inputs. Else reject it."""
+        """Let an artifact serve, in this boot and in others, if it fits its own call and computes what eager computed
+        from the same `unchanged` inputs. Else reject it."""
 
         def loaded() -> Any:
             function = made.load()
@@ -163,13 +167,13 @@ class CompiledHere:
             self.report.note_speed(speed.compiled_ms, speed.eager_ms)
 
     def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception) -> Any:
-        """Serve a call that was not compiled: the one place where a failure becomes a slower call.
+        """Serve a call that could not be compiled. Only here does a failure become a slower call.
 
-        The model runs once, on inputs that nothing has changed: on the inputs themselves where compiled code had not
-        begun, else on the copies that were `kept`.
+        The model runs once, on unchanged inputs: on the inputs themselves if compiled code had not begun, else on the
+        copies in `kept`.
 
         Raises:
-            Exception: `error`, where the inputs may have changed and no copies were kept; or the model's own.
+            Exception: the model's own error; or `error`, if the inputs may have changed and there are no copies.
         """
         if not has_begun(error):
             output = call_region(module, args, kwargs)
@@ -183,10 +187,10 @@ class CompiledHere:
         return output
 
     def _demote_call(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
-        """Serve calls of this kind a step lower from now on, and leave the others as they are."""
+        """Serve calls of this kind a step lower from now on. Other calls stay as they are."""
         if is_beyond_limit(error):
             self.report.explain(
-                f"eager for further shapes: {RECOMPILE_LIMIT} are compiled; set COMPILE_CACHE_DYNAMIC=auto"
+                f"eager for further shapes: {RECOMPILE_LIMIT} are compiled already; set COMPILE_CACHE_DYNAMIC=auto"
             )
         elif self._graphs.is_broken(error):
             self._break_up(module, args, kwargs, error)
@@ -215,7 +219,7 @@ class CompiledHere:
             self.report.explain(_why_cold(before, after))
 
     def demote(self, reason: str) -> None:
-        """Serve every call eager from now on, and withhold what was compiled from the store."""
+        """Serve every call eager from now on, and keep its compiled code out of the store."""
         self.is_demoted = True
         self.report.take_step("eager")
         self.report.reason = reason
@@ -224,5 +228,5 @@ class CompiledHere:
 
 def _why_cold(before: CompileCounts, after: CompileCounts) -> str:
     if not are_counted():
-        return "this torch has other counters: whether it found or compiled its graphs is not known"
+        return "this torch has other counters, so it is unknown whether it found or compiled its graphs"
     return "lookups found nothing" if after.misses > before.misses else "torch looked nothing up: its caches are off"

@@ -1,4 +1,4 @@
-"""Regions: the repeated blocks of a model, compiled once a class, checked against eager, and demoted where they fail.
+"""Regions: the repeated blocks of a model. Each class is compiled once, checked against eager, and demoted if it fails.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -38,13 +38,13 @@ log = logging.getLogger("compile_cache")
 
 
 class Compiler:
-    """All regions of a boot. `compile` makes them, `watching` surrounds the warm-up, in which they climb the ladder.
+    """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up.
 
-    `is_hit` says that the artifacts come from this very version of the model. The boot that published them has compared
-    every instance of a region with eager, so that this one compares an artifact once.
+    `is_hit`: the artifacts come from this very version of the model. The boot that published them compared every
+    instance of a region with eager, so this boot compares each artifact once.
 
-    torch's compiler is imported at once, unless a second process compiles and nothing was restored: then when the first
-    artifact arrives.
+    torch's compiler is imported at once. If a second process compiles and nothing was restored, it is imported when the
+    first artifact arrives.
     """
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
@@ -66,7 +66,7 @@ class Compiler:
             self.open()
 
     def backlog(self) -> Backlog | None:
-        """The calls for the second process; None where nothing may be compiled ahead of time."""
+        """The calls for the second process; None if nothing may be compiled ahead of time."""
         if self._backlog is None and self._settings.precompile:
             from compile_cache.regions.backlog import Backlog
 
@@ -78,12 +78,12 @@ class Compiler:
         return self._backlog
 
     def open(self) -> None:
-        """Import torch's compiler, and find artifacts from now on. Once."""
+        """Import torch's compiler, once, and find artifacts from now on."""
         with self._opening:
             if self._is_open:
                 return
             self._is_open = True
-            self._why_not_precompiled = "torch's compiler could not be imported"  # until it is
+            self._why_not_precompiled = "torch's compiler could not be imported"  # replaced below
             from compile_cache.aot.toolchain import remember_toolchain
             from compile_cache.regions.torch_settings import configure_torch, is_switched_off
 
@@ -95,49 +95,49 @@ class Compiler:
             _signal_compiles(self._compiling)
 
     def _open_artifacts(self) -> None:
-        """Precompiled regions rest on names that are private to torch: where one is gone, the boot does without."""
+        """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
         try:
             from compile_cache.aot.artifacts import Artifacts
         except (ImportError, AttributeError) as error:
-            self._do_not_precompile(f"torch {torch.__version__} has other names than precompiled regions need: {error}")
+            self._do_not_precompile(f"torch {torch.__version__} lacks a name that precompiled regions need: {error}")
             return
         self._precompiled = Artifacts(self._settings, self._directory.path)
         for region in self.regions.values():
             region.stored.open(self._precompiled)
 
     def _do_not_precompile(self, reason: str) -> None:
-        log.warning("regions are not precompiled in this boot: %s", reason)
+        log.warning("No precompiled regions in this boot: %s", reason)
         self._precompiled, self._why_not_precompiled = None, reason
         for region in self.regions.values():
             region.stored.switch_off(reason)
 
     def _load_arrived(self, path: str) -> None:
-        """Load an artifact of the second process. Raises ArtifactError or OSError where it cannot be used."""
+        """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
         if self._precompiled is None:
             raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
         self._precompiled.arrive(path)
 
     def prefetch(self) -> int:
-        """Load the precompiled regions of the cache directory; how many it has."""
+        """Load the precompiled regions of the cache directory, and return their number."""
         return self._precompiled.prefetch() if self._precompiled else 0
 
     def release(self) -> None:
-        """READY: let the second process begin."""
+        """Let the second process begin. Called at READY."""
         with self._opening:
             self._is_released = True
             if self._backlog is not None:
                 self._backlog.release()
 
     def hurry(self, deadline_s: float) -> None:
-        """Compile nothing more in this process once `time.monotonic()` is `deadline_s`: the second one does."""
+        """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
         self._deadline_s = deadline_s
         for region in self.regions.values():
             region.deadline_s = deadline_s
 
     def plan(self, calls: Iterable[KnownCall]) -> int:
-        """Have calls compiled that nobody has made here yet; how many there are. Imports torch's compiler.
+        """Order code for calls that no request has made here yet, and return their number. Imports torch's compiler.
 
-        Call it in the background, after READY, under the thread-local state of a prediction.
+        Call it in the background, after READY, with the thread-local state of a prediction.
         """
         from compile_cache.regions.plan import order_known
 
@@ -146,37 +146,39 @@ class Compiler:
 
     @property
     def waiting(self) -> int:
-        """Calls that the second process has not answered yet."""
+        """How many calls the second process has not answered yet."""
         return self._backlog.waiting if self._backlog else 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the second process has answered every call; False after `timeout_s`."""
+        """Wait until the second process has answered every call; False after `timeout_s`."""
         return self._backlog is None or self._backlog.wait(timeout_s)
 
     def begin_swap(self) -> bool:
-        """Let what has arrived be looked for in the regions that wait for this; whether there is any."""
+        """Let the regions that hold back arrived code look for it; whether there is any."""
         return any([region.ordering.begin_swap() for region in self.regions.values() if region.ordering.holds])
 
     def end_swap(self) -> None:
-        """Note that the calls of a swap were made. A swap that does not end is begun again."""
+        """Note that the swap's calls were made. A swap that does not end begins again."""
         for region in self.regions.values():
             region.ordering.end_swap()
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some thread is in the middle of a compile, whose files may be half-written."""
+        """Whether a thread compiles now, so that files may be half-written."""
         return self._compiling.is_set()
 
     def compile(self, root: nn.Module, whole: bool = False, holds: bool = False, shares_weights: bool = False) -> None:
-        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With `holds`,
-        code that arrives later serves after `swap`; with `shares_weights`, the second process has the same parameters.
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself.
+
+        With `holds`, code that arrives later serves only after `swap`. With `shares_weights`, the second process maps
+        the same parameters.
 
         Raises:
-            NotAModuleError: it is something else, such as a function.
+            NotAModuleError: `root` is not a module, but a function, for example.
         """
         if not isinstance(root, nn.Module):
             name = getattr(root, "__qualname__", repr(root))
-            raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}: pass the module that it calls.")
+            raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}. Pass the module that it calls.")
         self._configure()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
             if not self._left_eager.takes(module):
@@ -185,7 +187,7 @@ class Compiler:
                 region.adopt(module)
 
     def _configure(self) -> None:
-        """Make torch's settings in this thread, once the compiler is there."""
+        """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
             from compile_cache.regions.torch_settings import configure_torch
 
@@ -193,11 +195,11 @@ class Compiler:
 
     @property
     def reports(self) -> list[RegionReport]:
-        """A report for each class, those that are left eager last."""
+        """A report for each class; the classes that are left eager come last."""
         return [*(region.report for region in self.regions.values()), *self._left_eager.reports]
 
     def left_eager_warnings(self) -> list[str]:
-        """A line for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
+        """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
         return self._left_eager.warnings([region.report.name for region in self.regions.values()])
 
     def _region(self, module_class: type[nn.Module]) -> Region:
@@ -228,8 +230,8 @@ class Compiler:
         return new
 
     def unread_files(self) -> set[str]:
-        """The artifacts that no warm boot will read: what autotuning tried and did not choose, and precompiled regions
-        that this boot's model had no use for, which came from another version."""
+        """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
+        another version that this boot's model did not use."""
         files = self._directory.scan()
         used = self._precompiled.used if self._precompiled else set()
         unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
@@ -237,8 +239,8 @@ class Compiler:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: what computes something else than eager does, or failed to compile,
-        and what the second process has made and nobody has compared yet."""
+        """The files that must not be published: code that failed, code that differs from eager, and code of the second
+        process that nobody has compared yet."""
         regions = list(self.regions.values())
         arrived = set(self._backlog.arrived) if self._backlog else set()
         unproved = arrived.difference(*(region.compared for region in regions))
@@ -246,13 +248,13 @@ class Compiler:
 
     @property
     def device_peak_bytes(self) -> int:
-        """The most device memory that tensors took before torch's own peak was last reset here; 0 without a GPU."""
+        """The peak of device memory in bytes before this library last reset torch's peak; 0 without a GPU."""
         return PeakMemory.highest_bytes
 
     @contextlib.contextmanager
     def watching(self, may_compile: bool = True) -> Iterator[None]:
-        """While the context lasts, every graph that a region compiles or finds is checked against eager, and
-        precompiled functions are looked for, and made. Unless this process `may_compile`, what none fits is eager."""
+        """While the context lasts, find and make precompiled functions, and check every new graph against eager. Unless
+        this process `may_compile`, a call that no function fits is served eager."""
         self._configure()
         if self._precompiled is not None:
             self._precompiled.forget_options()
@@ -267,25 +269,24 @@ class Compiler:
 
 
 def _signal_compiles(compiling: threading.Event) -> None:
-    """Have the event set while torch compiles, where torch says when it does."""
+    """Keep the event set while torch compiles, if this torch tells when it does."""
     try:
         from torch._dynamo import callback
 
         start: Any = callback.on_compile_start
         end: Any = callback.on_compile_end
     except (ImportError, AttributeError) as error:
-        log.warning("torch %s does not say when it compiles: %s", torch.__version__, error)
+        log.warning("torch %s does not tell when it compiles: %s", torch.__version__, error)
         return
     start(lambda _: compiling.set())
     end(lambda _: compiling.clear())
 
 
 def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
-    """The modules to compile: all instances of the repeated block classes, none inside another; `root` itself where the
-    scope is `whole` or nothing repeats.
+    """The modules to compile: all instances of the repeated block classes, none inside another.
 
-    The classes are those that diffusers (`_repeated_blocks`) or transformers (`_no_split_modules`) name, else those
-    with several instances in one `ModuleList`.
+    `root` itself is compiled if the scope is `whole` or nothing repeats. diffusers (`_repeated_blocks`) or transformers
+    (`_no_split_modules`) name the classes; else they are the classes with several instances in one `ModuleList`.
     """
     if scope == "whole":
         return [root]
@@ -295,7 +296,7 @@ def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
 
 
 def _listed_classes(root: nn.Module) -> set[type[nn.Module]]:
-    """Classes with two instances or more in one `ModuleList`, and with children: a list of plain layers is no block."""
+    """Classes that have children and several instances in one `ModuleList`. A list of plain layers is no block."""
     found = set()
     for module in root.modules():
         if isinstance(module, nn.ModuleList):

@@ -1,4 +1,4 @@
-"""torch's own counters of what was looked up, found, and made anew. They are the proof that a warm boot is warm."""
+"""torch's own counters of lookups, hits and compiles. They prove that a warm boot is warm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-# Where autotuner.py keeps what torch has added to its own counters without doing it, by the same names.
+# Here autotuner.py counts, under the same names, the work that torch's counters replay but this process did not do.
 REPLAYED = "compile_cache_replayed"
 _precompiled: Counter[str] = Counter()
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
@@ -17,10 +17,10 @@ _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune
 
 @dataclass(slots=True)
 class CompileCounts:
-    """torch's own counters, and files: what was found, and what was made anew, since the boot began.
+    """What torch found and what it made anew since the boot began, from its counters and the files.
 
     `refused` counts kinds of calls that later boots serve eager at once. `kernels_compiled` counts the compiled kernels
-    (`.so`, `.cubin`) in the cache directory that were not restored.
+    (`.so`, `.cubin`) in the cache directory that this boot did not restore.
     """
 
     graphs: int = 0
@@ -37,24 +37,24 @@ class CompileCounts:
     kernels_compiled: int = 0
 
     def since(self, before: CompileCounts) -> CompileCounts:
-        """What was added after `before`."""
+        """The difference to the earlier counts `before`."""
         return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     @property
     def hits(self) -> int:
-        """Lookups that were answered from the cache."""
+        """Lookups that the cache answered."""
         return self.fxgraph_hits + self.aotautograd_hits
 
     @property
     def misses(self) -> int:
-        """Lookups that were not, bypasses included: something was compiled for each."""
+        """Lookups that the cache did not answer, bypasses included: each compiled something."""
         return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
 def read_counts() -> CompileCounts:
-    """Totals of this process. Takes microseconds and imports nothing: without torch all is zero."""
+    """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
     counters: Mapping[str, Mapping[str, Any]] = _torch_counters() or {}
-    # A copy, in one step: another thread may be compiling.
+    # One step copies the counters, because another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
     for name, count in dict(counters.get(REPLAYED, {})).items():
         inductor[name] = inductor.get(name, 0) - count
@@ -74,18 +74,18 @@ def read_counts() -> CompileCounts:
 
 
 def are_counted() -> bool:
-    """Whether torch counts what it compiles, by the names that are known here."""
+    """Whether torch has the counters that this module reads."""
     return _torch_counters() is not None
 
 
 def _torch_counters() -> Any:
-    """Of a process that has imported torch's compiler; else None."""
+    """torch's counters; None if this process has not imported torch's compiler."""
     return getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Leave torch's counters as they were before: what is compiled ahead of time is for another boot."""
+    """Reset torch's counters after the context: code compiled ahead of time belongs to another boot."""
     counters = _torch_counters() or {}
     groups = ("stats", "inductor", "aot_autograd", REPLAYED) if counters else ()
     before = {group: dict(counters[group]) for group in groups}
@@ -98,5 +98,5 @@ def uncounted() -> Iterator[None]:
 
 
 def count_precompiled(what: str) -> None:
-    """Add one to the precompiled regions that were `loaded` and served, or `made`, or to the calls `refused`."""
+    """Add one to a count: precompiled functions `loaded` or `made`, or calls `refused`."""
     _precompiled[what] += 1

@@ -1,7 +1,7 @@
-"""What torch has noted of each region while it compiled: graph breaks, recompiles and failures, with file and line.
+"""Torch's notes on the compile of each region: graph breaks, recompiles and failures, with file and line.
 
-This module imports torch, and is itself imported only by `compile-cache fill --explain`. The names that it reads are
-private to torch: where one is gone, the explanation says so and has less.
+This module imports torch. Only `compile-cache fill --explain` imports this module. It reads private names of torch: if
+one is gone, the explanation says so and has less.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any
 import torch
 
 _MOST_COMPILES = 10_000  # torch itself keeps the last 64
-# How a region's function is named: see graphs.py.
+# The name of a region's function: see graphs.py.
 _REGION = re.compile(r"call_(?P<name>\w+?)(_in_parts)?")
-# One failed guard of torch's record: "1/0: tensor 'x' size mismatch at index 0. expected 4, actual 8  # source …".
+# One failed guard in torch's record: "1/0: tensor 'x' size mismatch at index 0. expected 4, actual 8  # source …".
 _GUARD = re.compile(r"^\d+/\d+: (?P<guard>.+?)(\s{2,}#.*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`what`: `graph break`, `recompiled` or `not compiled`; `reason` in torch's words; `place` is `file:line` in the
-    model's code, empty for a recompile."""
+    """A note on one compile.
+
+    `what` is `graph break`, `recompiled` or `not compiled`. `reason` is torch's text. `place` is `file:line` in the
+    model's code, empty for a recompile.
+    """
 
     what: str
     reason: str
@@ -34,7 +37,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """By region, in the order of the compiles. `missing` says what this torch does not tell."""
+    """The findings of each region, in the order of the compiles. `missing` says what this torch does not tell."""
 
     of_region: dict[str, list[Finding]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -48,7 +51,7 @@ class Findings:
 
 @contextlib.contextmanager
 def explained() -> Iterator[Findings]:
-    """While the context lasts, torch keeps a record of each compile; at its end the findings are complete."""
+    """Have torch record each compile while the context lasts. At its end the findings are complete."""
     findings = Findings()
     breaks = _breaks(findings)
     begun = len(breaks)
@@ -62,7 +65,7 @@ def explained() -> Iterator[Findings]:
 
 
 def _breaks(findings: Findings) -> list[Any]:
-    """torch's own list of graph breaks, which grows."""
+    """torch's own, growing list of graph breaks."""
     try:
         from torch._dynamo.utils import graph_break_reasons
     except ImportError:
@@ -82,7 +85,8 @@ def _keep_records(findings: Findings) -> None:
 
 
 def _add_breaks(findings: Findings, breaks: Sequence[Any]) -> None:
-    """A break in a function that torch resumes, or calls by itself, names no region: it belongs to the one before."""
+    """Add graph breaks. A break that names no region, in a function that torch resumes or calls by itself, belongs to
+    the region before it."""
     region = ""
     for noted in breaks:
         stack: list[traceback.FrameSummary] = list(getattr(noted, "user_stack", None) or ())
@@ -97,13 +101,13 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 def _add_compiles(findings: Findings) -> None:
     try:
         from torch._dynamo.utils import get_compilation_metrics
-    except ImportError:  # `_keep_records` has said so
+    except ImportError:  # `_keep_records` has noted this
         return
     region = ""
     for compiled in get_compilation_metrics():
         name = getattr(compiled, "co_name", None)
         region = _region(name or "") or region
-        if not name:  # compiled by something else than Dynamo's frames, such as a backward graph
+        if not name:  # no frame of Dynamo, but a backward graph, for example
             continue
         for guard in _GUARD.finditer(getattr(compiled, "recompile_reason", None) or ""):
             findings.add(region, Finding("recompiled", guard["guard"].strip()))
@@ -112,7 +116,7 @@ def _add_compiles(findings: Findings) -> None:
 
 
 def _add_failure(findings: Findings, region: str, compiled: Any) -> None:
-    """Most failures are graph breaks, which torch has met a second time when it compiled the region in parts."""
+    """Add a failure, unless it is a graph break: torch meets those again when it compiles the region in parts."""
     line = getattr(compiled, "fail_user_frame_lineno", None)
     place = f"{getattr(compiled, 'fail_user_frame_filename', '')}:{line}" if line else ""
     known = findings.of_region.get(region, ())

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of one class: a graph for each kind of call, or several where something breaks it.
+"""The graphs that `torch.compile` makes of one class: one for each kind of call, or several if something breaks it.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -15,9 +15,10 @@ import torch._dynamo
 import torch.nn.modules.module as torch_module
 from torch import nn
 
+from compile_cache.aot.options import RECOMPILE_LIMIT
 from compile_cache.aot.traced import call_region
 from compile_cache.regions.inputs import kind_of_call
-from compile_cache.regions.torch_settings import RECOMPILE_LIMIT, configure_torch
+from compile_cache.regions.torch_settings import configure_torch
 
 _GLOBAL_HOOKS = tuple(
     getattr(torch_module, name, {})
@@ -31,7 +32,7 @@ _GLOBAL_HOOKS = tuple(
 
 
 class _Way(enum.Enum):
-    """How a kind of call is served: by one graph, by several, or by those only that are there already, else eager."""
+    """How a kind of call is served: by one graph, by several, or only by graphs that exist already."""
 
     WHOLE = enum.auto()
     IN_PARTS = enum.auto()
@@ -39,31 +40,31 @@ class _Way(enum.Enum):
 
 
 def _dynamo_errors(*names: str) -> tuple[type[Exception], ...]:
-    """Those of Dynamo's errors that this torch has."""
+    """The named errors of Dynamo, if this torch has them."""
     found = (getattr(torch._dynamo.exc, name, None) for name in names)
     return tuple(error for error in found if error is not None)
 
 
-# What Dynamo raises where the model's code breaks a graph, or raises an error of its own: a data-dependent branch is a
+# Dynamo raises these if the model's code breaks a graph or raises an error itself. A data-dependent branch is a
 # `UserError` on torch 2.13, and `Unsupported` on 2.11.
 _BREAKS = _dynamo_errors("Unsupported", "UserError")
 _LIMIT_ERRORS = _dynamo_errors("FailOnRecompileLimitHit")
 
 
 class Graphs:
-    """The compiled calls of one class. Nothing is compiled, nor is the compiler imported, before the first one."""
+    """The compiled calls of one class. The first call imports the compiler."""
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
         self._name = f"call_{name}"
         self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
-        # By whether they are whole, and by the hooks for all modules, which torch 2.13 does not guard.
+        # The key: whether the graph is whole, and the hooks for all modules, which torch 2.13 does not guard.
         self._functions: dict[tuple[bool, tuple[Any, ...]], Callable[..., Any]] = {}
         self._ways: dict[Hashable, _Way] = {}
         self._default = _Way.WHOLE
-        self._is_plain = True  # nothing was broken or given up: no call needs its kind
+        self._is_plain = True  # no kind was broken up or given up, so a call need not know its kind
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call by a graph that is there, or compile one."""
+        """Serve a call by a graph that exists or a new one."""
         configure_torch()
         way = self._default if self._is_plain else self._way(kind_of_call(module, args, kwargs))
         function = self._function(way if way is not _Way.AS_FOUND else self._default)
@@ -76,7 +77,7 @@ class Graphs:
         return torch._dynamo.run(function) if hasattr(torch._dynamo, "run") else call_region
 
     def as_found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call by a graph that is there, else eager."""
+        """Serve a call by a graph that exists, else eager."""
         way = self._way(kind_of_call(module, args, kwargs))
         return self._without_compiling(self._function(way if way is not _Way.AS_FOUND else self._default))(
             module, args, kwargs
@@ -87,23 +88,23 @@ class Graphs:
         return self._ways.get(kind, _Way.AS_FOUND) is not _Way.AS_FOUND
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember that calls of this kind are served as they are now, whatever becomes of others."""
+        """Keep serving calls of this kind as now, even if other kinds change."""
         kind = kind_of_call(module, args, kwargs)
         self._ways[kind] = self._way(kind)
 
     def is_broken(self, error: Exception) -> bool:
-        """Whether several graphs may serve a call that has failed with `error`; it may also be the model's own."""
+        """Whether several graphs may serve a call that failed with `error`. `error` may also be the model's own."""
         return isinstance(error, _BREAKS) and not has_begun(error)
 
     def break_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Serve calls of this kind, and of those that are not noted, by several graphs."""
+        """Serve calls of this kind by several graphs, and calls of kinds that `note` never got."""
         kind = kind_of_call(module, args, kwargs)
         self._ways[kind] = _Way.AS_FOUND if self._way(kind) is _Way.IN_PARTS else _Way.IN_PARTS
         self._default = _Way.IN_PARTS
         self._is_plain = False
 
     def give_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile calls of this kind no more."""
+        """Stop compiling calls of this kind."""
         self._ways[kind_of_call(module, args, kwargs)] = _Way.AS_FOUND
         self._is_plain = False
 
@@ -114,30 +115,28 @@ class Graphs:
     def _function(self, way: _Way) -> Callable[..., Any]:
         key = way is _Way.WHOLE, _global_hooks()
         if key not in self._functions:
-            if key[1]:  # those that were made for other hooks
+            if key[1]:  # drop the functions for other hooks
                 self._functions = {other: made for other, made in self._functions.items() if not other[1]}
             self._functions[key] = self._compiled(fullgraph=key[0])
         return self._functions[key]
 
     def _compiled(self, fullgraph: bool) -> Callable[..., Any]:
-        # Dynamo keeps graphs, limits, and whether it gave up, with the code of a function: each class, and each way to
-        # compile it, has a copy.
+        # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
         code = call_region.__code__.replace(co_name=self._name if fullgraph else f"{self._name}_in_parts")
         function = types.FunctionType(code, call_region.__globals__)
         return torch.compile(function, fullgraph=fullgraph, **self._options)
 
 
 def is_beyond_limit(error: Exception) -> bool:
-    """Whether torch refuses a graph because there are too many already."""
+    """Whether torch refuses a graph because the function has too many."""
     return isinstance(error, _LIMIT_ERRORS)
 
 
 def has_begun(error: Exception) -> bool:
-    """Whether the traced function ran, compiled or not, before `error` was raised in it: then it may have changed the
-    inputs, or anything else.
+    """Whether the traced function had begun to run when `error` was raised. Then it may have changed its inputs.
 
-    A call that fails to compile has no frame of that function. torch cuts tracebacks, so the frames are followed back
-    from the innermost one. Where torch compiled nothing at all, it says so after the call.
+    A call that fails to compile has no frame of that function. torch cuts tracebacks, so this follows the frames back
+    from the innermost. If torch compiled nothing at all, it says so after the call.
     """
     if "found no compiled frames" in str(error):
         return True
@@ -149,12 +148,12 @@ def has_begun(error: Exception) -> bool:
 
 
 def was_compiling(error: Exception) -> bool:
-    """Whether `error` was raised while Dynamo compiled something, and not by code that ran."""
+    """Whether Dynamo raised `error` while it compiled, and not code that ran."""
     return any(frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py") for frame in _frames(error))
 
 
 def _frames(error: Exception) -> Iterator[types.FrameType]:
-    """The frames of a traceback, and those that were cut out of it; without the one that caught it."""
+    """The frames of a traceback, with those cut out of it, without the frame that caught the error."""
     traceback = error.__traceback__
     if traceback is None:
         return
@@ -169,5 +168,5 @@ def _frames(error: Exception) -> Iterator[types.FrameType]:
 
 
 def _global_hooks() -> tuple[Any, ...]:
-    """The hooks that are registered for all modules."""
+    """The hooks registered for all modules."""
     return tuple(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values()) if any(_GLOBAL_HOOKS) else ()

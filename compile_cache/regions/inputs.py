@@ -1,4 +1,4 @@
-"""The inputs of a call: their strides, copies of them from before the call, and the kind of call that they make.
+"""The inputs of a call: their strides, copies of them from before the call, and the kind of the call.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -21,11 +21,10 @@ from compile_cache.regions.ladder import RegionReport
 
 
 def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same tensors, those of the arguments themselves, with the strides that a contiguous tensor has in dimensions
-    of size 1: no address depends on them, and torch would compile, and guard, each variant by itself.
+    """The same arguments; in dimensions of size 1, tensors have the strides of a contiguous tensor.
 
-    A slice of a batch of one is such a tensor. Where gradients are recorded nothing is changed, because a view would
-    be recorded.
+    No address depends on these strides, but torch would compile and guard each variant separately. A slice of a batch
+    of one is such a variant. While gradients are recorded nothing changes, because torch would record the view.
     """
     if torch.is_grad_enabled():
         return args, kwargs
@@ -35,7 +34,7 @@ def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 def _plain(value: Any) -> Any:
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
         return value
-    if value.dim() > 3:  # these strides say whether a picture is stored channels first or last
+    if value.dim() > 3:  # here strides tell whether a picture is stored channels first or last
         return value
     strides, plain = value.stride(), []
     step = 1
@@ -47,8 +46,8 @@ def _plain(value: Any) -> Any:
 
 
 def kind_of_call(module: nn.Module, args: Any, kwargs: Any) -> Hashable:
-    """What tells a call from others of its class: its tensors without their values, its flags and texts, and the modes
-    that torch and the module's parts are in. Numbers are left out: each call may have one of its own."""
+    """The kind of a call: its tensors without values, its flags and texts, and the modes of torch and of the module's
+    parts. Numbers do not count, because each call may have another number."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     training = tuple(part.training for part in module.modules())
     return str(spec), tuple(map(_kind, leaves)), training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -63,45 +62,47 @@ def _kind(leaf: Any) -> Hashable:
 
 
 class Kept:
-    """Copies of a call's inputs as they were before it, with the same strides and the same tensors in common. They
-    know which object each is a copy of, so that a call on the copies can take the place of the call itself."""
+    """Copies of a call's inputs from before the call, with the same strides and the same shared tensors.
+
+    Each copy knows its original. So a call on the copies can replace the call itself.
+    """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy them.
 
         Raises:
-            Exception: there is no memory for it, or an object cannot be copied.
+            Exception: the copies do not fit into memory, or an object cannot be copied.
         """
         self._module = module
         self._answer: Answer | None = None
-        # An input may lead to the model: a cache or a processor that knows it.
+        # An input may refer to the model, such as a cache or a processor.
         memo: dict[int, Any] = {id(part): part for part in module.modules()}
-        # torch refuses to copy a tensor that a recorded computation has made.
+        # torch refuses to copy the result of a recorded computation.
         computed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_computed(leaf)]
         memo.update((id(tensor), tensor.clone()) for tensor in computed)
         self.args, self.kwargs = copy.deepcopy((args, kwargs), memo)
-        # `deepcopy` keeps what it has copied under the memo's own id.
+        # `deepcopy` keeps the originals under the memo's own id.
         originals = [*computed, *memo.get(id(memo), ())]
         self._pairs = [(original, memo[id(original)]) for original in originals if id(original) in memo]
         self._original_of = {id(duplicate): original for original, duplicate in self._pairs}
 
     @property
     def is_used(self) -> bool:
-        """Whether the copies may be changed, because eager has run on them."""
+        """Whether eager has run on the copies, and may have changed them."""
         return self._answer is not None
 
     def eager(self) -> Answer:
-        """What eager answers on the copies, which it is run on once.
+        """Eager's answer on the copies. It runs once.
 
         Raises:
-            Exception: whatever the model raises.
+            Exception: the model's own error.
         """
         if self._answer is None:
             self._answer = measured(call_region, self._module, self.args, self.kwargs)
         return self._answer
 
     def give_back(self, output: Any) -> Any:
-        """Let the inputs have what their copies have now; `output`, of a call on the copies, in terms of the inputs."""
+        """Write the copies' current contents into the inputs. Returns `output` with inputs in place of their copies."""
         for original, duplicate in self._pairs:
             self._give(duplicate, original)
         return pytree.tree_map(self._original, output, is_leaf=lambda value: id(value) in self._original_of)
@@ -134,16 +135,16 @@ class Kept:
 
 
 def keep(report: RegionReport, module: nn.Module, args: Any, kwargs: Any) -> Kept | None:
-    """Copies of the inputs; None where there can be none, which leaves the call unchecked."""
+    """Copies of the inputs; None if they cannot be copied: then the call is not checked."""
     kept = attempt(Kept, module, args, kwargs)
     if isinstance(kept, Failure):
-        report.explain(f"not checked against eager: its inputs cannot be copied: {kept.reason}")
+        report.explain(f"not checked against eager, because its inputs cannot be copied: {kept.reason}")
         return None
     return kept
 
 
 def check_against_eager(report: RegionReport, answer: Answer, kept: Kept) -> Check | None:
-    """How far an answer is from eager's; None where that cannot be found out, mostly for want of memory."""
+    """The error of an answer against eager; None if eager fails, mostly for lack of memory."""
     check = attempt(lambda: compare(answer.output, kept.eager().output))
     if isinstance(check, Failure):
         report.explain(f"not checked against eager: {check.reason}")
@@ -158,7 +159,7 @@ def _is_computed(leaf: Any) -> bool:
 
 
 def _give_contents(source: torch.Tensor, target: torch.Tensor) -> None:
-    # A tensor that nothing has changed may be one that nothing can write to, such as an expanded one.
+    # An unchanged tensor may be read-only in effect, such as an expanded one.
     if source.shape == target.shape and not torch.equal(source, target):
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(source)

@@ -1,4 +1,4 @@
-"""The kinds of calls that a region has met and no code was at hand for: what became of each.
+"""The kinds of calls that met a region before their code existed, and the state of each.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-# As many as Dynamo may make graphs of a function.
-MOST_KINDS = 64
-# Artifacts for one kind of call of one instance. More of them means that a number changes from call to call.
+from compile_cache.aot.options import RECOMPILE_LIMIT
+
+# Artifacts for one kind of call of one instance. If more are needed, a number changes from call to call.
 _MOST_VARIANTS = 8
-# Calls of one region that differ in one size before one graph for all sizes is asked for.
+# After so many calls that differ in one size only, a region asks for one graph for all sizes.
 _SIZES_BEFORE_DYNAMIC = 3
 
 
 class Turn(enum.Enum):
-    """What to do with a call that no code fits."""
+    """The next step for a call that no code fits."""
 
     LOOK = enum.auto()
     ASK = enum.auto()
@@ -35,12 +35,20 @@ class Turn(enum.Enum):
 class Kind:
     """One kind of call.
 
-    `looked` has, for each instance, the generation of artifacts in which none fitted. `asked` counts the orders for
-    each instance, and `waiting` those without an answer. `refused` says why the kind is served eager for good;
-    `is_to_remember` is set until later boots are told. `paths` are the artifacts made for it.
-    `arrived` is the first generation with the last of these, and `misfit` says why none fits; if it `is_open`, that one
-    is for all sizes. A kind that `is_planned` was in the warm-up. `likeness` is what it shares with kinds of other
-    sizes; `used` counts up.
+    | field | meaning |
+    | --- | --- |
+    | `looked` | for each instance, the generation of artifacts in which none fitted |
+    | `asked` | how often each instance ordered code |
+    | `waiting` | how many orders have no answer |
+    | `refused` | why the kind is served eager for good |
+    | `is_to_remember` | later boots are not told yet |
+    | `paths` | the artifacts that were made for it |
+    | `arrived` | the first generation with the last of these artifacts |
+    | `misfit` | why none of them fits |
+    | `is_open` | the last artifact is for all sizes |
+    | `is_planned` | the kind was in the warm-up |
+    | `likeness` | the key without sizes |
+    | `used` | the clock of the last use |
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -59,7 +67,7 @@ class Kind:
     is_open: bool = False
 
     def turn(self, module: nn.Module, generation: int) -> Turn:
-        """What to do with a call of `module` while there are `generation` generations of artifacts."""
+        """The next step for a call of `module` when `generation` generations of artifacts have arrived."""
         if self.looked.get(module) != generation:
             return Turn.LOOK
         if self.waiting or self.refused or self.arrived > generation:
@@ -67,10 +75,10 @@ class Kind:
         return Turn.ASK
 
     def ask(self, module: nn.Module) -> bool:
-        """Note that an artifact is asked for; False if there were too many already."""
+        """Note an order for an artifact; False if there were too many already."""
         count = self.asked.get(module, 0)
         if count >= _MOST_VARIANTS:
-            self.refused = "a number or a flag changes from call to call, so that no compiled code fits for long"
+            self.refused = "a number or a flag changes from call to call, so no compiled code fits for long"
             return False
         self.asked[module] = count + 1
         self.waiting += 1
@@ -78,15 +86,16 @@ class Kind:
 
 
 class Kinds:
-    """All kinds of one region. Too many, those without artifacts go first, then the one used longest ago."""
+    """All kinds of one region. If there are too many, kinds without artifacts go first, then the least recently
+    used."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, Kind] = {}
         self._clock = itertools.count(1)
-        # When artifacts last served a call, by path.
+        # The clock when an artifact last served a call, by path.
         self._served: dict[str, int] = {}
         self._lock = threading.Lock()
-        # By everything but the sizes: the dimensions that one dynamic graph was asked for.
+        # By likeness: the dimensions for which a dynamic graph was ordered.
         self._dynamic: dict[Hashable, frozenset[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
@@ -102,7 +111,7 @@ class Kinds:
         return sum(bool(kind.waiting) for kind in self)
 
     def of(self, key: Hashable, args: tuple[object, ...], kwargs: dict[str, object]) -> Kind:
-        """The kind with this key; a new one if there is none."""
+        """The kind with this key, made if it is new."""
         with self._lock:
             kind = self._kinds.get(key)
             if kind is None:
@@ -111,7 +120,7 @@ class Kinds:
             return kind
 
     def note_served(self, path: str) -> None:
-        """Note that an artifact serves a call: its kind is used."""
+        """Note that an artifact serves a call, and so its kind is in use."""
         self._served[path] = next(self._clock)
 
     def known(self, key: Hashable) -> Kind | None:
@@ -120,9 +129,10 @@ class Kinds:
             return self._kinds.get(key)
 
     def let_go(self) -> list[Kind]:
-        """Forget kinds, if there are too many, but not the newest; those that were forgotten. They may come back."""
+        """Forget kinds if there are too many, but never the newest. Returns the forgotten kinds, which may come
+        back."""
         with self._lock:
-            count = len(self._kinds) - MOST_KINDS
+            count = len(self._kinds) - RECOMPILE_LIMIT
             if count <= 0:
                 return []
             newest = next(reversed(self._kinds))
@@ -130,7 +140,7 @@ class Kinds:
             idle.sort(key=lambda key: (bool(self._kinds[key].paths), self._last_use(self._kinds[key])))
             gone = [self._kinds.pop(key) for key in idle[:count]]
             for kind in gone:
-                if kind.is_open:  # it may be asked for again
+                if kind.is_open:  # its graph may be ordered again
                     self._dynamic.pop(kind.likeness, None)
             return gone
 
@@ -138,8 +148,8 @@ class Kinds:
         return max([kind.used, *(self._served.get(path, 0) for path in kind.paths)])
 
     def varying(self, kind: Kind) -> tuple[tuple[int, int], ...]:
-        """The (tensor, dimension) pairs to make dynamic for `kind`, once; empty while the kinds alike it are few, or
-        differ in more than one dimension of a tensor."""
+        """The (tensor, dimension) pairs to make dynamic for `kind`. Returned once; empty while few kinds are alike, or
+        if they differ in more than one dimension of a tensor."""
         with self._lock:
             alike = [
                 other
@@ -164,7 +174,7 @@ class Kinds:
 
 
 def _is_alike(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether all tensors have as many dimensions, and differ in one of them at most."""
+    """Whether all tensors have equally many dimensions and differ in at most one of them."""
     return len(one) == len(two) and all(
         len(first) == len(second) and sum(map(int.__ne__, first, second)) <= 1
         for first, second in zip(one, two, strict=True)

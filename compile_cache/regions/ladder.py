@@ -1,7 +1,7 @@
-"""The ladder's steps, and what a region reports of its own.
+"""The steps of the ladder, and the report of a region.
 
-precompiled → cached → cold → eager. An artifact that was compiled ahead of time serves the calls that it fits; the
-others go to `torch.compile`, which finds a graph or compiles one; the model's own code serves the rest.
+precompiled → cached → cold → eager. An artifact compiled ahead of time serves the calls that it fits. Other calls go to
+`torch.compile`, which finds a graph or compiles one. The model's own code serves the rest.
 """
 
 from __future__ import annotations
@@ -13,28 +13,32 @@ log = logging.getLogger("compile_cache")
 
 # Best first. A region reports the worst step that any call needed.
 _LADDER = ("unused", "precompiled", "cached", "cold", "eager")
-# A server that meets new failures for weeks must not fill its report with them.
+# New failures over weeks must not fill a server's report.
 _LONGEST_REASON = 4000
 _MOST_REASONS = 20
-# Three runs of one call differ by some percent: less is no difference.
+# Runs of one call differ by some percent. A smaller difference is none.
 _SLOWER = 0.9
 
 
 @dataclass(slots=True)
 class RegionReport:
-    """One module class: its step of the ladder (`precompiled`, `cached`, `cold` or `eager`), which is the worst that
-    any call needed, and why not a better one; `unused` if nothing called it. While `waiting` kinds of calls are served
-    eager until their code arrives, the step is `eager`; `settled` is the step without them.
+    """The report of one module class.
 
-    `graphs` are those that torch compiled or found, `loaded` and `made` the precompiled functions. `compile_s` is what
-    all that took but for `precompile_s`, in which functions were compiled ahead of time for the next boot.
-    `relative_error` is ‖compiled − eager‖ / ‖eager‖ on real activations, the largest of all that was checked; in JSON,
-    which has no infinity, an infinite one is the text `Infinity`. The peaks are device memory over what was in use
-    before the call, of the largest call that was checked.
+    `step` is the worst step of the ladder that any call needed: `precompiled`, `cached`, `cold` or `eager`; `unused` if
+    nothing called the class. `reason` says why no better one. While `waiting` kinds of calls wait for their code,
+    `step` is `eager`, and `settled` is the step without them.
 
-    `not_precompiled` says of each kind of call that will not be precompiled in the next boot why not. `compiled_ms` and
-    `eager_ms` are the device time of one call, of the slowest that was timed; they are None where this boot compiled
-    nothing. `is_left_eager`: `COMPILE_CACHE_LEAVE_EAGER` names the class.
+    `graphs` counts the graphs that torch compiled or found; `loaded` and `made` count precompiled functions.
+    `precompile_s` is the time to compile functions ahead of time for the next boot; `compile_s` is the time for the
+    rest.
+
+    `relative_error` is the largest checked ‖compiled − eager‖ / ‖eager‖ on real activations. JSON has no infinity:
+    there an infinite error is the text `Infinity`. The peaks are the device memory of the largest checked call, in
+    bytes above the memory in use before it.
+
+    `not_precompiled` says why the next boot will not have some kinds of calls precompiled. `compiled_ms` and `eager_ms`
+    are the device time of the slowest timed call; None if this boot compiled nothing. `is_left_eager`:
+    `COMPILE_CACHE_LEAVE_EAGER` names the class.
     """
 
     name: str
@@ -59,22 +63,22 @@ class RegionReport:
 
     @property
     def speedup(self) -> float | None:
-        """Eager's time over the compiled time; None where nothing was timed."""
+        """Eager time divided by compiled time; None if nothing was timed."""
         return self.eager_ms / self.compiled_ms if self.eager_ms and self.compiled_ms else None
 
     @property
     def is_slower(self) -> bool:
-        """Whether compiled calls take longer than eager ones, by more than timing errs."""
+        """Whether compiled calls take longer than eager ones, by more than the error of timing."""
         return self.speedup is not None and self.speedup < _SLOWER
 
     def take_step(self, step: str) -> None:
-        """Go down to `step`; a region that is there or below stays where it is."""
+        """Go down to `step`. A region at that step or below stays there."""
         if _LADDER.index(step) > _LADDER.index(self.settled):
             self.settled = step
         self.wait_for(self.waiting)
 
     def wait_for(self, kinds: int) -> None:
-        """Note that so many kinds of calls are served eager until their code arrives."""
+        """Note how many kinds of calls are served eager until their code arrives."""
         self.waiting = kinds
         self.step = "eager" if kinds else self.settled
 
@@ -85,7 +89,7 @@ class RegionReport:
             self.reason = "; ".join(filter(None, (self.reason, reason)))
 
     def note_not_precompiled(self, reason: str) -> None:
-        """Add why a kind of call will not be precompiled in the next boot, once."""
+        """Add a reason why the next boot will not have a kind of call precompiled, once."""
         if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
             self.not_precompiled.append(reason)
 
@@ -100,6 +104,6 @@ class RegionReport:
         self.tolerance = tolerance
 
     def note_peaks(self, compiled_bytes: int | None, eager_bytes: int | None) -> None:
-        """Add the device memory that a compiled call and its eager reference took."""
+        """Add the peak device memory of a compiled call and of its eager reference."""
         if compiled_bytes is not None and compiled_bytes > (self.compiled_peak_bytes or 0):
             self.compiled_peak_bytes, self.eager_peak_bytes = compiled_bytes, eager_bytes

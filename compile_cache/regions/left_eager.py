@@ -1,4 +1,4 @@
-"""The classes that `COMPILE_CACHE_LEAVE_EAGER` names: they are not compiled, and the report says so.
+"""The classes that `COMPILE_CACHE_LEAVE_EAGER` names. They are not compiled, and the report says so.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -15,14 +15,14 @@ _REASON = "left eager by COMPILE_CACHE_LEAVE_EAGER"
 
 
 class LeftEager:
-    """Chooses the modules that are left eager, by their class's name, and reports them."""
+    """Finds the modules to leave eager, by class name, and reports them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._reports: dict[type[nn.Module], RegionReport] = {}
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether `module` is left eager; it is counted if so."""
+        """Whether to leave `module` eager. If so, it is counted."""
         kind = type(module)
         if kind.__name__ not in self._names:
             return False
@@ -34,15 +34,15 @@ class LeftEager:
 
     @property
     def reports(self) -> list[RegionReport]:
-        """A report for each class that was met."""
+        """A report for each class that `takes` met."""
         return list(self._reports.values())
 
     def warnings(self, compiled: Sequence[str]) -> list[str]:
-        """A line for each name that no class had; `compiled` are the names of the other classes."""
+        """A warning for each name that no class had. `compiled` has the names of the other classes."""
         met = {report.name for report in self.reports}
         classes = ", ".join(sorted({*met, *compiled})) or "none"
         return [
-            f"COMPILE_CACHE_LEAVE_EAGER names {name}, which no region of this boot is. Its regions: {classes}."
+            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
             for name in self._names
             if name not in met
         ]

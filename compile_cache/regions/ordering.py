@@ -1,4 +1,4 @@
-"""What one region orders from the second process, and what has arrived.
+"""The orders of one region to the second process, and the code that has arrived.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
@@ -28,10 +28,10 @@ log = logging.getLogger("compile_cache")
 
 
 class Ordering:
-    """The kinds of calls of one region that no code was at hand for.
+    """The kinds of calls of one region that met it before their code existed.
 
-    `backlog` returns the queue of orders to the second process, or None where nothing may be compiled ahead of time.
-    While it `holds`, code that arrives serves only after `swap`.
+    `backlog` returns the queue of orders to the second process, or None if nothing may be compiled ahead of time.
+    With `holds`, code that arrives serves only after `swap`.
     """
 
     def __init__(self, report: RegionReport, stored: StoredFunctions, backlog: Callable[[], Backlog | None]) -> None:
@@ -47,31 +47,31 @@ class Ordering:
 
     @property
     def generation(self) -> int:
-        """How often code has arrived, of that which may serve."""
+        """How often code has arrived that may serve."""
         return self._swapped if self.holds else self._arrived
 
     def has_arrived(self, path: str) -> bool:
-        """Whether the second process of this boot has made this artifact."""
+        """Whether this boot's second process made this artifact."""
         return path in self._paths
 
     def begin_swap(self) -> bool:
-        """Let what has arrived meanwhile be looked for; whether there is any, or a swap that did not end."""
+        """Let calls look for the code that has arrived; whether there is any, or an earlier swap did not end."""
         arrived = self._arrived
         self._is_swapping |= arrived != self._swapped
         self._swapped = arrived
         return self._is_swapping
 
     def end_swap(self) -> None:
-        """Note that what has arrived was looked for."""
+        """Note that the calls of the swap have looked for the code."""
         self._is_swapping = False
 
     def is_due(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether code was made for such calls of `module` that was not looked for yet, or was found."""
+        """Whether code was made for such calls of `module`, and was found or not looked for yet."""
         kind = self.kinds.known(kind_of_call(module, args, kwargs))
         return kind is not None and self.generation >= kind.arrived > kind.looked.get(module, -1)
 
     def kind(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
-        """The kind of a call. If there are too many, others are forgotten, with their artifacts."""
+        """The kind of a call. If there are too many kinds, others are forgotten, with their artifacts."""
         kind = self.kinds.of(key, args, kwargs)
         for other in self.kinds.let_go():
             for path in other.paths:
@@ -79,7 +79,7 @@ class Ordering:
         return kind
 
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Order code for a call that this server has not met yet; whether it was ordered."""
+        """Order code for a call that no request has made yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
         kind = self.kind(kind_of_call(module, args, kwargs), args, kwargs)
         is_there = kind.waiting or self.stored.has(module, args, kwargs)
@@ -91,8 +91,8 @@ class Ordering:
         return call is not None
 
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
-        """Describe a call before it is served, to `order` it afterwards. None if it cannot be handed over, or was
-        ordered too often."""
+        """The call in bytes, packed before it is served, for `order` afterwards. None if it cannot be handed over, or
+        was ordered too often."""
         backlog = self._backlog()
         if backlog is None:
             return None
@@ -106,8 +106,8 @@ class Ordering:
         return call
 
     def order(self, kind: Kind, call: PackedCall, may_vary: bool = True) -> None:
-        """Have a call compiled that was just served eager, in the thread that served it. If its sizes `may_vary`, one
-        graph for all sizes is asked for where several calls differ in one size."""
+        """Order code for a call that this thread has just served eager. If its sizes `may_vary` and several calls
+        differ in one size, order one graph for all sizes."""
         backlog = self._backlog()
         assert backlog is not None
         dynamic = self.kinds.varying(kind) if may_vary else ()
@@ -118,21 +118,22 @@ class Ordering:
         self.report.wait_for(self.kinds.waiting)
 
     def _refuse(self, kind: Kind, failure: Failure) -> None:
-        """Order a kind no more that cannot be handed to the second process. In the warm-up, this one compiles it."""
+        """Stop ordering a kind that cannot be handed to the second process. In the warm-up, this process compiles
+        it."""
         kind.waiting -= 1
         kind.refused = f"cannot be compiled in a second process: {failure.reason}"
         self.report.explain(f"{kind.text} {kind.refused}")
 
     def give_up(self, kind: Kind, reason: str) -> None:
-        """Serve calls of a kind eager from now on, and order them no more."""
+        """Serve calls of a kind eager from now on, and stop ordering them."""
         kind.refused = reason
         self.report.explain(f"eager for {kind.text}: {reason}")
         self.report.take_step("eager")
 
     def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
-        """Take the answer of the second process. Called on another thread."""
+        """Take the second process's answer. Another thread calls this."""
         if making.path in kind.paths:
-            self.give_up(kind, f"what a second process compiles does not fit here: {kind.misfit}")
+            self.give_up(kind, f"code of the second process does not fit in this process: {kind.misfit}")
         elif making.path:
             kind.paths.append(making.path)
             kind.is_open = is_dynamic
@@ -141,14 +142,14 @@ class Ordering:
             self.report.made += 1
             self.report.precompile_s += making.seconds
             self._note_speed(kind, making.speed)
-        elif not is_dynamic:  # else it is asked for once more, for its own sizes
+        elif not is_dynamic:  # a dynamic kind is ordered once more, for its own sizes
             self.give_up(kind, making.reason)
             kind.is_to_remember = making.lasting
         arrived = self._arrived + 1
         if making.path:
             kind.arrived = arrived
         self._arrived = arrived
-        kind.waiting -= 1  # the last step: a kind that waits for nothing, and finds nothing, is asked for again
+        kind.waiting -= 1  # the last step: a kind that neither waits nor finds code would be ordered again
         self.report.wait_for(self.kinds.waiting)
 
     def _note_speed(self, kind: Kind, speed: Speed | None) -> None:
@@ -157,8 +158,8 @@ class Ordering:
         self.report.note_speed(speed.compiled_ms, speed.eager_ms)
         if speed.compiled_ms > speed.eager_ms:
             log.warning(
-                "compile.slower region=%s call=%s compiled_ms=%.3f eager_ms=%.3f To leave it eager, name the class in "
-                "COMPILE_CACHE_LEAVE_EAGER.",
+                "compile.slower region=%s call=%s compiled_ms=%.3f eager_ms=%.3f Compiled code is slower than eager "
+                "here. To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
                 self.report.name,
                 kind.text,
                 speed.compiled_ms,

@@ -1,6 +1,6 @@
-"""The plan of a boot: calls that the headers of stored artifacts name, ordered before anybody makes them.
+"""The plan of a boot: it orders the calls that stored artifacts name in their headers, before a request makes them.
 
-This module imports torch's compiler. It is used on a thread beside the predictions.
+This module imports torch's compiler. It runs on a thread beside the predictions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("compile_cache")
 
 
 def order_known(regions: Iterable[Region], calls: Iterable[KnownCall], settings: Settings) -> int:
-    """Order each call whose region has the structure that the call was compiled for; how many were ordered."""
+    """Order each call that was compiled for a region of the same structure. Returns how many were ordered."""
     instances = {
         (class_name(type(module)), structure_digest(structure(module))): (region, module)
         for region in regions
@@ -30,7 +30,7 @@ def order_known(regions: Iterable[Region], calls: Iterable[KnownCall], settings:
     count = 0
     for call in calls:
         found = instances.get((call.class_name, call.structure))
-        # Of one graph for many sizes (None), the sizes that it was made of are compiled.
+        # For one graph of many sizes (None), the sizes that it was made from are compiled.
         is_ours = call.mode == settings.mode and call.dynamic in (settings.dynamic, None)
         if found and is_ours and call.call is not None:
             count += _order(*found, call)
@@ -39,11 +39,11 @@ def order_known(regions: Iterable[Region], calls: Iterable[KnownCall], settings:
 
 
 def _order(region: Region, module: nn.Module, call: KnownCall) -> bool:
-    """Raises nothing: a call that cannot be made is left out."""
+    """Order one call, if its inputs can be made; whether it was ordered."""
     try:
         with torch.no_grad(), torch.inference_mode(is_inference(call.switches)):
             args, kwargs = make_call(call.call)
             return region.ordering.order_ahead(module, args, kwargs)
-    except (ValueError, RuntimeError) as error:  # inputs that do not fit, or no memory
+    except (ValueError, RuntimeError) as error:  # the inputs do not fit the module, or no memory is left
         log.info("plan.not_made class=%s error=%s", call.class_name, error)
         return False

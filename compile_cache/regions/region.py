@@ -1,8 +1,8 @@
-"""One module class and its instances: how each call is served, and what is checked against eager.
+"""A module class and its instances: serves each call, and checks new code against eager.
 
-Precompiled functions serve the calls that they fit. A call that none fits is served eager while the compiling process
-makes one for it, or `torch.compile` serves it in this process, as the settings say. A class that computes something
-else when it is compiled is served eager.
+Precompiled functions serve the calls that they fit. Another call is served eager while the compiling process makes a
+function for it, or `torch.compile` serves it in this process: the settings decide. A class whose compiled code computes
+something else is served eager.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
@@ -23,8 +23,8 @@ from torch import nn
 
 from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.traced import call_region
-from compile_cache.errors import UnseenCallError
-from compile_cache.regions.border import Failure, attempt, first_line
+from compile_cache.errors import UnseenCallError, first_line
+from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.check import measured
 from compile_cache.regions.counters import count_precompiled, read_counts
 from compile_cache.regions.inputs import check_against_eager, keep, kind_of_call, with_plain_strides
@@ -43,13 +43,16 @@ log = logging.getLogger("compile_cache")
 
 
 class Region:
-    """One module class, compiled, and its instances.
+    """A module class and its instances.
 
-    `report` says how its calls are served, and why. `served` counts them by step. `waited_s` is how long requests have
-    waited for the compiler. `watched` is set during the warm-up, and while a swap compares code that has arrived; then
-    this process `may_compile` nothing. After `deadline_s`, a time of `time.monotonic`, nothing more is compiled in this
-    process. `cold` and `unseen` say what happens to a call that no code fits: `cold` in the warm-up (`background` or
-    `block`), `unseen` after READY (also `eager` or `error`).
+    `report` says how calls are served, and why. `served` counts calls by step. `waited_s` is the time that requests
+    waited for the compiler, in seconds.
+
+    `watched` is set during the warm-up, and during a swap, in which this process may not compile (`may_compile`). After
+    `deadline_s`, a time of `time.monotonic`, this process compiles nothing more.
+
+    `cold` and `unseen` are the policies for a call that no code fits: `cold` in the warm-up (`background` or `block`),
+    `unseen` after READY (also `eager` or `error`).
     """
 
     def __init__(
@@ -73,31 +76,31 @@ class Region:
         self.ordering = Ordering(report, stored, backlog)
         self._compile_here = compile_here
         self._here: CompiledHere | None = None
-        # Instances, each with the artifact or the way that was compared with eager on it.
+        # Pairs: an instance, and the artifact or the way that was compared with eager on it.
         self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
         self._unused = ""
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published because they have failed."""
+        """The files that failed and must not be published."""
         return self.stored.withheld | (self._here.withheld if self._here else set())
 
     @property
     def compared(self) -> set[str]:
-        """The artifacts that were compared with eager."""
+        """The paths of the artifacts that were compared with eager."""
         return {path for module, path in list(self._compared) if module is None}
 
     @property
     def here(self) -> CompiledHere:
-        """What `torch.compile` serves in this process. Imports torch's compiler."""
+        """The calls that `torch.compile` serves in this process. Imports torch's compiler."""
         if self._here is None:
             self._here = self._compile_here(self.report, self.stored, self._compared)
         self._here.watched = self.watched
         return self._here
 
     def adopt(self, module: nn.Module) -> None:
-        """Let calls of `module` come here, as `module.compile()` would let them go to the compiled code."""
+        """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
         self.report.instances = self.stored.adopt(module)
         module._compiled_call_impl = functools.partial(self._call, module)
 
@@ -113,13 +116,13 @@ class Region:
             self.ordering.kinds.note_served(found.path)
             try:
                 return found.function(module, args, kwargs)
-            except AssertionError as error:  # generated code asserts the strides that it was compiled for
+            except AssertionError as error:  # generated code asserts the strides it was compiled for
                 self.stored.reject(found.path, f"AssertionError: {first_line(error)}")
                 raise
         return self._serve_unseen(module, args, kwargs, self.unseen)
 
     def _watched_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call that looks for a precompiled function, and is measured and checked where something is new."""
+        """Serve a call of the warm-up: look for a precompiled function, and check new code against eager."""
         self._note_use()
         if self.cold == "background" or time.monotonic() > self.deadline_s:
             if found := self.stored.fitting(module, args, kwargs):
@@ -131,15 +134,15 @@ class Region:
             if reason and not reason.startswith(NOT_AHEAD):
                 kind = self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs)
                 kind.is_planned = True
-                self.ordering.give_up(kind, f"as an earlier boot has found, {reason}")
+                self.ordering.give_up(kind, f"as an earlier boot found, {reason}")
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
             return self._serve_anew(module, args, kwargs, looked)
         return self._serve_found(looked, module, args, kwargs)
 
     def _serve_unseen(self, module: nn.Module, args: Any, kwargs: Any, policy: str) -> Any:
-        """Serve a call that no known function fits: look for one that has arrived, else do as `policy` says. It says
-        nothing of calls of the warm-up, which are eager until their code arrives."""
+        """Serve a call that no known function fits: by code that has arrived since, else as `policy` says. Calls of the
+        warm-up are exempt from `policy`: they are eager until their code arrives."""
         if policy == "block" and not (self.stored.is_open or len(self.ordering.kinds)):
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
@@ -163,8 +166,8 @@ class Region:
             return self._here.serve_found(module, args, kwargs)
         if policy == "error" and not kind.is_planned:
             raise UnseenCallError(
-                f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Warm this call up, or "
-                "set COMPILE_CACHE_UNSEEN to background or eager."
+                f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Add this call to the "
+                "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
             )
         if turn is Turn.ASK and policy == "background":
             return self._serve_and_ask(kind, module, args, kwargs)
@@ -177,8 +180,8 @@ class Region:
         return call_region(module, args, kwargs)
 
     def _serve_and_ask(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call eager, and have it compiled in the second process. In the warm-up, a call that another process
-        cannot build is compiled in this one."""
+        """Serve a call eager, and order its code from the second process. In the warm-up, this process compiles a call
+        that no other process can build."""
         call = self.ordering.pack(kind, module, args, kwargs)
         if call is None and kind.refused:
             if self.watched and self.may_compile:
@@ -199,14 +202,14 @@ class Region:
             if read_counts().graphs > before.graphs:
                 self.waited_s += time.perf_counter() - started
                 log.warning(
-                    "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Warm this call up, "
-                    "or set COMPILE_CACHE_UNSEEN=background.",
+                    "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to "
+                    "the warm-up, or set COMPILE_CACHE_UNSEEN=background.",
                     self.report.name,
                     time.perf_counter() - started,
                 )
 
     def _serve_anew(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
-        """Serve a call for which there is no artifact, or none that is right."""
+        """Serve a call for which no artifact exists, or only wrong ones."""
         if not (self.watched and self.may_compile):
             self.served["eager"] += 1
             return call_region(module, args, kwargs)
@@ -214,9 +217,9 @@ class Region:
         return self.here.serve_watched(module, args, kwargs, why_not_precompiled)
 
     def _serve_found(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call by an artifact that fits it, compared with eager where that was not done before."""
+        """Serve a call by an artifact that fits it. Compare it with eager first, if nobody has."""
         started = time.perf_counter()
-        is_new = self.ordering.has_arrived(found.path)  # then no other boot has compared it
+        is_new = self.ordering.has_arrived(found.path)  # no other boot has compared a new artifact
         mark = found.path if is_new else "precompiled"
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
@@ -242,7 +245,7 @@ class Region:
         self._calls += 1
 
     def _objection(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Why an artifact is not used after all, in words; empty if it computes, on copies, what eager does."""
+        """Why an artifact may not serve; empty if it computes the same as eager on copies of the inputs."""
         tried, kept = keep(self.report, module, args, kwargs), keep(self.report, module, args, kwargs)
         if tried is None or kept is None:
             return ""
@@ -257,13 +260,14 @@ class Region:
         return self.stored.reject(found.path, f"it {check.difference}")
 
     def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve the first call of a module by an artifact that has proved right for others, and compare it as well."""
+        """Serve a module's first call by an artifact that is right for other instances, and compare it with eager here
+        too."""
         kept = keep(self.report, module, args, kwargs)
         answer = attempt(measured, found.function, module, args, kwargs)
         if isinstance(answer, Failure):
             if kept is None or isinstance(answer.error, torch.OutOfMemoryError):
                 raise answer.error
-            kept.give_back(None)  # as they were: nothing has run on the copies
+            kept.give_back(None)  # restores the inputs: nothing has run on the copies
             return self._serve_anew(module, args, kwargs, self.stored.reject(found.path, answer.reason))
         check = check_against_eager(self.report, answer, kept) if kept else None
         if check is None or kept is None or check.passed:
@@ -277,32 +281,32 @@ class Region:
         return kept.give_back(kept.eager().output)
 
     def has_arrived(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether code for such a call has arrived that does not serve yet."""
+        """Whether code has arrived for such a call, but does not serve yet."""
         args, kwargs = with_plain_strides(args, kwargs)
         return self.ordering.is_due(module, args, kwargs) and self.stored.fitting(module, args, kwargs) is None
 
     def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
-        """Let later boots serve such calls eager, unless this process now compiles them and judges by the result: one
-        artifact that is wrong says nothing about the code."""
+        """Let later boots serve such calls eager. Do not if this process compiles them now: then its own result
+        decides, because one wrong artifact does not mean that the code is wrong."""
         if not (self.watched and self.may_compile and self.cold == "block"):
             self.stored.refuse(module, args, kwargs, reason)
 
     def conclude(self) -> None:
-        """After the warm-up: say so where nothing called the region, or torch compiled nothing for its calls."""
+        """After the warm-up, report a region that nothing called, or for which torch compiled nothing."""
         if not self._calls and not self._unused:
             self._unused = _unused(self.stored.instances()[0])
             self.report.explain(self._unused)
-            log.warning("nothing is compiled of %s: %s", self.report.name, self._unused)
+            log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
         here = self._here
         if here is not None and here.calls and not self.report.graphs and self.report.step == "unused":
             here.demote(
-                "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, "
-                "or this process has compiled the class in an earlier boot"
+                "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, or an earlier boot "
+                "in this process compiled the class"
             )
 
 
 def _unused(module: nn.Module) -> str:
-    """Why nothing may have called a module, and what to do about it."""
+    """The likely reason why nothing called a module, and the remedy."""
     methods = [
         name
         for kind in type(module).__mro__
@@ -313,6 +317,6 @@ def _unused(module: nn.Module) -> str:
     called = f", such as {', '.join(methods[:3])}," if methods else ""
     part = next((name for name, _ in module.named_children()), "part")
     return (
-        f"nothing called it in the warm-up: a method{called} is not compiled when it is called by itself. "
+        f"nothing called it in the warm-up. A direct call of a method{called} is not compiled. "
         f"Compile the modules that it calls, for example boot.compile(model.{part})"
     )

@@ -1,4 +1,4 @@
-"""How long a call takes, compiled and eager: device time on a GPU, wall-clock time on a CPU.
+"""Times a call, compiled and eager: device time on a GPU, wall-clock time on a CPU.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -19,24 +19,24 @@ from compile_cache.aot.traced import call_region
 from compile_cache.regions.inputs import Kept
 
 _RUNS = 3
-# About 5 ms of a GPU's clock. Meanwhile the host queues a whole call, so the events do not measure the host's pace.
+# About 5 ms on a GPU, in which the host queues a whole call. So the events do not measure the host's pace.
 _HEAD_START_CYCLES = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of one call, the median of a few."""
+    """The time of one call in milliseconds: the median of a few runs."""
 
     compiled_ms: float
     eager_ms: float
 
 
 def compare_speed(compiled: Callable[..., Any], module: nn.Module, inputs: Kept) -> Speed:
-    """Time `compiled(module, args, kwargs)` and the same call eager, in turn. Each run has copies of `inputs` of its
-    own, because a call may change them.
+    """Time `compiled(module, args, kwargs)` and the same call eager, in turn. Each run has its own copies of
+    `inputs`, because a call may change them.
 
     Raises:
-        Exception: there is no memory for the copies, or a call fails.
+        Exception: the copies do not fit into memory, or a call fails.
     """
     compiled_ms, eager_ms = [], []
     for _ in range(_RUNS):
@@ -50,7 +50,7 @@ def _time_ms(function: Callable[..., Any], module: nn.Module, inputs: Kept) -> f
         started = time.perf_counter()
         function(module, inputs.args, inputs.kwargs)
         return (time.perf_counter() - started) * 1e3
-    events: Any = torch.cuda  # whose events have no types
+    events: Any = torch.cuda  # torch's events are not annotated
     start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
     if wait := getattr(torch.cuda, "_sleep", None):
         wait(_HEAD_START_CYCLES)

@@ -1,4 +1,4 @@
-"""The precompiled functions of one region: those that serve it, and those that it makes for the next boot.
+"""The precompiled functions of one region: the ones that serve it, and the ones it makes for the next boot.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -23,22 +23,22 @@ log = logging.getLogger("compile_cache")
 
 
 class StoredFunctions:
-    """Finds, makes and rejects artifacts for one region; without `artifacts`, there are none."""
+    """Finds, makes and rejects artifacts for one region. Without `artifacts` it finds and makes none."""
 
     def __init__(self, artifacts: Artifacts | None, report: RegionReport) -> None:
         self._artifacts = artifacts
         self._report = report
         self.withheld: set[str] = set()
-        # Of each instance, the functions that have served it, the last one first.
+        # For each instance, the functions that served it, the latest first.
         self._found: dict[nn.Module, tuple[Found, ...]] = {}
 
     def adopt(self, module: nn.Module) -> int:
-        """Serve `module` as well; how many there are."""
+        """Add an instance, and return the number of instances."""
         self._found.setdefault(module, ())
         return len(self._found)
 
     def instances(self) -> tuple[nn.Module, ...]:
-        """The modules that are served."""
+        """The instances, in the order of their adoption."""
         return tuple(self._found)
 
     @property
@@ -68,10 +68,10 @@ class StoredFunctions:
         self._report.note_not_precompiled(reason)
 
     def fitting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-        """Of the functions that have served `module` before, the one that fits this call."""
+        """The function that fits this call, among those that have served `module` before."""
         known = self._found[module]
         for number, found in enumerate(known):
-            try:  # in every call: `attempt` would cost a microsecond
+            try:  # not `attempt`, which would cost every call a microsecond
                 is_fit = found.function.fits(module, args, kwargs)
             except Exception as error:
                 log.info("precompiled.not_compared artifact=%s error=%r", found.path, error)
@@ -83,7 +83,8 @@ class StoredFunctions:
         return None
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
-        """The artifact that serves this call, remembered; or why none does, empty where none is wanted."""
+        """Find and remember the artifact for this call. Returns why there is none otherwise; empty if none is
+        wanted."""
         if self._artifacts is None:
             return ""
         _configure()
@@ -95,14 +96,14 @@ class StoredFunctions:
         return found
 
     def has(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an artifact is there for this call. None is remembered: it serves once `find` has found it."""
+        """Whether an artifact fits this call. It serves only after `find` has found it too."""
         if self._artifacts is None:
             return False
         _configure()
         return not isinstance(attempt(self._artifacts.find, module, args, kwargs), str | Failure)
 
     def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why an earlier boot has served such calls eager; empty if they need not be, or that is not known."""
+        """Why an earlier boot served such calls eager; empty if none did, or if that is unknown."""
         if self._artifacts is None:
             return ""
         _configure()
@@ -117,7 +118,7 @@ class StoredFunctions:
             count_precompiled("refused")
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
-        """Compile a call ahead of time, if that is possible."""
+        """Compile a call ahead of time, if possible."""
         if self._artifacts is None:
             return None
         started = time.perf_counter()
@@ -135,12 +136,12 @@ class StoredFunctions:
         return made
 
     def take(self, made: Made, function: Any) -> None:
-        """Let an artifact that was just made, and has proved right, serve this boot as well."""
+        """Let a new artifact that proved right serve this boot too."""
         if self._artifacts is not None:
             self._artifacts.take(made, function)
 
     def reject(self, path: str, reason: str) -> str:
-        """Use an artifact no more, and withhold it from the store; `reason` again."""
+        """Stop using an artifact, and keep it out of the store. Returns `reason`."""
         log.warning("precompiled.rejected artifact=%s reason=%s", path, reason)
         self._report.explain(f"not precompiled: {reason}")
         self._report.note_not_precompiled(reason)
@@ -152,7 +153,7 @@ class StoredFunctions:
 
 
 def _configure() -> None:
-    """Make this library's settings of torch in this thread. They are part of an artifact's name."""
+    """Make this library's settings of torch in this thread. An artifact's name depends on them."""
     from compile_cache.regions.torch_settings import configure_torch
 
     configure_torch()

@@ -1,7 +1,7 @@
-"""torch's own settings, as compile_cache needs them.
+"""The settings of torch that this library needs.
 
-On torch 2.13 a setting that a program has made holds in its own thread (a context variable), and a prediction runs on
-another thread than the setup: each asks for them where it compiles or loads something.
+torch 2.13 keeps a setting in a context variable: it holds in the thread that made it. Setup and predictions run on
+different threads, so each calls `configure_torch` before it compiles or loads something.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -17,30 +17,29 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
+from compile_cache.aot.options import RECOMPILE_LIMIT
 from compile_cache.regions.autotuner import configure_autotuner
 
 log = logging.getLogger("compile_cache")
 
-# A class that is compiled for several image sizes and input strides passes Dynamo's own limit of 8 graphs a function.
-RECOMPILE_LIMIT = 64
-# Set where torch's own context variables are set.
+# A context variable, as torch's own settings are.
 _IS_CONFIGURED: ContextVar[bool] = ContextVar("compile_cache_is_configured", default=False)
 
 
 def configure_torch() -> None:
-    """Settings without which a warm boot would do again what a cold one has done, in the calling thread and, once, in
-    the process."""
+    """Make torch's settings in the calling thread and, once, in the process. Without them a warm boot would repeat work
+    of the cold one."""
     if _IS_CONFIGURED.get():
         return
     _IS_CONFIGURED.set(True)
     dynamo, inductor = torch._dynamo.config, torch._inductor.config
     _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
-    # A hook that is added after a call was compiled would be left out of it.
+    # torch skips these guards by default; then a hook that is added after a compile is never called.
     _set(dynamo, "skip_nnmodule_hook_guards", False)
-    # Precompiled headers lie outside the cache directory, and every boot would run g++ to see whether they are current.
+    # Precompiled headers lie outside the cache directory. Every boot would run g++ to check that they are current.
     _set(inductor, "cpp_cache_precompile_headers", False)
-    # torch 2.11 tries a smaller block at run time and, if it is the best, does not know it again on the next boot: it
-    # benchmarks anew, and may choose otherwise. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
+    # torch 2.11 tries a smaller block at run time. If that is best, the next boot does not find it, benchmarks again,
+    # and may choose another. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
         _set(inductor, "dynamic_scale_rblock", False)
     configure_autotuner()
@@ -48,7 +47,7 @@ def configure_torch() -> None:
 
 def is_switched_off() -> bool:
     """Whether `torch.compile` does nothing in this process (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)."""
-    # As torch asks it (torch/_dynamo/eval_frame.py, _optimize): nothing else says so without importing the compiler.
+    # The same test as in torch/_dynamo/eval_frame.py, _optimize. Every other way to ask imports the compiler.
     return bool(getattr(torch._dynamo.config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
@@ -56,4 +55,4 @@ def _set(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
     except AttributeError:
-        log.warning("torch %s has no setting %s.%s: it is left out", torch.__version__, config.__name__, name)
+        log.warning("torch %s has no setting %s.%s: continuing without it", torch.__version__, config.__name__, name)
