@@ -207,9 +207,7 @@ def test_explain_names_file_and_line_of_a_graph_break_and_the_guard_of_a_recompi
 def test_explain_says_why_a_region_is_not_compiled_ahead_of_time(incomplete):
     _, done = incomplete
     assert "not compiled ahead of time: torch: " in explanation(done.stdout, "Breaking")
-    assert "not compiled ahead of time: torch.compile's own code" in explanation(
-        done.stdout, "Dropping"
-    )
+    assert "not compiled ahead of time: torch.compile's own code" in explanation(done.stdout, "Dropping")
 
 
 def explanation(printed: str, region: str) -> str:

@@ -254,7 +254,7 @@ def test_a_store_that_hangs_costs_the_boot_its_time_limit_and_no_more(host, pack
     restored = host.boot(RESTORE_TIMEOUT_S)
     assert restored.waited_s < RESTORE_TIMEOUT_S + SLACK_S
     assert restored.report.outcome == "failed"
-    assert f"not fetched within {RESTORE_TIMEOUT_S:g} s" in restored.report.reason
+    assert f"did not deliver the packs within {RESTORE_TIMEOUT_S:g} s" in restored.report.reason
     assert restored.files == {}
     assert_full_hit(host.boot())
 

@@ -95,8 +95,8 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     Unpickling runs code. Accept `content` only from the process that started this one.
 
     Raises:
-        NotHandedOver: a part of the call cannot be imported or built here. torch.OutOfMemoryError: the call's tensors
-        do not fit.
+        NotHandedOver: a part of the call cannot be imported or built here.
+        torch.OutOfMemoryError: the call's tensors do not fit.
     """
     file = BytesIO(content)
     try:

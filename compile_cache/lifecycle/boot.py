@@ -1,7 +1,8 @@
 """One boot: restore while torch and the weights load, compile, warm up, report, publish.
 
-Failures of the parts below are caught here, logged, and turned into a slower boot; the background threads hand theirs
-over, and a region that cannot be compiled falls back by itself. Errors of the caller's own code pass through.
+This module catches the failures of the other parts, logs them, and goes on with a slower boot. Background threads hand
+their failures over. A region that cannot be compiled falls back by itself. Errors of the caller's own code pass
+through.
 """
 
 from __future__ import annotations
@@ -44,20 +45,22 @@ _observed: list[Boot] | None = None
 def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
     """Begin a boot: claim the cache directory, point torch at it, and start the restore.
 
-    Call it before torch is imported, or at least before anything is compiled, and use it as a context manager: its end
-    is READY.
+    Call it before torch is imported, or at least before anything is compiled. Use it as a context manager: the end of
+    the context is READY.
 
     Args:
         model: a hub id, with `@revision` if it is not the default one, or a model's folder.
-        sources: files and folders of the caller's own Python code that the model runs.
-        environ: where settings are read, and where torch's cache paths are set.
+        sources: files and folders with the caller's own Python code that the model runs.
+        environ: the variables with the settings. torch's cache paths are written into it.
 
     Raises:
-        SettingsError: a `COMPILE_CACHE_*` variable is wrong, or one of `sources` is not there.
+        SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
     """
     settings = resolve_cold_start(Settings.from_env(environ))
     if missing := [str(source) for source in sources if not Path(source).exists()]:
-        raise SettingsError(f"sources of the model are not there: {', '.join(missing)}. Give paths from {Path.cwd()}.")
+        raise SettingsError(
+            f"boot(sources=...) has paths that do not exist: {', '.join(missing)}. They start at {Path.cwd()}."
+        )
     begun = Boot(settings, model, sources, environ)
     if _observed is not None:
         _observed.append(begun)
@@ -66,7 +69,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
 
 @contextlib.contextmanager
 def observed_boots() -> Iterator[list[Boot]]:
-    """A list that gets every boot that begins in this process while the context lasts, whoever begins it."""
+    """A list of all boots that begin in this process while the context lasts."""
     global _observed
     outer, _observed = _observed, []
     try:
@@ -132,7 +135,7 @@ class Boot(Serving):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """READY: write the report and start publishing. After an error of the caller's nothing is published."""
+        """READY: write the report and start to publish. After an error of the caller's code, publish nothing."""
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
@@ -160,10 +163,10 @@ class Boot(Serving):
             self._timeline.add("setup", phase, started, seconds)
 
     def preload(self) -> None:
-        """Import the modules that precompiled regions need, and load the regions, on a thread beside the loading of the
-        weights. If none were restored, import torch's compiler, unless a second process compiles.
+        """On a thread, import the modules that precompiled regions need, and load the regions, while the weights load.
+        If none were restored, import torch's compiler, unless a second process compiles.
 
-        Call it when the caller's own imports are done: later ones of the same packages wait for this thread's.
+        Call it after the caller's own imports: later imports of the same packages wait for this thread.
         """
         from compile_cache.lifecycle.preload import Preloading
 
@@ -173,10 +176,10 @@ class Boot(Serving):
             self._preloading.start()
 
     def prepare(self, function: Callable[[], None]) -> None:
-        """Have the second process call `function` before it compiles anything, such as one that registers an attention.
+        """Have the second process call `function` before it compiles, for example to register an attention.
 
         Raises:
-            StateNotTaken: no other process can import it.
+            StateNotTaken: no other process can import `function`.
         """
         from compile_cache.background.prepare import prepare_with
 
@@ -185,13 +188,12 @@ class Boot(Serving):
     def compile(
         self, module: nn.Module, *, whole: bool = False, until_swap: bool = False, shares_weights: bool = False
     ) -> None:
-        """Compile `module`'s repeated blocks, or `module` itself if it has none, or with `whole`, or if the scope is
-        `whole`. Waits for the restore first. With the scope `off`, or if compiling cannot be set up, `module` stays
-        eager.
+        """Compile the repeated blocks of `module`, or all of it: with `whole`, with the scope `whole`, or if no blocks
+        repeat. Waits for the restore first. With the scope `off`, or after a failure, `module` stays eager.
 
-        Code that a second process has made serves from the next call on; with `until_swap`, only after `swap`. With
-        `shares_weights`, that process reads the parameters where they are, because two copies may not fit on the GPU.
-        Nothing in a call may write to them.
+        Code of a second process serves from the next call on; with `until_swap`, only after `swap`. With
+        `shares_weights`, that process reads the same parameters, because two copies may not fit on the GPU. Then no
+        call may write to them.
         """
         if not self._settings.enabled:
             return
@@ -208,10 +210,9 @@ class Boot(Serving):
                 self.report.regions = compiler.reports
 
     def _prepared_compiler(self) -> Compiler | None:
-        """The compiler over the restored directory, with all of its imports; None where it cannot be had.
+        """The compiler of this boot, with its imports done; None if it cannot be set up.
 
-        It is tried once. An import of torch's compiler that failed leaves parts of itself behind, and fails for another
-        reason the second time.
+        One try only: after a failed import of torch's compiler, the next one fails for another reason.
         """
         with self._preparing:
             if not self._has_tried_compiler and self._directory is not None:
@@ -226,14 +227,14 @@ class Boot(Serving):
             return self._compiler
 
     def _has_precompiled(self) -> bool:
-        """Wait for the restore; whether it brought precompiled regions."""
+        """Wait for the restore. Returns whether it brought precompiled regions."""
         from compile_cache.versions.directory import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)
 
     def _load_precompiled(self) -> bool:
-        """Wait for the restore, and load the precompiled regions that it brought; whether there are any."""
+        """Wait for the restore, and load its precompiled regions. Returns whether there are any."""
         self._join()
         with self._degrading("load precompiled regions"):
             compiler = self._prepared_compiler()
@@ -241,12 +242,12 @@ class Boot(Serving):
         return False
 
     def warm_up(self, call: Callable[[], Any]) -> None:
-        """Call the model as predictions will, under the same thread-local state, so that their code gets compiled.
+        """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
 
-        If the call compiles anything, it is repeated until it compiles nothing more.
+        `call` is repeated until it compiles nothing more.
 
         Raises:
-            Exception: every error of `call`.
+            Exception: any error of `call`.
         """
         if self._compiler is not None and self._settings.setup_budget_s:
             age_s = time.perf_counter() - self._started
@@ -259,19 +260,22 @@ class Boot(Serving):
                 after = read_counts()
                 if after.misses == before.misses:
                     return
-            self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles: predictions may too")
+            self._warn(
+                f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles. Predictions may compile "
+                "too."
+            )
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Block until the warm-up's artifacts are in the store, or the attempt failed; False after `timeout_s`."""
+        """Wait until the warm-up's artifacts are in the store, or publishing them failed; False after `timeout_s`."""
         return self._publisher is None or self._publisher.wait(timeout_s)
 
     def end_publishing(self) -> None:
-        """Publish what is left, within the exit budget; nothing is published or compacted after that."""
+        """Publish the rest within the exit budget. After that, nothing is published or compacted."""
         if self._publisher is not None:
             self._publisher.flush()
 
     def _join(self) -> None:
-        """Wait for the restore, compare its environment with torch, and take the verified files. Once."""
+        """Wait for the restore, compare its environment with torch, and move the verified files in. Once."""
         with self._preparing:
             if self._restore is None or self._has_joined:
                 return
@@ -337,7 +341,7 @@ class Boot(Serving):
 
     @contextlib.contextmanager
     def _degrading(self, what: str) -> Iterator[None]:
-        """The border of a boot: a failure costs speed. The report has a line of it, the log the traceback."""
+        """The border of a boot: a failure costs only speed. The report gets one line, the log gets the traceback."""
         try:
             yield
         except Exception as error:

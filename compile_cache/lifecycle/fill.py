@@ -1,4 +1,4 @@
-"""Filling a store: boot a predictor once, publish everything that it compiled, and read back what was published."""
+"""Fills a store: boots a predictor once, publishes everything that it compiled, and verifies what was published."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from compile_cache.versions.verify import PackState, VerifiedPack, verify_whole
 PUBLISH_TIMEOUT_S = 1800.0
 _MOST_LISTINGS = 3
 
-# Everything is compiled before setup() returns, and published. The store alone is read: what only a layer has would not
-# be in the store afterwards.
+# Compile everything before setup() returns, and publish it. Read no layers: files found in a layer would be missing in
+# the store afterwards.
 _VARIABLES = {
     "COLD_START": "block",
     "UNSEEN": "block",
@@ -37,7 +37,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that the store does not have after a fill: what, why, and what to do about it."""
+    """A thing that is missing in the store after a fill: what, why, and the remedy."""
 
     what: str
     why: str
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the store has for one boot: its verified packs, the files in them, and the environment's record."""
+    """The store's content for one boot: the verified packs, their files, and the environment's record."""
 
     packs: tuple[VerifiedPack, ...] = ()
     artifacts: int = 0
@@ -58,13 +58,13 @@ class Stored:
 
     @property
     def stored_bytes(self) -> int:
-        """The size of the packs that are sound."""
+        """The size of the verified packs."""
         return sum(pack.entry.size_bytes for pack in self.packs if pack.state is PackState.SOUND)
 
 
 @dataclass(frozen=True, slots=True)
 class FilledBoot:
-    """One boot of the predictor: its report, what the store has for it, and what is missing."""
+    """A boot of the predictor: its report, the store's content for it, and what is missing."""
 
     report: BootReport
     stored: Stored
@@ -72,10 +72,10 @@ class FilledBoot:
 
 
 def prepare_environ(environ: MutableMapping[str, str], store: str | None) -> Settings:
-    """Set the variables of a boot that fills `store`, by default the configured one; the settings that they make.
+    """Set the variables of a boot that fills `store` (by default the configured store), and return its settings.
 
     Raises:
-        SettingsError: a setting is wrong, or such a boot would publish nothing.
+        SettingsError: a setting is wrong, or this boot would publish nothing.
     """
     environ.update({PREFIX + name: value for name, value in _VARIABLES.items()})
     if store is not None:
@@ -87,7 +87,7 @@ def prepare_environ(environ: MutableMapping[str, str], store: str | None) -> Set
         raise SettingsError(f"there is no store to fill: set {PREFIX}STORE, or give --store or --to")
     if not settings.may_publish:
         raise SettingsError(
-            f"nothing would be published: {PREFIX}TRUSTED_KEYS is set, and there is no key to sign with. "
+            f"nothing would be published: {PREFIX}TRUSTED_KEYS is set, but there is no key to sign with. "
             f"Set {PREFIX}SIGNING_KEY."
         )
     return settings
@@ -97,7 +97,7 @@ def fill(set_up: Callable[[], None], settings: Settings) -> list[FilledBoot]:
     """Run `set_up`, wait until all boots that it began have published, and verify what the store has for each.
 
     Raises:
-        Exception: every error of `set_up`.
+        Exception: any error of `set_up`.
         StoreError: the store cannot be listed.
     """
     with observed_boots() as boots:
@@ -120,7 +120,7 @@ def _filled(boot: Boot, store: ObjectStore, settings: Settings) -> FilledBoot:
 
 
 def _read_back(report: BootReport, store: ObjectStore, rules: Rules) -> Stored:
-    """Verify every pack of the boot's key. Compaction of another boot may replace packs meanwhile: list them again."""
+    """Verify every pack of the boot's key. If another boot compacts meanwhile, list the packs again."""
     key = CacheKey(report.environment, report.model_name, report.model_version)
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(store, key.environment_prefix)
@@ -153,7 +153,7 @@ def _region_problem(region: RegionReport) -> Problem | None:
 
 
 def _store_problems(report: BootReport, stored: Stored, is_published: bool) -> list[Problem]:
-    again = "Correct it and fill again: what is stored already is not compiled again."
+    again = "Correct this and fill again. Stored artifacts are not compiled again."
     problems = [Problem("publishing", failure, again) for failure in report.publish.failures]
     if not is_published:
         problems.append(Problem("publishing", f"it was not done after {PUBLISH_TIMEOUT_S:.0f} s", again))
@@ -165,16 +165,16 @@ def _store_problems(report: BootReport, stored: Stored, is_published: bool) -> l
     problems += [Problem(f"pack {name} is refused", reason, see) for name, reason in refused.items()]
     needed = sum(region.made + region.loaded for region in report.regions)
     if stored.precompiled < needed:
-        why = f"{needed} were made or loaded, and {stored.precompiled} are stored"
+        why = f"{needed} were made or loaded, but {stored.precompiled} are stored"
         problems.append(Problem("precompiled functions", why, again))
     if report.cache_dir and Path(report.cache_dir).name != "0":
-        why = f"another process of this host owns the first one, so only boots that get {report.cache_dir} find it"
+        why = f"another process on this host owns the first one, so only boots that use {report.cache_dir} hit"
         problems.append(Problem("the cache directory", why, "Stop the other process and fill again."))
     return problems
 
 
 def all_problems(boots: Sequence[FilledBoot], model: str | None, settings: Settings) -> list[Problem]:
-    """What is missing from the store after a fill of `model`; of any model, if that is None."""
+    """Everything that is missing in the store after a fill of `model`, or of any model if that is None."""
     if not boots:
         why = "setup() did not call compile_cache.boot()"
         return [Problem("boot", why, "Adopt the library in the predictor, or name another one with --predictor.")]

@@ -1,5 +1,6 @@
-"""The first boot of a key says how it went, in a file of the cache directory that its packs carry. Each later boot
-compares itself with it, so that a fleet that has become slow says so.
+"""Compares a boot with the first boot of its key, so that a fleet that has become slow says so.
+
+The first boot writes its times into a file of the cache directory. Its packs carry that file to each later boot.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ log = logging.getLogger("compile_cache")
 
 HISTORY = "history/first_boot.json"
 _LARGEST_BYTES = 1 << 16
-# A boot is much worse if its own part takes this much longer. Hosts of one kind differ by seconds in their imports.
+# A boot is much slower if its own part takes this many times as long. Imports are not counted: between hosts of one
+# kind they differ by seconds.
 _MUCH_LONGER = 3.0
 _MUCH_LONGER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class PastBoot:
-    """How long a boot took until READY, without the caller's imports, which depend on the host's disk."""
+    """The seconds of a boot until READY, without the caller's imports, which depend on the host's disk."""
 
     own_s: float
 
     @classmethod
     def of(cls, report: BootReport) -> PastBoot:
-        """That of a boot that is READY."""
+        """The seconds of a boot that is READY."""
         return cls(report.ready_s - report.phases.get("import", 0.0))
 
 
 def remember_first(directory: Path, report: BootReport) -> None:
-    """Write how this boot went, unless an earlier one has. Call it before artifacts are published.
+    """Write this boot's times, unless an earlier boot has. Call it before artifacts are published.
 
     Raises:
         OSError: the cache directory cannot be written.
@@ -47,7 +49,7 @@ def remember_first(directory: Path, report: BootReport) -> None:
 
 
 def compare_with_first(directory: Path, report: BootReport) -> str:
-    """One line that says how much worse this boot is than the first one of its key; empty if it is not."""
+    """A line that says how much slower this boot is than the first one of its key; empty if it is not."""
     counts = report.counts
     is_compiling = any(region.waiting or region.settled == "cold" for region in report.regions)
     if report.restore.outcome == "hit" and is_compiling and not counts.precompiled_loaded + counts.hits:
@@ -65,7 +67,7 @@ def compare_with_first(directory: Path, report: BootReport) -> str:
 
 
 def read_first(path: Path) -> PastBoot | None:
-    """The boot in a file that `remember_first` has written; None where there is no file, or it is damaged."""
+    """The times in a file of `remember_first`; None if the file is missing or damaged."""
     if not path.is_file():
         return None
     try:

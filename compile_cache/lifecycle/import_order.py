@@ -1,7 +1,7 @@
-"""Imports from two threads at once, in an order in which neither finds a half-made module.
+"""Orders the imports of several threads, so that no thread finds a half-made module.
 
-Python locks each module by itself. Two threads that begin with different modules of one cycle then wait for each other;
-Python notices, and gives one of them the other's module as far as it is made. torch's compiler is such a cycle.
+Python locks each module separately. If two threads begin with different modules of one import cycle, they wait for each
+other. Python notices, and gives one thread the other's half-made module. torch's compiler is such a cycle.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# These import one another, and count as one package.
+# These packages import one another, so they count as one.
 _TORCH = frozenset({"torch", "functorch", "torchgen", "triton"})
 _LONGEST_WAIT_S = 60.0
 _POLL_S = 0.01
-# What CPython's import statement calls before it takes a module's lock: for a module that is not there, and for one
-# that is being made. They have been the same from Python 3.3 on.
+# CPython's import statement calls these before it takes a module's lock: the first for a missing module, the second for
+# a module in the making. They have had these names since Python 3.3.
 _HOOKED = ("_find_and_load", "_lock_unlock_module")
 _USED = (*_HOOKED, "_get_module_lock", "_module_locks", "_DeadlockError")
 
@@ -35,8 +35,8 @@ def can_order_imports() -> bool:
 
 @contextlib.contextmanager
 def ordered_imports() -> Iterator[None]:
-    """While the context lasts, one thread at a time imports from a package; the others wait, each before it takes the
-    lock of any module of that package."""
+    """While the context lasts, let only one thread at a time import from a package. The others wait before they take
+    the lock of any module of that package."""
     _install()
     try:
         yield
@@ -45,7 +45,7 @@ def ordered_imports() -> Iterator[None]:
 
 
 def wait_for_begun_imports() -> None:
-    """Wait until no other thread is in the middle of an import of torch that it began before `ordered_imports`."""
+    """Wait until other threads have finished the imports of torch that they began before `ordered_imports`."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     while time.monotonic() < deadline and any(_package(name) == "torch" for name in list(_bootstrap._module_locks)):
         time.sleep(_POLL_S)
@@ -85,8 +85,8 @@ def _ordered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _package_lock(name: str) -> Iterator[None]:
-    """The lock of the package of `name`. It is one of Python's own module locks, so that Python notices where threads
-    that hold locks of packages and of modules wait for one another: then this one goes on without."""
+    """Hold the lock of the package of `name`. It is a module lock of Python's own kind, so Python notices a deadlock
+    between locks of packages and of modules. Then this thread goes on without the lock."""
     lock = _bootstrap._get_module_lock(f"{_package(name)} and all its modules")
     try:
         lock.acquire()

@@ -1,4 +1,4 @@
-"""After READY, what is known is compiled: the calls that the headers of stored artifacts name, on a thread."""
+"""After READY, a thread orders the calls that stored artifacts name in their headers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# How a boot's restore may end where the stored artifacts of this version and GPU may lack calls that are known.
+# After these outcomes of the restore, this version may lack artifacts of known calls on this GPU.
 _INCOMPLETE = ("miss", "seeded")
 
 
 def start_compiling(
     compiler: Compiler, settings: Settings, directory: CacheDirectory | None, restored: Restored | None
 ) -> None:
-    """READY: let the second process begin with what was called, and then with what is known."""
+    """Let the second process begin: first with the warm-up's calls, then with known calls. Called at READY."""
     compiler.release()
     if settings.cold_start == "background" and directory is not None and restored is not None:
         _plan_ahead(compiler, directory, restored.cache, restored.report.outcome)
 
 
 def _plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCache | None, outcome: str) -> None:
-    """Order the calls that stored artifacts name, on a thread, if this version has no artifacts of its own in this
-    environment. The artifacts are those in the cache directory, and those of the model's other versions and
-    environments. A failure costs nothing."""
+    """On a thread, order the calls that stored artifacts name, if this version has no artifacts in this environment.
+
+    The artifacts are those in the cache directory, and those of the model's other versions and environments. A failure
+    costs nothing.
+    """
     if outcome not in _INCOMPLETE:
         return
 

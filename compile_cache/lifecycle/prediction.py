@@ -1,4 +1,4 @@
-"""What served one prediction: for its metrics."""
+"""The metrics of one prediction: which code served it, and what it waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Prediction:
-    """Counts from its making on. Predictions that run at the same time count one another's calls."""
+    """Counts calls from its creation on. Predictions at the same time count one another's calls."""
 
     def __init__(self, report: BootReport, compiler: Compiler | None) -> None:
         self._report = report
@@ -23,10 +23,10 @@ class Prediction:
         self._waited_s = self._waiting_s()
 
     def metrics(self) -> dict[str, Any]:
-        """By metric name, for `record_metric`. Beside the boot's own there are four:
+        """Values by metric name, for `record_metric`. Four are added to the boot's own:
 
         - `served`: the steps that served each region's calls
-        - `compiled_now`: graphs that were compiled in this process meanwhile
+        - `compiled_now`: graphs that this process compiled meanwhile
         - `waited_s`: seconds that requests waited for these
         - `compiling`: kinds of calls that the second process has not answered yet
         """
@@ -39,7 +39,7 @@ class Prediction:
         }
 
     def served(self) -> dict[str, Counter[str]]:
-        """The calls of each region that had any, by the step that served them."""
+        """For each region with calls, the number of calls by the step that served them."""
         served = {name: after - self._before[name] for name, after in self._serving().items()}
         return {name: steps for name, steps in served.items() if steps}
 
@@ -52,5 +52,5 @@ class Prediction:
 
 
 def _words(calls: Counter[str]) -> str:
-    """The steps of some calls, the most frequent first: `precompiled, eager`."""
+    """The steps of calls in words, the most frequent first: `precompiled, eager`."""
     return ", ".join(step for step, _ in calls.most_common())

@@ -1,4 +1,4 @@
-"""Preloading: the modules that a boot needs of torch's compiler, imported beside the loading of the weights."""
+"""Preloading: a thread imports modules of torch's compiler while the weights load."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
 
-# The thread that loads weights leaves the GIL for a moment at each tensor, and waits this long to have it back.
+# The thread that loads weights releases the GIL at each tensor. It waits this long to get it back.
 _SWITCH_S = 0.0005
 _LONGEST_WAIT_S = 60.0
-# What loading a precompiled region imports, and generated code.
+# The imports of loading a precompiled region, and those of generated code.
 _TO_LOAD = (
     "torch._dynamo.aot_compile",
     "torch._functorch._aot_autograd.aot_autograd_result",
@@ -30,17 +30,19 @@ _TO_LOAD = (
     "torch.distributed.fsdp._fully_shard._fully_shard",
     "torch.fx.experimental.validator",
 )
-# What compiling a region imports on top of that.
+# The further imports of compiling a region.
 _TO_COMPILE = ("torch._inductor.compile_fx",)
 
 
 class Preloading:
-    """A thread that imports the modules that loading needs, and calls `load_precompiled`. If that finds nothing, it
-    imports what compiling needs, and computes the digests of torch and Triton that each lookup begins with. Where
-    nothing `is_to_compile` in this process, it first asks `has_precompiled`, and imports nothing if there is nothing.
+    """A thread that imports the modules for loading, and calls `load_precompiled`.
+
+    If there is nothing to load, it imports the modules for compiling, and computes the digests of torch and Triton with
+    which each lookup begins. If this process compiles nothing (`is_to_compile`), it first asks `has_precompiled`, and
+    imports nothing if the answer is no.
 
     Other threads may import anything meanwhile: see import_order.py. `failure` is the error of an import of torch's
-    compiler, which nobody can begin again in this process.
+    compiler. Such an import cannot be repeated in the same process.
     """
 
     def __init__(
@@ -51,20 +53,24 @@ class Preloading:
         self._is_to_compile = is_to_compile
         self._load_precompiled = load_precompiled
         self._imports = contextlib.ExitStack()
-        # torch's settings are context variables (2.13): the thread has those of its caller.
+        # torch 2.13 keeps settings in context variables. The thread gets its caller's.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="compile-cache-preload", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         if not can_order_imports():
-            log.info("preload.skipped python=%s: it does not let imports be ordered", sys.version)
+            log.info(
+                "preload.skipped python=%s This Python does not let imports be ordered; the boot imports torch's "
+                "compiler later.",
+                sys.version,
+            )
             return
         self._imports.enter_context(ordered_imports())
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all of it is done: two threads that import the same only slow each other down. The time is
+        """Wait until the thread is done: two threads that import the same modules slow each other down. The wait is
         bounded, because the thread may need a module that the caller is importing."""
         if self._thread.ident is not None:
             self._thread.join(_LONGEST_WAIT_S)
@@ -78,10 +84,10 @@ class Preloading:
                 self._import_and_load()
         except Exception as error:
             log.info("preload.failed error=%r", error)
-            # Anything else is met again, and reported, where it is needed.
+            # Any other error comes again, and is reported, where the module is needed.
             self.failure = None if "torch._dynamo" in sys.modules else error
         finally:
-            if interval_s != _SWITCH_S:  # set by another preload, which is not done
+            if interval_s != _SWITCH_S:  # another preload, still running, has set it
                 sys.setswitchinterval(interval_s)
 
     def _import_and_load(self) -> None:

@@ -1,4 +1,4 @@
-"""The process that boots: its user, its signals, its age, and where its setup is read."""
+"""The process that boots: its user, its signals, its age and its setup log."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # in getpass.getuser
 
 
 def name_user(environ: MutableMapping[str, str]) -> None:
-    """Set `USER` where the user has no name, as under Kubernetes' `runAsUser`. torch and diffusers ask for one while
-    they are imported, and the import fails without."""
+    """Set `USER` if the user has no name, as under Kubernetes' `runAsUser`. Without a name, torch and diffusers fail to
+    import."""
     if any(environ.get(name) for name in _USER_VARIABLES):
         return
     try:
@@ -29,10 +29,10 @@ def name_user(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_worker_alive_on_interrupt() -> None:
-    """Under Cog, leave Ctrl-C to the server, which then stops this worker in order.
+    """Under Cog, ignore Ctrl-C in this worker. The server handles it, and stops the worker in order.
 
-    A terminal sends SIGINT to both. A worker that takes it hangs in its teardown until it is killed, and never runs the
-    exit hook. Only the main thread may set a handler.
+    A terminal sends SIGINT to both. A worker that handles it hangs in its teardown until it is killed, and never runs
+    the exit hook. Only the main thread may set a handler.
     """
     under_cog = "coglet" in sys.modules and threading.current_thread() is threading.main_thread()
     if under_cog and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -47,7 +47,7 @@ def process_age_s() -> float:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Log each line; where the program has configured no logging, which would drop them, print them to stderr."""
+    """Log each line. Without a configured logging, which would drop them, print the lines to stderr."""
     is_configured = log.hasHandlers() or log.level != logging.NOTSET
     for line in lines:
         if is_configured:

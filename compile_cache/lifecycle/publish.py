@@ -1,11 +1,11 @@
-"""The publisher: one background thread that puts new artifacts into the store, from READY until the process ends.
+"""The publisher: a background thread that puts new artifacts into the store, from READY until the process ends.
 
-Cog has no teardown hook. So everything is published as soon as the warm-up has succeeded. Artifacts compiled later are
-staged at once as finished packs, and published when compiling has been quiet for a while. The exit hook only waits for
-this thread, started long before, to put the staged rest: Python 3.12 starts no threads at exit.
+Cog has no teardown hook, so everything is published as soon as the warm-up has succeeded. Artifacts that are compiled
+later are staged at once as finished packs, and published once compiling has been quiet for a while. The exit hook only
+waits until this thread has uploaded the staged packs: Python 3.12 starts no threads at exit.
 
-A thousand containers that start together have all compiled the same. Before each upload the store is listed again, and
-one container at a time uploads. The others then find the artifacts there, and send only those that are still missing.
+A thousand containers that start together all compile the same. So one container at a time uploads, after it has listed
+the store again. The others find the artifacts there, and upload only the missing ones.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger("compile_cache")
 
 _POLL_S = 0.5
 _QUIET_S = 10.0
-# What the second process has compiled arrives whole, and is published by itself.
+# Artifacts of the second process arrive complete, and are published soon.
 _ARRIVED_QUIET_S = 1.0
 _RETRY_S = 30.0
 
 
 class CompiledFiles(Protocol):
-    """The compiler, as far as it decides which files are published."""
+    """The part of the compiler that decides which files are published."""
 
     @property
     def withheld(self) -> Collection[str]:
@@ -49,7 +49,7 @@ class CompiledFiles(Protocol):
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a file may be half-written just now."""
+        """Whether files may be half-written now."""
 
     def unread_files(self) -> Collection[str]:
         """Files that no warm boot would read."""
@@ -58,8 +58,8 @@ class CompiledFiles(Protocol):
 class Publisher:
     """Publishes for one boot. `start` begins at READY and registers the exit hook.
 
-    After each attempt `report` is brought up to date and written. Other boots wait for `compile_turn` instead of
-    compiling the same; it is released when everything is published.
+    Each attempt updates and writes `report`. Other boots wait for `compile_turn` instead of compiling the same. It is
+    released when everything is published.
     """
 
     def __init__(
@@ -91,16 +91,17 @@ class Publisher:
         atexit.register(self.flush)
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until nothing is left to publish, or the last attempt failed; False if that took longer."""
+        """Wait until nothing is left to publish, or the last attempt failed; False after `timeout_s`."""
         return self._idle.wait(timeout_s)
 
     def flush(self) -> None:
-        """Publish the rest within the exit budget. The exit hook."""
+        """The exit hook: publish the rest within the exit budget."""
         self._closing.set()
         self._thread.join(self._settings.exit_budget_s)
 
     def _run(self) -> None:
-        """Until the exit: stage new artifacts when the counters move, publish them when the counters stand still."""
+        """Until the exit, stage new artifacts when the counters move, and publish them when the counters stand
+        still."""
         due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
@@ -125,13 +126,13 @@ class Publisher:
         return self._staged_at != read_counts() and not is_compiling
 
     def _quiet_s(self) -> float:
-        """How long nothing more may be compiled before what is new is published. The warm-up's goes at once."""
+        """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""
         if self._staged_at is None:
             return 0.0
         return _QUIET_S if read_counts().since(self._staged_at).misses else _ARRIVED_QUIET_S
 
     def _finish(self) -> None:
-        """Nothing is left to publish: let other boots go on, and tidy the key."""
+        """Let other boots go on, and tidy the key. Called when nothing is left to publish."""
         if self._compile_turn is not None:
             self._compile_turn.release()
         self._idle.set()
@@ -141,7 +142,8 @@ class Publisher:
                 self._attempt(step, is_upkeep=True)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
-        """Do `step`, and write the report. A failure costs only the step; the report has it, unless it is upkeep's."""
+        """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is
+        upkeep."""
         failure = self._failure_of(step, logging.INFO if is_upkeep else logging.WARNING)
         if failure and not is_upkeep and self._report.failures[-1:] != [failure]:
             self._report.failures.append(failure)
@@ -151,7 +153,7 @@ class Publisher:
         return failure is None
 
     def _failure_of(self, step: Callable[[], None], level: int) -> str | None:
-        """The one border of this thread, which must outlive every failure: nobody would start another."""
+        """Do `step`; its failure in words. This is the border of the thread, which must outlive every failure."""
         try:
             step()
         except Exception as error:
@@ -169,12 +171,12 @@ class Publisher:
         counts = read_counts()
         if has_artifacts(self._cache.directory.scan()):
             remember_first(self._cache.directory.path, self._boot_report)
-        self._staged, self._staged_at = [], None  # staging empties the outbox first; if it fails, it is due again
+        self._staged, self._staged_at = [], None  # staging empties the outbox first; after a failure it is due again
         withheld, unread = self._left_out()
         with noted("publish", "pack"):
             staged = list(self._cache.stage({*withheld, *unread}, self._creator))
             while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
-                withheld |= late  # it has arrived meanwhile, and was not compared yet
+                withheld |= late  # arrived meanwhile, and not compared yet
                 staged = list(self._cache.stage({*withheld, *unread}, self._creator))
         self._staged, self._staged_at = staged, counts
         self._report.withheld_files = len(withheld)
@@ -187,15 +189,15 @@ class Publisher:
         return set(self._compiler.withheld), set(self._compiler.unread_files())
 
     def _put_staged(self) -> None:
-        """Put the packs that nobody has put meanwhile, most valuable first; none while another container has the turn
-        or some listed pack cannot be read."""
+        """Upload the packs that are still missing in the store, most valuable first. Upload none while another
+        container has the turn, or while a listed pack cannot be read."""
         closing = self._closing.is_set()
         self._drop_published()
         if not self._staged or not (closing or self._turn.take_or_wait_no_longer()):
             return
         try:
             if not closing:
-                self._drop_published()  # once more: another container had the turn until now
+                self._drop_published()  # again, because another container had the turn until now
             while self._staged:
                 self._put(self._staged[0])
                 self._staged.pop(0).local.unlink(missing_ok=True)
@@ -220,7 +222,7 @@ class Publisher:
 
 
 def _retry_s() -> float:
-    """Not the same in all containers: if an attempt failed because all came at once, the next would fail too."""
+    """The seconds until the next attempt. They are random, so that containers that failed together spread out."""
     return _RETRY_S * random.uniform(0.5, 1.5)
 
 

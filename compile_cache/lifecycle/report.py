@@ -1,4 +1,4 @@
-"""BootReport: what one boot did, for people, for metrics and as JSON."""
+"""BootReport: the facts of one boot, as lines for people, as metrics and as JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ _LEFTOVER_AFTER_S = 60.0
 
 @dataclass(slots=True)
 class RestoreReport:
-    """`outcome`: `hit`, `seeded` (from another version of the model, `seeded_from`), `miss` (the store has nothing for
-    this key), `failed`, `discarded` (torch contradicted the environment) or `off`; `reason` says why in a line.
+    """The result of the restore.
 
-    `waited_for_peer_s` is the time given to another boot that was compiling the same. `problems` names the layers that
-    could not be read.
+    | `outcome` | meaning |
+    | --- | --- |
+    | `hit` | the store had packs for this key |
+    | `seeded` | the packs come from another version of the model, `seeded_from` |
+    | `miss` | the store has nothing for this key |
+    | `failed` | the store or the packs could not be used |
+    | `discarded` | torch contradicted the environment of the key |
+    | `off` | no store is set |
+
+    `reason` says why in one line. `waited_for_peer_s` is the time spent waiting for another boot that compiled for the
+    same key. `problems` names the layers that could not be read.
     """
 
     outcome: str = "off"
@@ -44,10 +52,10 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class PublishReport:
-    """The packs put into the store so far, and the failures, a line each.
+    """The packs uploaded so far, and one line for each failure.
 
-    `withheld_files` counts files of graphs that differ from eager, `unread_files` files that no warm boot would read,
-    `compacted_packs` packs that were merged into one.
+    `withheld_files` counts files of graphs that differ from eager, `unread_files` counts files that no warm boot would
+    read, `compacted_packs` counts packs that were merged into one.
     """
 
     packs: int = 0
@@ -62,11 +70,11 @@ class PublishReport:
 
 @dataclass(slots=True)
 class BootReport:
-    """Everything about one boot. Seconds are wall-clock.
+    """The report of one boot. All times are wall-clock seconds.
 
-    `phases` has the caller's own phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
-    `warm_up`, in which regions compile. `ready_s` counts from the boot's start, `process_s` from the process's start.
-    `started_s` is the time of the boot's start, in seconds since 1970. `spans` say which thread did what when.
+    `phases` has the caller's phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
+    `warm_up`, in which regions compile. `ready_s` counts from the start of the boot, `process_s` from the start of the
+    process. `started_s` is the start of the boot in seconds since 1970. `spans` say which thread did what when.
     """
 
     model_name: str = ""
@@ -90,13 +98,13 @@ class BootReport:
 
     @property
     def compile_s(self) -> float:
-        """Seconds in calls of regions that compiled or looked up a graph."""
+        """The seconds in which calls of regions compiled or looked up a graph."""
         return sum(region.compile_s for region in self.regions)
 
     @property
     def fully_cached(self) -> bool:
-        """True if all planned regions are `cached` or `precompiled` and checked, with hits or loaded functions, and
-        nothing was compiled or benchmarked."""
+        """Whether all planned regions are checked and `cached` or `precompiled`, with hits or loaded functions, and
+        this boot compiled and benchmarked nothing."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
         planned = [region for region in self.regions if not region.is_left_eager]
@@ -106,13 +114,13 @@ class BootReport:
 
     @property
     def fully_precompiled(self) -> bool:
-        """True if the boot is fully cached, and traced nothing: all planned regions are `precompiled`."""
+        """Whether the boot is fully cached and traced nothing: all planned regions are `precompiled`."""
         return self.fully_cached and all(
             region.step == "precompiled" or region.is_left_eager for region in self.regions
         )
 
     def to_json(self) -> str:
-        """The whole report, with the figures that are derived from it."""
+        """The report as JSON, with the figures derived from it."""
         derived = {"compile_s": self.compile_s, "fully_cached": self.fully_cached}
         derived["fully_precompiled"] = self.fully_precompiled
         record = {**asdict(self), **derived}
@@ -122,7 +130,7 @@ class BootReport:
         return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
 
     def write(self, path: Path) -> None:
-        """Write the JSON. A reader sees a whole report, this one or the one before.
+        """Write the JSON atomically: a reader sees this report or the one before.
 
         Raises:
             OSError: the folder cannot be made or written.
@@ -170,7 +178,7 @@ class BootReport:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of writers that were killed: a living one needs milliseconds."""
+    """Remove the temporary files of killed writers. A living writer needs milliseconds."""
     for temporary in path.parent.iterdir():
         if temporary.name.startswith(f".{path.name}."):
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +187,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _from(restore: RestoreReport) -> str:
-    """Of a seeded boot, which version it was seeded from."""
+    """The version that seeded this boot, in words; empty if none did."""
     return f" from version {restore.seeded_from}" if restore.seeded_from else ""
 
 

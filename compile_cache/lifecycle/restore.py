@@ -1,4 +1,4 @@
-"""The restore: everything from the key to verified packs, on a thread of its own beside the loading of the weights."""
+"""The restore: a thread computes the key, and fetches and verifies its packs while the weights load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("compile_cache")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The result of a restore. `cache` publishes under the boot's key; None where the key is not known or the cache
+    """The result of a restore. `cache` publishes under the boot's key; None if the key is unknown or the cache
     directory cannot be written."""
 
     report: RestoreReport
@@ -39,7 +39,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The parts of the key before torch is imported, and the stores."""
+    """The parts of the key that are known before torch is imported, and the stores."""
 
     stores: Stores
     environment: Environment
@@ -47,7 +47,7 @@ class _Known:
 
 
 class Restore:
-    """Fetches on its thread; `join` then installs the files, unless torch contradicts the environment."""
+    """Fetches on a thread. `join` then installs the files, unless torch contradicts the environment."""
 
     def __init__(
         self,
@@ -67,27 +67,27 @@ class Restore:
         self._abandoned = threading.Event()
         self._known: _Known | None = None
         self._fetching = _Fetching(self._run)
-        # Inductor looks CPU code up by torch's thread count: fix the number that torch would choose.
+        # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
 
     def start(self) -> None:
-        """Begin on a thread of its own."""
+        """Start the thread."""
         self._fetching.start()
 
     def abandon(self) -> None:
-        """Fetch no more, and let nobody wait for this boot."""
+        """Stop fetching, and let no other boot wait for this one."""
         self._abandoned.set()
         self.turn.pass_on()
 
     @property
     def explanation(self) -> str:
-        """Why nothing was found, if that is known by now."""
+        """Why nothing was found; empty if that is not known yet."""
         return self._fetching.explanation
 
     def join(self) -> Restored:
-        """Wait, and install what was fetched. Imports torch, to compare it with the environment of the key.
+        """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment.
 
-        A store that does not answer costs at most `restore_timeout_s`; the time given to another boot is added.
+        A store that does not answer costs at most `restore_timeout_s`, besides the time of waiting for another boot.
         """
         failure = self._wait()
         known = self._known
@@ -100,8 +100,8 @@ class Restore:
         cache = self._fetching.cache
         if failure is not None or cache is None:
             if self._fetching.done.is_set():
-                self._directory.empty_inbox()  # compiling needs the disk that was too small for the packs
-            # A thread that has not ended still uses the other cache.
+                self._directory.empty_inbox()  # the disk was too small for the packs, and compiling needs the space
+            # A new cache, because a thread that has not ended still uses the other one.
             return self._restored("failed", str(failure), self._cache(known.stores, observed))
         return self._install(cache, "torch says otherwise: " + "; ".join(differences) if differences else "")
 
@@ -139,13 +139,15 @@ class Restore:
         return self._known.stores.reading.location if self._known else self._settings.store
 
     def _wait(self) -> Exception | None:
-        """Wait for the thread until the store has had its time, and then abandon it; the failure, if any."""
+        """Wait for the thread as long as the store may take, then abandon it. Returns the failure, if any."""
         while (left_s := self._left_s()) > 0 and not self._fetching.done.is_set():
             self._fetching.done.wait(left_s)
         if self._fetching.done.is_set():
             return self._fetching.failure
         self.abandon()
-        return StoreUnavailable(f"not fetched within {self._settings.restore_timeout_s:g} s from {self._location}")
+        return StoreUnavailable(
+            f"{self._location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
+        )
 
     def _left_s(self) -> float:
         return self._settings.restore_timeout_s + self.turn.waited_s - (time.monotonic() - self._started)
@@ -159,7 +161,7 @@ class Restore:
         self._fetch(self._cache(stores, environment), fetching)
 
     def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
-        """Drop the files fetched for an environment that is not this one, and fetch those for this one."""
+        """Drop the files of the wrong environment, and fetch those of the observed one."""
         self.turn.pass_on()
 
         def run(fetching: _Fetching) -> None:
@@ -176,8 +178,11 @@ class Restore:
         return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
-        """Fetch this key's packs. If there are none, wait for another boot that compiles for the key; then take the
-        packs of another version; then explain why there are none."""
+        """Fetch this key's packs.
+
+        If there are none, wait for another boot that compiles for this key. If there are still none, take the packs of
+        another version. If there are none either, find out why.
+        """
         fetching.cache = cache
         must_compile = False
         try:
@@ -196,11 +201,11 @@ class Restore:
             if not must_compile:
                 self.turn.pass_on()
         if must_compile and not fetching.fetched.files:
-            fetching.done.set()  # nobody needs to wait for the explanation
+            fetching.done.set()  # nobody has to wait for the explanation
             fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
 
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
-        """The files that the model's newest other version has for this environment."""
+        """The files of the model's newest other version for this environment."""
         refused, seconds = own.refused, own.seconds
         for key in predecessors(cache.stores.reading, cache.key):
             fetched = cache.for_version(key).fetch(self._abandoned)
@@ -211,7 +216,7 @@ class Restore:
 
 
 class _Fetching:
-    """One fetch on a thread of its own, and its result. `done` is set when `fetched` and `failure` are final."""
+    """A fetch on its own thread, and its result. `done` is set when `fetched` and `failure` are final."""
 
     def __init__(self, work: Callable[[_Fetching], None]) -> None:
         self.cache: CompileCache | None = None
@@ -232,6 +237,6 @@ class _Fetching:
             if self.done.is_set():  # only the explanation failed
                 log.info("restore.not_explained error=%s", error)
             else:
-                self.failure = error  # handed to the thread that joins
+                self.failure = error  # the joining thread gets it
         finally:
             self.done.set()

@@ -1,4 +1,4 @@
-"""A boot after READY: what serves each prediction, and the swap of a language model's code between two requests."""
+"""A boot after READY: counts what serves predictions, and swaps a language model's code between two requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("compile_cache")
 
 
 class Serving:
-    """What a predictor asks of its boot while it serves. `Boot` is one."""
+    """The methods of a boot for a predictor that serves. `Boot` inherits them."""
 
     def __init__(self, report: BootReport) -> None:
         self.report = report
@@ -28,14 +28,14 @@ class Serving:
         self._counted_before = read_counts()
 
     def swap(self, call: Callable[[], Any]) -> bool:
-        """Between two requests, let code serve that has arrived for a module compiled with `until_swap`. The model is
-        then called as in the warm-up, so that the code is compared with eager. Returns whether any had arrived.
+        """Let arrived code serve the modules that were compiled with `until_swap`. Call it between two requests.
 
-        `call` may leave out what `has_arrived` denies. If it is broken off, as by the request's cancellation, the next
-        swap calls again.
+        `call` calls the model as in the warm-up, so that the code is compared with eager. It may leave out calls for
+        which `has_arrived` is false. If `call` is broken off, for example by a cancelled request, the next swap repeats
+        it. Returns whether any code had arrived.
 
         Raises:
-            Exception: every error of `call`.
+            Exception: any error of `call`.
         """
         if self._compiler is None or not self._compiler.begin_swap():
             return False
@@ -49,33 +49,33 @@ class Serving:
         return True
 
     def has_arrived(self, module: nn.Module, *args: Any, **kwargs: Any) -> bool:
-        """In a swap: whether code for this call has arrived that does not serve yet. Calls nothing."""
+        """In a swap, whether code has arrived for this call but does not serve yet. Calls nothing."""
         region = self._compiler.regions.get(type(module)) if self._compiler else None
         return region is not None and region.has_arrived(module, args, kwargs)
 
     def prediction(self) -> Prediction:
-        """Begin to count what serves a prediction."""
+        """A counter of the calls that serve a prediction, from now on."""
         from compile_cache.lifecycle.prediction import Prediction
 
         return Prediction(self.report, self._compiler)
 
     def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
-        """Count calls once more, as `Prediction.served` has counted them: a recording of them, such as a CUDA graph,
-        was replayed."""
+        """Add the calls that `Prediction.served` counted once more, after a replay of their recording, such as a CUDA
+        graph."""
         for region in self._compiler.regions.values() if self._compiler else ():
             region.served.update(served.get(region.report.name, {}))
 
     @property
     def waiting(self) -> int:
-        """Kinds of calls that are served eager until the second process has compiled them."""
+        """How many kinds of calls are served eager until the second process has compiled them."""
         return self._compiler.waiting if self._compiler else 0
 
     def wait_compiled(self, timeout_s: float) -> bool:
-        """Block until the second process has answered for every call so far; False after `timeout_s`."""
+        """Wait until the second process has answered for every call so far; False after `timeout_s`."""
         return self._compiler is None or self._compiler.wait(timeout_s)
 
     def name_demoted(self) -> None:
-        """Log each region that is served eager for good, and why, once."""
+        """Log each region that is served eager for good, once, with the reason."""
         for region in self.report.regions:
             if region.settled == "eager" and region.name not in self._named:
                 self._named.add(region.name)

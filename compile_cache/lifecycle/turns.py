@@ -1,4 +1,4 @@
-"""Turns: who of the boots that start together compiles for a key, and who publishes. Each turn is held by a lease."""
+"""Turns: which of the boots that start together compiles for a key, and which publishes. A lease holds each turn."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from compile_cache.versions.lease import Lease
 
 log = logging.getLogger("compile_cache")
 
-# A compiling process may hold up its own threads for seconds, so its lease lasts longer than a renewal takes.
+# Compiling may block the process's other threads for seconds, so the lease lasts longer than a renewal takes.
 _COMPILE_EXPIRY_S = 20.0
 _PEER_POLL_S = 1.0
-# A renewal may take several seconds where the store is overloaded, and nobody is in a hurry.
+# On an overloaded store a renewal may take several seconds, and nobody is in a hurry.
 _PUBLISH_EXPIRY_S = 30.0
-# The longest pause between two looks while another container publishes: a thousand that wait must leave it the store.
-# Nothing is lost meanwhile, because at its exit each publishes without waiting.
+# The longest pause between two looks while another container publishes. A thousand waiting containers must not overload
+# the store. Nothing is lost meanwhile: at its exit each publishes without waiting.
 _LONGEST_LOOK_S = 15.0
-# After this time a container publishes beside another. A shorter time would let all that wait do so at once.
+# After this time a container publishes beside another. After a shorter time, all waiting containers would do so at
+# once.
 _LONGEST_WAIT_S = 600.0
 
 
 class CompileTurn:
-    """The turn to compile for a key. It owns the lease that other boots wait for, from `wait` until `pass_on` or
-    `release`, which may be called from any thread, any number of times."""
+    """The turn to compile for a key. From `wait` until `pass_on` or `release`, it owns the lease that other boots wait
+    for. `pass_on` and `release` are thread-safe, and may be repeated."""
 
     def __init__(self, longest_wait_s: float) -> None:
         self._longest_wait_s = longest_wait_s
@@ -37,18 +38,18 @@ class CompileTurn:
 
     @property
     def waited_s(self) -> float:
-        """The time given to another boot so far. Requests to the store are not part of it."""
+        """The seconds spent waiting for another boot so far, without requests to the store."""
         since = self._pausing_since
         return self._waited_s + (time.monotonic() - since if since is not None else 0.0)
 
     def wait(self, cache: CompileCache, abandoned: threading.Event) -> None:
-        """Wait while another boot has the turn, up to the longest time; take the turn when it is free."""
+        """Wait while another boot has the turn, at most `longest_wait_s`. Take the turn when it is free."""
         self.pass_on()
         self._lease = Lease(cache.writing, cache.key.prefix + "compile.lease", _COMPILE_EXPIRY_S)
         try:
             while not self._lease.acquire() and self.waited_s < self._longest_wait_s and not abandoned.is_set():
                 self._pause(abandoned)
-        except StoreError as error:  # advisory: without it, two boots compile the same
+        except StoreError as error:  # the lease is advisory: without it, two boots compile the same
             log.info("restore.no_lease error=%s", error)
 
     def _pause(self, abandoned: threading.Event) -> None:
@@ -59,18 +60,18 @@ class CompileTurn:
         self._pausing_since = None
 
     def pass_on(self) -> None:
-        """Let another boot have the turn, without waiting for the store."""
+        """Give the turn up, without waiting for the store."""
         if self._lease is not None:
             self._lease.give_up()
 
     def release(self) -> None:
-        """Let another boot have the turn, and return when it can."""
+        """Give the turn up, and return when the store has it."""
         if self._lease is not None:
             self._lease.release()
 
 
 class PublishTurn:
-    """The turn to publish or compact for a key: one container at a time. Used by one thread."""
+    """The turn to publish or compact for a key, one container at a time. For one thread."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._cache = cache
@@ -84,20 +85,20 @@ class PublishTurn:
         return self._lease is not None and self._lease.is_held
 
     def take(self) -> bool:
-        """Have the turn, if nobody else has it."""
+        """Take the turn, if no other container has it. Returns whether it is held."""
         if self._lease is None:
             self._lease = Lease(self._cache.writing, self._cache.key.prefix + "publish.lease", _PUBLISH_EXPIRY_S)
         try:
             return self._lease.acquire()
-        except StoreUnavailable as error:  # as under the load of a thousand containers: not all of them now
+        except StoreUnavailable as error:  # under the load of a thousand containers, not all may publish now
             log.info("publish.no_lease error=%s", error)
             return False
-        except StoreError as error:  # advisory: the upload itself says why it is not possible
+        except StoreError as error:  # the lease is advisory: the upload itself reports the error
             log.info("publish.no_lease error=%s", error)
             return True
 
     def take_or_wait_no_longer(self) -> bool:
-        """Have the turn if every listed pack is known and nobody else has it, or after the longest wait."""
+        """Take the turn if every listed pack is known and no other container has it, or after the longest wait."""
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         is_free = self._cache.is_fully_known and self.take()
@@ -105,14 +106,14 @@ class PublishTurn:
         return is_free or now - self._waiting_since > _LONGEST_WAIT_S
 
     def release(self) -> None:
-        """Let the next container have the turn."""
+        """Give the turn up."""
         if self._lease is not None:
             self._lease.release()
 
     def next_look_s(self) -> float:
-        """Seconds until the next look, more after each."""
+        """The seconds until the next look. They grow with each look."""
         return min(_LONGEST_LOOK_S, 0.5 * 2.0 ** min(self._looks, 10)) * random.uniform(0.5, 1.0)
 
     def begin_anew(self) -> None:
-        """Count waiting and looks from the next time on: everything is published."""
+        """Reset the wait and the looks, because everything is published."""
         self._waiting_since, self._looks = None, 0

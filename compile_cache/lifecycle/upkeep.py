@@ -1,4 +1,4 @@
-"""Upkeep of a key in the store, once everything is published: the day of its last use, and few packs."""
+"""Upkeep of a key in the store after publishing: marks its last use, and merges its packs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from compile_cache.versions.compaction import compact
 
 log = logging.getLogger("compile_cache")
 
-# The first predictions have the CPU to themselves.
+# Until then, the first predictions have the CPU to themselves.
 _COMPACT_AFTER_S = 20.0
 
 
 class Upkeep:
-    """Marks the key as used, once a day and after each publish. Merges its packs if there are more than `most_packs`,
-    unless that is 0; stops when `closing` is set."""
+    """Marks the key as used, once a day and after each publish, and merges its packs if there are more than
+    `most_packs`.
+
+    `most_packs` of 0 merges never. `closing` ends a merge.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Upkeep:
         self._compact_at: float | None = None
 
     def forget(self) -> None:
-        """Mark the key again: a pack has been published."""
+        """Mark the key again, because a pack was published."""
         self._marked_on = ""
 
     def due(self) -> Iterator[Callable[[], None]]:
@@ -58,7 +61,7 @@ class Upkeep:
 
     def _compact(self) -> None:
         if not self._turn.take():
-            return  # whoever publishes or compacts now will see to it, or the next boot
+            return  # the container that has the turn will compact, or the next boot
         try:
             written = self._cache.of_written_store()
             if len(written.list()) > self._most_packs:

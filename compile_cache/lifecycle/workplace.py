@@ -1,4 +1,4 @@
-"""Where a boot works: its cache directory, and the settings that suit it."""
+"""The workplace of a boot: its cache directory, and the settings that suit it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compile_cache.versions.directory import CacheDirectory
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """A claimed cache directory (None if the boot serves eager), the settings to go on with, and warnings."""
+    """A claimed cache directory (None if the boot serves eager), the boot's settings from now on, and warnings."""
 
     directory: CacheDirectory | None
     settings: Settings
@@ -22,7 +22,7 @@ class Workplace:
 
 
 def claim_workplace(settings: Settings, model: str) -> Workplace:
-    """Own a cache directory at the fixed path; else one that only this boot has; else serve eager."""
+    """Claim the cache directory at the fixed path; else a temporary one; else serve eager."""
     warnings: tuple[str, ...] = ()
     try:
         directory = CacheDirectory.claim(Path(settings.dir))
@@ -33,7 +33,9 @@ def claim_workplace(settings: Settings, model: str) -> Workplace:
             directory = CacheDirectory.temporary()
         except (CacheDirectoryError, OSError) as temporary_error:
             return _eager(
-                settings, *warnings, f"There is no temporary folder either, so it serves eager: {temporary_error}"
+                settings,
+                *warnings,
+                f"No temporary folder can be made either, so this boot serves eager: {temporary_error}",
             )
     if os.statvfs(directory.path).f_flag & os.ST_NOEXEC:
         return _eager(
@@ -54,6 +56,6 @@ def _name_warnings(settings: Settings, model: str) -> tuple[str, ...]:
     if not is_shared or settings.model_name or not has_common_name(model):
         return ()
     return (
-        f"{model} names the model {model_name(model)!r} in {settings.store}, as many models' folders would. "
-        "Set COMPILE_CACHE_MODEL_NAME.",
+        f"{settings.store} names the model {model_name(model)!r}, after its folder {model}. Other models' folders may "
+        "have the same name. Set COMPILE_CACHE_MODEL_NAME.",
     )
