@@ -98,7 +98,7 @@ def test_damaged_artifact_is_refused(directory, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     reason = find(directory, build(Block), tensor())
     assert isinstance(reason, str)
-    assert "damaged" in reason or "its name is not that of its content" in reason
+    assert "damaged" in reason or "its name does not match its content" in reason
 
 
 @pytest.mark.parametrize("what", FOREIGN)
@@ -182,7 +182,7 @@ def test_artifact_that_is_missing_is_no_error(directory):
 def test_artifact_under_another_name_is_refused(directory):
     path = artifact_of(directory, Block)
     path.rename(path.with_name("0" * 32 + ".aot"))
-    assert find(directory, build(Block), tensor()) == "its name is not that of its content"
+    assert find(directory, build(Block), tensor()) == "its name does not match its content"
 
 
 def test_artifact_in_another_group_is_refused(directory):

@@ -237,11 +237,11 @@ def test_two_boots_write_one_path_whatever_the_reason(tmp_path):
         ),
         (["spec", [["object", "a.module.Cache"], ["int", "3"], ["str", "'x'"]]], "Cache, 3, 'x'"),
         (["spec", [["int", "1"]] * 10], ", ".join(["1"] * 8) + ", 2 more"),
-        (None, "inputs that are not readable"),
-        (["spec", [5]], "inputs that are not readable"),
-        (["spec", [["tensor"]]], "inputs that are not readable"),
-        (["spec", [["tensor", 0, ["T", "d", "c", "s", "x", []]]]], "inputs that are not readable"),
-        ({"a": 1}, "inputs that are not readable"),
+        (None, "unreadable inputs"),
+        (["spec", [5]], "unreadable inputs"),
+        (["spec", [["tensor"]]], "unreadable inputs"),
+        (["spec", [["tensor", 0, ["T", "d", "c", "s", "x", []]]]], "unreadable inputs"),
+        ({"a": 1}, "unreadable inputs"),
     ],
 )
 def test_inputs_are_shown_in_short_words(tmp_path, inputs, text):
@@ -371,7 +371,7 @@ def local(tmp_path):
     return LocalStore(tmp_path / "store")
 
 
-LINE = "Block(inputs that are not readable): Block is wrong, since "
+LINE = "Block(unreadable inputs): Block is wrong, since "
 
 
 def test_show_prints_the_refusals_of_a_version(run, local, key, environment, tmp_path):

@@ -1,4 +1,4 @@
-"""Functions compiled ahead of time: the files, how one is made and loaded, and whether it fits a call.
+"""Functions compiled ahead of time: makes, stores and loads them, and tells whether one fits a call.
 
-`adapter.py`, `imports.py`, `options.py` and `switches.py` alone use torch's private names.
+Only `adapter.py`, `imports.py`, `options.py` and `switches.py` use torch's private names.
 """

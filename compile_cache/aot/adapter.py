@@ -1,8 +1,8 @@
 """The adapter to the private names of torch that functions compiled ahead of time need.
 
-Importing this module fails with an ImportError or an AttributeError where torch has not been tested or lacks a name.
-The error says which. Then no function is compiled or loaded ahead of time, and every call is served by the next step
-of the ladder. `switches.py` has the names that read and set torch's switches, for a process without a compiler.
+Importing this module fails with an ImportError if this torch is not a tested release, and with an AttributeError or an
+ImportError if it lacks a name. Then no function is compiled or loaded ahead of time, and the next step of the ladder
+serves every call. `switches.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
 """
@@ -33,27 +33,27 @@ from torch.utils import _pytree as pytree_module
 from compile_cache.aot.imports import check_kernels, without_compiler
 from compile_cache.errors import ArtifactError
 
-# The first and the last release for which the tests have run.
+# The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
 
 if not TESTED_TORCH[0] <= tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2]) <= TESTED_TORCH[1]:
     first, last = (".".join(map(str, release)) for release in TESTED_TORCH)
-    raise ImportError(f"torch {torch.__version__} is not one of the tested releases, {first} to {last}")
+    raise ImportError(f"torch {torch.__version__} is not a tested release ({first} to {last})")
 
 pytree = pytree_module
 OPERATORS = (OpOverload, OpOverloadPacket)
 # The kinds of guards that torch cannot store.
 NOT_STORED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
-# The names that a guard's expression may use besides the call's inputs and the globals.
+# The names in a guard's expression besides the call's inputs and the globals.
 guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
-# As a module's call looks at them (torch/nn/modules/module.py, _call_impl).
+# A module's call runs these (torch/nn/modules/module.py, _call_impl).
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     module_hooks._global_backward_pre_hooks,
     module_hooks._global_backward_hooks,
     module_hooks._global_forward_hooks,
     module_hooks._global_forward_pre_hooks,
 )
-# torch/_inductor/utils.py: what generated GPU code assumes of the inputs that it was compiled for.
+# Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).
 INPUT_ALIGNMENT_BYTES = 16
 
 _mode_options: Any = torch._inductor.list_mode_options
@@ -65,16 +65,16 @@ _verbose_code_parts: Any = guards.get_verbose_code_parts
 
 
 def inductor_options(names: tuple[str, ...]) -> dict[str, Any]:
-    """Inductor's options as they are in this thread, and those of `names`, which torch does not list."""
+    """Inductor's options in this thread, with the options `names`, which torch does not list."""
     return {**_options(), **{name: getattr(torch._inductor.config, name, None) for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A function that was compiled: what torch stores of it, and what it says about it.
+    """A compiled function: torch's stored form, and the facts about it.
 
-    `traced` has module and first line of each function that was traced; `modules` the modules of the compiled
-    function's global scope, by alias; `externals` the objects in that scope that torch does not provide.
+    `traced` has the module and the first line of each traced function. `modules` has the modules in the compiled
+    function's global scope by alias. `externals` has the objects in that scope that torch does not provide.
     """
 
     payload: bytes
@@ -91,10 +91,10 @@ def compile_function(
     dynamic: bool | None,
     guard_filter: Callable[..., Any],
 ) -> Compilation:
-    """Trace and compile `function` with `inputs`; runs nothing.
+    """Trace and compile `function` with `inputs`. Runs nothing.
 
     Raises:
-        Exception: torch can refuse with any.
+        Exception: any, if torch refuses.
     """
     check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
@@ -105,7 +105,7 @@ def compile_function(
         traced = frozenset((each.module, each.firstlineno) for each in compiled.source_info().inlined_sources)
         provided = {artifacts.backend_id, *environment.import_sources}
         scope = compiled.fn.__globals__
-        # The text of whole source files.
+        # This drops the text of whole source files.
         artifacts.source_info = dataclasses.replace(artifacts.source_info, inlined_sources=set())
         return Compilation(
             type(compiled).serialize(compiled).serialized_data,
@@ -118,13 +118,13 @@ def compile_function(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A compiled function, and the guards that torch has stored with it."""
+    """A compiled function, and the guards that torch stored with it."""
 
     function: Callable[..., Any]
     guards: Any
 
     def failed_guard(self, inputs: Mapping[str, Any]) -> str:
-        """Which guard refuses a call, in words; empty if none does."""
+        """The guard that refuses a call, in words; empty if none does."""
         if self.guards.check(inputs):
             return ""
         failed = self.guards.check_verbose(inputs).verbose_code_parts
@@ -135,13 +135,13 @@ _loading = threading.Lock()
 
 
 def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key: str) -> Loaded:
-    """Unpickle a compiled function: only what was verified.
+    """Unpickle a compiled function, which must be verified.
 
     Raises:
-        Exception: it is another torch's, or damaged. Unpickling can fail with any.
+        Exception: any, if `payload` is damaged or of another torch.
     """
     _set_torch_key(recorded_torch_key)
-    # One thread at a time: what is replaced meanwhile is put back.
+    # One thread at a time, because these contexts replace names in torch and put them back.
     with _loading, _configured(), _no_workers(), without_compiler(), _without_explanations():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
@@ -149,10 +149,10 @@ def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key:
 
 @contextlib.contextmanager
 def _configured() -> Iterator[None]:
-    """Ahead-of-time compilation on, which torch 2.11 has off, and hooks guarded, which torch leaves out for speed.
+    """Turn ahead-of-time compilation on, which is off in torch 2.11, and guards on hooks, which torch omits for speed.
 
-    Both hold where guards are made and where they are loaded. A call looks at the hooks of a module's own parts, but
-    any module can be called.
+    Both are needed to make guards and to load them. A call checks the hooks of its own module's parts, but the code may
+    call any module.
     """
     settings = {"enable_aot_compile": True, "skip_nnmodule_hook_guards": False}
     with torch._dynamo.config.patch(settings):
@@ -161,7 +161,7 @@ def _configured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_explanations() -> Iterator[None]:
-    """Guards without the line of the model's code that each is for: 0.3 s of a warm FLUX.1 boot."""
+    """Make guards without the line of code that explains each. This saves 0.3 s of a warm FLUX.1 boot."""
 
     def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
         return [code_parts] if isinstance(code_parts, str) else code_parts
@@ -174,24 +174,24 @@ def _without_explanations() -> Iterator[None]:
 
 
 def _no_workers() -> contextlib.AbstractContextManager[Any]:
-    """Start no worker processes: generated code asks for them before it sees that its kernels are there."""
+    """Start no worker processes. Generated code asks for them before it finds that its kernels exist."""
     patched: contextlib.AbstractContextManager[Any] = torch._inductor.config.patch(compile_threads=1)
     return patched
 
 
 def torch_key() -> str:
-    """torch's digest of its own sources, which is in the name of every graph."""
+    """torch's digest of its own sources, which every graph's name has."""
     return str(_torch_key().hex())
 
 
 def _set_torch_key(recorded: str) -> None:
-    """Give torch that digest, as torch gives it to its worker processes. Computing it reads all of torch's sources, and
-    takes 0.4 s of a warm FLUX.1 boot. The environment names torch's version and build.
+    """Give torch the recorded digest, as torch does in its worker processes. To compute it, torch reads all its
+    sources, which takes 0.4 s of a warm FLUX.1 boot. The environment's key has torch's version and build.
 
     Raises:
-        ArtifactError: the sources are known to be others.
+        ArtifactError: torch has computed another digest.
     """
-    with contextlib.suppress(AssertionError, RuntimeError, AttributeError):  # it is computed already
+    with contextlib.suppress(AssertionError, RuntimeError, AttributeError):  # torch has it already
         _torch_key.set(bytes.fromhex(recorded))
     if torch_key() != recorded:
         raise ArtifactError("torch's own sources have changed")

@@ -1,10 +1,10 @@
-"""The functions compiled ahead of time of one boot: found for a call, or made.
+"""The functions of a boot that were compiled ahead of time: finds them for a call, or makes them.
 
-A group is a class, its structure, a kind of inputs, and everything else that is known before a call: options,
-versions, torch's switches. An artifact of it also names the code that was traced and what its guards say, and may fit
-some of the group's modules and not others.
+A group is a class, its structure, a kind of inputs, and everything else that is known before a call: options, versions,
+torch's switches. An artifact of a group also depends on the traced code and its guards. It may fit only some of the
+group's modules.
 
-Importing this module fails where `adapter.py` does.
+Importing this module fails if importing `adapter.py` fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_PREFETCHED = 256
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An artifact that was read: its group's key, its record, the pickled function, and the function once loaded."""
+    """A read artifact: its group's key, its record, the pickled function, and the function once it is loaded."""
 
     key: Mapping[str, Any]
     record: Record
@@ -50,10 +50,10 @@ class _Stored:
     function: Precompiled | None = None
 
     def load(self) -> Precompiled:
-        """Compare its record with this process, and unpickle it, if that was not done.
+        """Compare the record with this process, and unpickle the function, both once.
 
         Raises:
-            ArtifactError: something that it depends on is not as it was, or it cannot be loaded.
+            ArtifactError: a thing that the function depends on has changed, or the function cannot be loaded.
         """
         if self.function is None and (difference := self.record.difference()):
             raise ArtifactError(difference)
@@ -70,9 +70,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An artifact that was just written; `load` does what another boot will do to have it.
+    """A new artifact. `load` loads it in the same way as another boot.
 
-    It is loaded after the region has run: only then is it known what autotuning has chosen.
+    Load it after the region has run: only then is autotuning's choice known.
     """
 
     path: str
@@ -89,28 +89,28 @@ class Artifacts:
         self._directory = directory
         self._groups = Groups(settings, directory)
         self._prefetched: dict[str, _Stored] = {}
-        # Artifacts arrive on one thread, and are looked for on others.
+        # Artifacts arrive on one thread, and other threads look for them.
         self._arriving = threading.RLock()
         self._arrived: set[str] = set()
 
     @property
     def used(self) -> set[str]:
-        """The paths, inside the cache directory, of what belongs to this boot's model."""
+        """The paths, inside the cache directory, of the artifacts of this boot's model."""
         with self._arriving:
             refusals = {refusal.path for group in self._groups for refusal in group.refusals or ()}
             loaded = {path for group in self._groups for path in group.loaded}
             return self._arrived | refusals | loaded
 
     def forget_options(self) -> None:
-        """Take Inductor's options anew at the next call, in its thread: what follows is compiled with those."""
+        """Read Inductor's options again at the next call, in that call's thread."""
         self._groups.forget_options()
 
     def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why an earlier boot of the same code has served such calls eager; empty if they need not be."""
+        """Why an earlier boot of the same code served such calls eager; empty if none did."""
         return self._groups.refusal(module, args, kwargs)
 
     def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
-        """Remember for later boots that such calls are served eager; the path of the file, empty if there is none.
+        """Let later boots serve such calls eager. Returns the path of the refusal's file; empty if none was written.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -118,10 +118,10 @@ class Artifacts:
         return self._groups.refuse(module, args, kwargs, reason)
 
     def prefetch(self) -> int:
-        """Load every artifact that is there and was made of the code that is here; how many there are, with the others.
+        """Load every stored artifact of the present code. Returns the number of all stored artifacts.
 
-        On a thread beside the loading of the weights, this takes no time from the boot. It imports nothing of the
-        caller's, which another thread may be importing.
+        While another thread loads the weights, this costs the boot no time. It imports none of the caller's modules,
+        because another thread may be importing them.
         """
         folder = self._directory / PRECOMPILED
         paths = sorted(path.relative_to(self._directory).as_posix() for path in folder.glob(f"*/*{SUFFIX}"))
@@ -130,16 +130,16 @@ class Artifacts:
                 stored = self._parse(path)
                 if self._groups.may_hold(stored.key) and stored.record.is_imported:
                     self._prefetched[path] = _loaded(stored)
-            except (ArtifactError, OSError) as error:  # `find` meets it again, and says so
+            except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
     def arrive(self, path: str) -> None:
-        """Load an artifact that has just come into the cache directory. `find` finds it from now on.
+        """Load an artifact that has just arrived in the cache directory. `find` finds it from now on.
 
         Raises:
-            ArtifactError: it is damaged, or does not belong here.
-            OSError: it cannot be read.
+            ArtifactError: the artifact is damaged, or does not belong here.
+            OSError: the artifact cannot be read.
         """
         stored = _loaded(self._parse(path))
         with self._arriving:
@@ -159,9 +159,9 @@ class Artifacts:
         (self._directory / path).unlink(missing_ok=True)
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
-        """The artifact that serves calls of `module` with inputs like these, after the full check; or why none does.
+        """The artifact for calls of `module` with inputs like these, after the full check; else why there is none.
 
-        One for these sizes comes first, then one that leaves sizes open.
+        An artifact for these sizes comes before an artifact that leaves sizes open.
         """
         reasons: list[str] = []
         try:
@@ -194,7 +194,8 @@ class Artifacts:
         return [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | str:
-        """Compile a call ahead of time, and write it; or why it cannot be. Traces the inputs, and runs nothing.
+        """Compile a call ahead of time and write the artifact; else why that is impossible. This traces, and runs
+        nothing.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -219,19 +220,19 @@ class Artifacts:
         name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload, call)
         path = f"{group.path}/{name}"
         if path in group.loaded:
-            group.not_precompilable = "the artifact of this call is there, and does not fit it"
+            group.not_precompilable = "this call has an artifact, which does not fit it"
             return group.not_precompilable
         return Made(path, _Stored(group.key, record, payload).load, group.path)
 
     def take(self, made: Made, function: Precompiled) -> None:
-        """Let an artifact that was just made, and has proved right, serve this process as well."""
+        """Let a new artifact that proved right serve this process too."""
         group = next(group for group in self._groups if group.path == made.group)
         group.loaded[made.path] = function
         group.refused.pop(made.path, None)
 
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
-        """Remove the entries that torch adds to its AOTAutograd cache meanwhile: under a key that nothing looks up."""
+        """Remove the entries that torch meanwhile adds to its AOTAutograd cache. Nothing looks up their keys."""
         folder = self._directory / "aotautograd"
         before = set(folder.iterdir()) if folder.is_dir() else set()
         try:
@@ -241,7 +242,7 @@ class Artifacts:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def reject(self, path: str, reason: str) -> None:
-        """Never use an artifact again in this process, nor make another one in its place."""
+        """Stop using an artifact in this process, and make no other in its place."""
         for group in self._groups:
             if path.startswith(f"{group.path}/"):
                 group.loaded.pop(path, None)
@@ -265,17 +266,17 @@ class Artifacts:
         if stored.key != group.key:
             raise ArtifactError("it belongs to another group")
         function = stored.load()
-        if difference := function.outdated():  # by now, if it was loaded ahead
+        if difference := function.outdated():  # a function that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
         return function
 
     def _parse(self, path: str) -> _Stored:
-        """Nothing is unpickled."""
+        """Read an artifact without unpickling its function."""
         key, record, payload = read_artifact(self._directory / path)
         return _Stored(key, Record.from_json(record), payload)
 
 
 def _loaded(stored: _Stored) -> _Stored:
-    """The same with its function, whose guards are made for the thread-local state that they are made under."""
+    """The artifact with its function loaded. The guards are made for the thread-local state of this call."""
     with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
         return replace(stored, function=stored.load())

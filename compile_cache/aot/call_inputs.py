@@ -1,16 +1,14 @@
-"""The inputs of a call as JSON, and inputs of the same kind made from it, in another process.
+"""Describes the inputs of a call as JSON, and makes inputs of the same kind in another process.
 
-An artifact's header has this description of the call that it was made of:
+An artifact's header has this description of the call that it was made from:
 
-    null, true, 3, "text"            as they are
-    ["float", "0.5"]                 as Python writes it; also ["bytes", "00ff"]
-    ["dtype", "float32"]             also ["device", "cuda:0"]
-    ["member", module, class, name]  a member of an enumeration
-    ["tuple", [...]]                 also ["list", [...]] and ["dict", [[key, value], ...]]
-    ["tensor", {...}]                dtype, device, shape, stride, requires_grad, is_inference
-    ["same", 0]                      the first tensor of the description once more
+    null, true, 3, "text"            as they are ["float", "0.5"]                 as Python writes it; also ["bytes",
+    "00ff"] ["dtype", "float32"]             also ["device", "cuda:0"] ["member", module, class, name]  a member of an
+    enumeration ["tuple", [...]]                 also ["list", [...]] and ["dict", [[key, value], ...]] ["tensor",
+    {...}]                dtype, device, shape, stride, requires_grad, is_inference ["same", 0]                      the
+    first tensor of the description again
 
-call_parser.py checks all of it before anything is made. This module imports torch.
+call_parser.py checks a description before anything is made from it. This module imports torch.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ import torch
 
 from compile_cache.aot.call_parser import MOST_DEPTH, MOST_PARTS, SHOWN_CHARACTERS, Layout, Parser, Place
 
-# Of all tensors together that `make_call` makes.
+# The limit for all tensors together that `make_call` makes.
 MOST_BYTES = 2 << 30
-# No call of a model has more: such sizes are a mistake.
+# No call of a model has larger tensors: such sizes are a mistake.
 _MOST_DESCRIBED_BYTES = 1 << 42
 
 _Node = Any
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any | None:
-    """The inputs as JSON values, tensors without what they hold.
+    """The inputs as JSON values, tensors without their contents.
 
-    None if an input is something else than a plain tensor, a plain constant, or a dictionary, list or tuple of these.
+    None if an input is not a plain tensor, a plain constant, or a dictionary, list or tuple of these.
     """
     try:
         describer = _Describer()
@@ -49,7 +47,7 @@ def make_call(description: Any, most_bytes: int = MOST_BYTES) -> tuple[tuple[Any
     """New inputs of the kind that `describe_call` described: args and kwargs. Each tensor is full of zeros.
 
     Raises:
-        ValueError: it is no description, its tensors take more than `most_bytes`, or torch cannot make them here.
+        ValueError: the description is invalid, its tensors take more than `most_bytes`, or torch cannot make them here.
     """
     parser = Parser(most_bytes)
     args, kwargs = parser.parse_call(description)
@@ -58,7 +56,7 @@ def make_call(description: Any, most_bytes: int = MOST_BYTES) -> tuple[tuple[Any
 
 
 class _Describer:
-    """Describes one call. Raises ValueError for what a description does not have."""
+    """Describes one call. Raises ValueError for an input that cannot be described."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, int] = {}
@@ -123,14 +121,14 @@ def _describe_constant(value: Any) -> _Node:
 
 
 def _zeros(layout: Layout) -> torch.Tensor:
-    """Raises ValueError where torch cannot make it: the device is not there, or its memory is full."""
+    """A tensor of zeros. Raises ValueError if torch cannot make it: the device is missing, or its memory is full."""
     try:
         with torch.inference_mode(layout.is_inference), torch.no_grad():
             tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-            # In one piece: torch does not write an expanded tensor.
+            # Fill the whole storage, because torch does not write to an expanded tensor.
             tensor.as_strided((layout.storage_size,), (1,)).zero_()
             return tensor.requires_grad_() if layout.requires_grad else tensor
-    except Exception as error:  # of many types, such as AssertionError without CUDA
+    except Exception as error:  # many types, such as AssertionError without CUDA
         line = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
         text = f"{_dtype_name(layout.dtype)}{list(layout.shape)} on {layout.device}"
         raise ValueError(f"torch cannot make a tensor {text}: {type(error).__name__}: {line}") from error

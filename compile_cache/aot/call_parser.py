@@ -1,7 +1,7 @@
-"""Checks a description of a call's inputs (call_inputs.py) before anything is made of it.
+"""Checks a description of a call's inputs (call_inputs.py) before anything is made from it.
 
-A description is text that somebody stored. Each size, count and name in it is checked before memory is taken. Nothing
-is unpickled, and no module is imported: an enumeration is looked up in the modules that are there.
+A description is text of unknown origin. Each size, count and name in it is checked before memory is taken. Nothing is
+unpickled, and no module is imported: an enumeration must be in a module that is already imported.
 
 This module imports torch.
 """
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def storage_size(self) -> int:
-        """How many elements the tensor's memory holds."""
+        """The number of elements in the tensor's storage."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -51,13 +51,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the tensor of this number belongs."""
+    """The place of the tensor with this number."""
 
     number: int
 
 
 class Parser:
-    """Checks one description, and gives its values with a `Place` for each tensor. Raises ValueError."""
+    """Checks one description, and makes its values, with a `Place` for each tensor. Raises ValueError."""
 
     def __init__(self, most_bytes: int) -> None:
         self.tensors: list[Layout] = []
@@ -79,7 +79,7 @@ class Parser:
             raise ValueError("it is not a list of args and kwargs")
         args, kwargs = (self._parse(node, 0) for node in description)
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ValueError("its args are no tuple, or its kwargs no dictionary")
+            raise ValueError("its args are no tuple, or its kwargs are no dictionary")
         if not all(isinstance(name, str) for name in kwargs):
             raise ValueError("a keyword is no text")
         return args, kwargs
@@ -124,7 +124,7 @@ class Parser:
                 raise ValueError(f"{_shown(pair)} is no key with its value")
             key = self._parse(pair[0], depth + 1)
             if type(key) not in (str, int, bool, type(None)) or key in parsed:
-                raise ValueError(f"the key {_shown(key)} is no constant, or there twice")
+                raise ValueError(f"the key {_shown(key)} is no constant, or occurs twice")
             parsed[key] = self._parse(pair[1], depth + 1)
         return parsed
 
@@ -142,7 +142,7 @@ class Parser:
             raise ValueError(f"a tensor is not described by {', '.join(sorted(_FIELDS))}")
         shape, stride = (self._ints(value[name]) for name in ("shape", "stride"))
         if len(shape) != len(stride):
-            raise ValueError("a tensor has more sizes than strides, or fewer")
+            raise ValueError("a tensor has different numbers of sizes and strides")
         flags = value["requires_grad"], value["is_inference"]
         if not all(type(flag) is bool for flag in flags):
             raise ValueError("a tensor's flag is neither true nor false")
@@ -150,7 +150,7 @@ class Parser:
         if flags[0] and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"a tensor of {dtype} has no gradient")
         layout = Layout(dtype, device, shape, stride, *flags)
-        # An expanded tensor takes little memory; what is computed from it takes more.
+        # An expanded tensor takes little memory, but results computed from it take more.
         self._left_bytes -= max(layout.storage_size, math.prod(shape)) * dtype.itemsize
         if self._left_bytes < 0:
             raise ValueError(f"its tensors take more than {self._most_bytes} bytes")
@@ -178,7 +178,7 @@ def _int(value: Any, least: int, end: int) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Somebody else's value as a part of a message. A nested one is not written out."""
+    """A foreign value as a part of a message. A nested value is only named by its type."""
     if isinstance(value, str):
         return repr(value[:SHOWN_CHARACTERS])
     is_short = value is None or isinstance(value, bool | float) or (type(value) is int and abs(value) < _LARGEST_INT**2)
@@ -202,7 +202,7 @@ def _parse_device(name: str) -> torch.device:
 
 
 def _parse_member(names: list[str]) -> enum.Enum:
-    """Looked up without running any code: `getattr` of a module may import another one."""
+    """Look up a member without running code: `getattr` on a module may import another module."""
     if len(names) != 3:
         raise ValueError("a member of an enumeration is not described by module, class and name")
     module, qualified, name = names

@@ -18,18 +18,18 @@ from compile_cache.errors import NotPrecompilable, first_line
 def compile_ahead(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None
 ) -> tuple[Record, bytes]:
-    """Compile a call of `module` with these inputs. Traces them and runs nothing. Takes as long as compiling does.
+    """Compile a call of `module` with these inputs. This traces the call, and runs nothing.
 
     Raises:
-        NotPrecompilable: torch refuses, or what it made cannot be used elsewhere so that it is surely right.
-        MemoryError, torch.OutOfMemoryError: memory ran out, which says nothing about the call.
+        NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
+        MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     recorder = Recorder(on_gpu(module, args, kwargs))
     try:
         compilation = compile_function(call_region, (module, args, kwargs), mode, dynamic, recorder)
     except NotPrecompilable:
         raise
-    except Exception as error:  # whatever torch cannot do ahead of time
+    except Exception as error:  # torch cannot compile this ahead of time
         if shortage := _shortage(error):
             raise shortage from error
         raise NotPrecompilable(f"torch: {type(error).__name__}: {first_line(error)}") from error
@@ -39,7 +39,7 @@ def compile_ahead(
 
 
 def _shortage(error: BaseException | None) -> Exception | None:
-    """The want of memory that led to an error, which torch has wrapped into others."""
+    """The memory error that caused an error, which torch has wrapped into others; None if there is none."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):

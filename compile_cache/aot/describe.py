@@ -1,5 +1,5 @@
-"""What compiled code depends on, described so that it means the same in another process: functions, classes, a model's
-structure, a call's inputs, and torch's switches.
+"""Describes values so that the description means the same in another process: functions, classes, a model's structure,
+a call's inputs, and torch's switches.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import nn
 from compile_cache.aot.adapter import INPUT_ALIGNMENT_BYTES, OPERATORS, pytree
 from compile_cache.aot.files import digest
 
-# What `describe` gives: nested lists of text, numbers and None, which JSON keeps as they are.
+# Nested lists of text, numbers and None. JSON keeps them unchanged.
 Description = Any
 
-# What `typing.Union` and `typing.Literal` are.
+# The type of `typing.Union` and `typing.Literal`.
 _SPECIAL_FORM = type(typing.ClassVar)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
@@ -32,7 +32,7 @@ _DESCRIPTORS = (types.MethodDescriptorType, types.GetSetDescriptorType, types.Me
 
 
 class NotDescribedError(TypeError):
-    """A value that only this process can tell from another one of its type."""
+    """Only this process can tell a value from others of its type."""
 
 
 def class_name(kind: type) -> str:
@@ -41,11 +41,17 @@ def class_name(kind: type) -> str:
 
 
 def describe(value: Any) -> Description:
-    """What `value` is: constants by value; functions and code by what they do; classes, modules, builtins and the
-    members of an enumeration by name; tuples, lists, sets, unions and generic types of these by their parts.
+    """The description of `value`.
+
+    | value | described by |
+    | --- | --- |
+    | constant | its value |
+    | function, code | its code |
+    | class, module, builtin, member of an enumeration | its name |
+    | tuple, list, set, union or generic type of these | its parts |
 
     Raises:
-        NotDescribedError: it is none of them.
+        NotDescribedError: `value` is none of these.
     """
     if isinstance(value, enum.Enum):
         return ["member", class_name(type(value)), value.name]
@@ -86,7 +92,7 @@ def _describe_callable(value: Any) -> Description:
         owner = getattr(value, "__objclass__", None) if owner is None else owner
         if owner is None or isinstance(owner, type | types.ModuleType):
             return ["builtin", describe(owner), value.__qualname__]
-        # pybind11's functions belong to a record of this process, and are their module's all the same.
+        # pybind11's functions are methods of an object of this process, but their module has them too.
         name = getattr(value, "__name__", "")
         if getattr(sys.modules.get(value.__module__ or ""), name, None) is value:
             return ["builtin", value.__module__, name]
@@ -98,7 +104,7 @@ def _describe_callable(value: Any) -> Description:
 
 
 def code_digest(code: types.CodeType) -> str:
-    """Of everything that code does, and of nothing that differs between two processes that do the same."""
+    """The digest of what the code does, equal in two processes with the same code."""
     return digest(_code_parts(code))
 
 
@@ -117,8 +123,8 @@ def _constant(value: Any) -> Description:
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
-    """The tree of a module: classes, and of parameters and buffers all but the values. Alignment is part of it: kernels
-    compiled for aligned weights read 16 bytes at a time, and nobody asks again."""
+    """The tree of a module: its classes, and its parameters and buffers without their values. Alignment counts: kernels
+    compiled for aligned weights read 16 bytes at a time, and check nothing."""
     return tuple(
         (name, type(part), part.training, tuple((key, _weight(value)) for key, value in _tensors_of(part)))
         for name, part in module.named_modules(remove_duplicate=False)
@@ -127,7 +133,7 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
 
 @functools.cache
 def structure_digest(tree: tuple[Any, ...]) -> str:
-    """What names a `structure` in other processes as well."""
+    """The digest of a `structure`, equal in all processes."""
     return digest([[name, class_name(kind), training, str(tensors)] for name, kind, training, tensors in tree])
 
 
@@ -146,11 +152,11 @@ def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:
-    """The inputs of a call: nesting, tensors without their values (and, unless `with_sizes`, without their sizes),
-    constants with theirs, other objects by class, and which leaves are the same object.
+    """The description of a call's inputs: their nesting, tensors without values (and without sizes, unless
+    `with_sizes`), constants with values, other objects by class, and which leaves are the same object.
 
     Raises:
-        NotDescribedError: a dictionary has a key that only this process can tell from another one.
+        NotDescribedError: only this process can tell a dictionary's key from others.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     if _ADDRESS.search(str(spec)):
@@ -189,10 +195,10 @@ def _tensor(tensor: torch.Tensor | None, with_sizes: bool) -> Description:
 
 
 def _strides(tensor: torch.Tensor) -> Iterator[int]:
-    """The strides, without those of dimensions of size 1, which no address depends on."""
+    """The strides, except in dimensions of size 1, where no address depends on them."""
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
 def is_inference(described: Any) -> bool:
-    """Whether inference mode was on, in what `describe_switches` gave and was read from a file."""
+    """Whether inference mode is on in `described`, a result of `describe_switches` that was read from a file."""
     return isinstance(described, Mapping) and described.get("inference mode") == "True"

@@ -2,9 +2,9 @@
 
     8 bytes magic, 4 bytes length of the header (big endian), header (JSON), compiled function (torch's pickle)
 
-The header has the group's key, the record that is compared with this process before anything is unpickled, the
-checksum of the function, and the inputs of the call. Both names are digests of key and record, so that two cold boots
-write the same names. This module imports no torch.
+The header has the group's key, the record that is compared with this process before anything is unpickled, the checksum
+of the function, and the inputs of the call. Both names are digests of key and record, so two cold boots write the same
+names. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from compile_cache.errors import ArtifactError
 from compile_cache.files import replacing
 
-# The folder, inside a cache directory, of all artifacts.
+# The folder of all artifacts, inside a cache directory.
 PRECOMPILED = "precompiled"
 SUFFIX = ".aot"
 
@@ -30,15 +30,15 @@ _LARGEST_HEADER_BYTES = 16 << 20
 
 
 def digest(description: Any) -> str:
-    """32 hexadecimal digits that name plain values."""
+    """32 hexadecimal digits: the digest of plain values."""
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is stored before the compiled function. `call` describes the inputs that it was made of (call_inputs.py);
-    None where they cannot be described, or where an older version wrote the artifact."""
+    """The header of an artifact. `call` describes the inputs from which it was made (call_inputs.py); None if they
+    cannot be described, or if an older version wrote the artifact."""
 
     key: Mapping[str, Any]
     record: Mapping[str, Any]
@@ -49,10 +49,10 @@ class Header:
 def write_artifact(
     group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes, call: Any = None
 ) -> str:
-    """Write an artifact into the folder of its group; its file's name, which does not depend on `call`.
+    """Write an artifact into its group's folder. Returns the file's name, which does not depend on `call`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the artifact cannot be written.
     """
     name = _artifact_name(key, record)
     with replacing(group / name) as file:
@@ -61,37 +61,37 @@ def write_artifact(
 
 
 def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bytes]:
-    """Key, record and pickled function of an artifact that is what its name says.
+    """The key, the record and the pickled function of an artifact, checked against its name.
 
     Raises:
-        ArtifactError: it is damaged, or has another name.
-        OSError: it cannot be read.
+        ArtifactError: the artifact is damaged, or has a wrong name.
+        OSError: the artifact cannot be read.
     """
     with path.open("rb") as file:
         header = _read_header(file, path.name)
         payload = file.read()
     if header.sha256 != hashlib.sha256(payload).hexdigest():
-        raise ArtifactError("it is damaged: its content is not what its header says")
+        raise ArtifactError("it is damaged: its content does not match its header")
     return header.key, header.record, payload
 
 
 def read_header(path: Path) -> Header:
-    """The header of an artifact that has the name of its header. The compiled function is not read.
+    """The header of an artifact, checked against its name. The compiled function is not read.
 
     Raises:
-        ArtifactError: it is damaged, or has another name.
-        OSError: it cannot be read.
+        ArtifactError: the artifact is damaged, or has a wrong name.
+        OSError: the artifact cannot be read.
     """
     with path.open("rb") as file:
         return _read_header(file, path.name)
 
 
 def copy_artifact(source: Path, target: Path, old: bytes, new: bytes) -> None:
-    """Copy an artifact into a cache directory whose path is `new`, as long as the path `old` of its own.
+    """Copy an artifact into another cache directory. Replaces its path `old` by `new`, which has the same length.
 
     Raises:
-        ArtifactError: it is damaged.
-        OSError: it cannot be read or written.
+        ArtifactError: the artifact is damaged.
+        OSError: the artifact cannot be read or written.
     """
     with source.open("rb") as file:
         header = _read_header(file, source.name)
@@ -111,7 +111,7 @@ def _artifact_name(key: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 
 def _read_header(file: BinaryIO, name: str) -> Header:
-    """Raises ArtifactError where it is damaged, or belongs to another name."""
+    """Read a header. Raises ArtifactError if it is damaged, or belongs to another name."""
     start = file.read(len(_MAGIC) + _LENGTH.size)
     if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
         raise ArtifactError("it is damaged, or not of this version's format")
@@ -119,11 +119,11 @@ def _read_header(file: BinaryIO, name: str) -> Header:
     try:
         header = json.loads(file.read(min(length, _LARGEST_HEADER_BYTES)))
         if not _is_header(header):
-            raise ArtifactError("it is damaged: its header is not one")
+            raise ArtifactError("it is damaged: its header is invalid")
         if _artifact_name(header["key"], header["record"]) != name:
-            raise ArtifactError("its name is not that of its content")
+            raise ArtifactError("its name does not match its content")
     except (ValueError, RecursionError) as error:
-        raise ArtifactError("it is damaged: its header is not readable") from error
+        raise ArtifactError("it is damaged: its header cannot be read") from error
     return Header(header["key"], header["record"], header["sha256"], header.get("call"))
 
 

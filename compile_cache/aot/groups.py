@@ -1,6 +1,6 @@
 """Groups of artifacts: a class, its structure, a kind of inputs, and everything else that is known before a call.
 
-Importing this module fails where `adapter.py` does.
+Importing this module fails if importing `adapter.py` fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# Passes of the program's own over a graph, which torch keeps out of the options that it lists.
+# The program's own passes over a graph. torch leaves them out of the options that it lists.
 _PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
@@ -50,8 +50,8 @@ _PASSES = (
 
 @dataclass(slots=True)
 class Group:
-    """The artifacts of one group in this process; `refused` says why the others are not used. `refusals` are those that
-    hold; None before they are read."""
+    """The artifacts of one group in this process. `refused` says why the other artifacts are not used. `refusals` has
+    the valid refusals; None before they are read."""
 
     path: str
     key: dict[str, Description]
@@ -63,7 +63,7 @@ class Group:
 
 
 class Groups:
-    """The groups that this process has met, by name."""
+    """The groups that this process has met."""
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         self._mode = settings.mode
@@ -76,11 +76,11 @@ class Groups:
         return iter(list(self._groups.values()))
 
     def forget_options(self) -> None:
-        """Take Inductor's options anew at the next call, in its thread: what follows is compiled with those."""
+        """Read Inductor's options again at the next call, in that call's thread."""
         self._options = None
 
     def of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> Group:
-        """The group of a call. `dynamic` as torch.compile has it: False names the sizes of its tensors.
+        """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
             NotDescribedError: the inputs or the options cannot be described.
@@ -105,17 +105,17 @@ class Groups:
         if self._options is None:
             try:
                 self._options = _options_digest()
-            except Exception as error:  # a pass of the program's own whose `uuid` raises
+            except Exception as error:  # a custom pass whose `uuid` raises
                 raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
         return self._options
 
     def may_hold(self, key: Mapping[str, Any]) -> bool:
-        """Whether a stored artifact's key can be that of a group of this process."""
+        """Whether a stored artifact with this key can belong to a group of this process."""
         return any(key.items() >= self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None))
 
     def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why calls like this one are served eager, as an earlier boot of the same code has found out; empty if they
-        need not be. Reads the group's refusals once."""
+        """Why an earlier boot of the same code served calls like this one eager; empty if none did. Reads the group's
+        refusals once."""
         try:
             group = self.of(module, args, kwargs, self._dynamic)
         except NotDescribedError:
@@ -126,8 +126,8 @@ class Groups:
         return group.refusals[0].reason if group.refusals else ""
 
     def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
-        """Remember, for all boots with the same code, that calls like this one are served eager; the refusal's path
-        inside the cache directory. Empty if the inputs or the code cannot be named: then the next boot tries again.
+        """Let all boots with the same code serve calls like this one eager. Returns the refusal's path inside the cache
+        directory; empty if the inputs or the code cannot be named: then the next boot tries again.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -143,14 +143,15 @@ class Groups:
 
 
 def _versions() -> Mapping[str, str]:
-    """Of everything that decides how a model is traced and compiled."""
+    """The versions of everything that decides how a model is traced and compiled."""
     packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return {**packages, "torch": str(torch.__version__), "python": python}
 
 
 def _options_digest() -> str:
-    """Of Inductor's options, as set in the program; those from the environment are in the environment's key."""
+    """The digest of Inductor's options that the program set. Options from the environment are in the environment's
+    key."""
     return digest(sorted([name, _option(value)] for name, value in inductor_options(_PASSES).items()))
 
 
@@ -162,6 +163,6 @@ def _option(value: Any) -> str:
     if isinstance(value, Sequence | Mapping | int | float | None):
         return repr(value)
     try:
-        return str(describe(value))  # a pass of the program's own
+        return str(describe(value))  # a custom pass
     except NotDescribedError:
         return class_name(type(value))

@@ -1,10 +1,10 @@
-"""The guards that torch cannot store with a compiled function, or not with what they compare with.
+"""Records the guards that torch cannot store with a compiled function, and checks them where it is loaded.
 
-A guard says what must be as it was when the code was traced. torch stores those on values below the function's own
-inputs, and drops a guard on an object's identity, which means nothing in another process, or on a global. And where it
-makes a stored guard again, it takes what a class or a module has by then for what it had. So each of these is written
-down here as an expression and a description of its value, and compared again where the function is loaded. A guard
-that cannot be written down makes the function one that is not stored.
+A guard names a value that must not change after tracing. torch stores guards on values below the function's inputs. It
+drops guards on globals, and guards on an object's identity, which means nothing in another process. When it restores a
+guard on a class or a module, it compares with the present value, not with the traced one. So each such guard is
+recorded here as an expression and a description of its value, and compared again where the function is loaded. A
+function with a guard that cannot be recorded is not stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compile_cache.errors import NotPrecompilable
 
 _BUILTINS = "__builtins_dict__"  # the beginning of torch's name for them
 
-# What each kind of guard says of the value of its expression.
+# The kinds of guards by what they demand of their expression's value.
 _BY_IDENTITY = frozenset(
     {"ID_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "NN_MODULE"}
 )
@@ -42,22 +42,22 @@ _BY_CONTENT: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "SET_NOT_CONTAINS": ("key", lambda value, key: key in value),
 }
 _ALL = _BY_IDENTITY | _BY_VALUE | _BY_LENGTH | _BY_KEYS | _BY_CONTENT.keys() | {"TYPE_MATCH", "DUPLICATE_INPUT"}
-# Kinds that hold wherever torch and its modules are the same, or that say nothing of a value.
+# Kinds that hold if torch and its modules are the same, or that demand nothing of a value.
 _SAYS_NOTHING = frozenset({"WEAKREF_ALIVE"})
-# What is compared of a stored guard: values, which may be a class's.
+# The kinds of stored guards that are compared here too: their values may belong to a class.
 _OF_STORED = _BY_VALUE | {"SEQUENCE_LENGTH"} | _BY_KEYS | {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS"}
-# What nobody replaces between one call and the next; looked at when a function is loaded, and not in every call.
+# Kinds whose values nobody replaces between two calls. They are checked when a function is loaded, not in every call.
 _NEVER_SET_AGAIN = frozenset({"MODULE_MATCH", "CLASS_MATCH", "DUPLICATE_INPUT", "NN_MODULE"})
-# A guard on each key of a dictionary, beside the one on all of them.
+# A guard on one key of a dictionary. Another guard covers all keys.
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _NUMBERED_BUILTINS = re.compile(_BUILTINS + r"_*\d*")
-# A guard on the hooks of a module below the one that is called: the call itself looks at them (precompiled.py).
+# A guard on the hooks of a submodule. The call itself checks them (precompiled.py).
 _HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 _ALIAS = re.compile(r"G\['[^']+'\]")
-# A function's default, or the tuple of all of them, which changes only as a whole where each is unchanging.
+# A function's default, or the tuple of all defaults. If each default is immutable, only the whole tuple can change.
 _DEFAULT = re.compile(r"(.*\.__defaults__)(\[\d+\])?$")
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, torch.dtype, torch.device)
-# torch stores a function without these.
+# torch stores a function without its keyword defaults.
 _NOT_STORED_PART = ".__kwdefaults__"
 
 
@@ -69,25 +69,25 @@ class RecordedGuard:
     kind: str
     key: str | int | None
     was: Description
-    is_stored: bool = False  # torch compares it in every call, with what it was when the function was loaded
+    is_stored: bool = False  # in every call, torch compares the value with its value at loading
 
     @property
     def is_local(self) -> bool:
-        """Whether it is about a module or its inputs, so that it has to hold for each by itself."""
+        """Whether the guard is about a module or its inputs, and so must hold for each of them."""
         return "L[" in self.expression
 
     @property
     def is_checked_per_call(self) -> bool:
-        """Whether it is about what a program may change at any time, and torch does not compare it."""
+        """Whether the program may change the value at any time, and torch does not compare it."""
         is_fixed = self.kind in _NEVER_SET_AGAIN or _BUILTINS in self.expression
         return not self.is_stored and not is_fixed and not _KEY_OF_DICT.match(self.expression)
 
 
 class Recorder:
-    """A guard filter that keeps the guards that torch can store, and writes down the rest.
+    """A guard filter that keeps the guards that torch can store, and records the others.
 
-    Left to others are the hooks of a module's parts, of which there are four guards a part, and, with `on_gpu`, torch's
-    guard on its global state: it has the number of threads, and `switches` has the rest.
+    Two kinds are left out. precompiled.py checks the hooks of a module's parts, which have four guards a part. With
+    `on_gpu`, torch's guard on its global state goes: it has the number of threads, and `switches` has the rest.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -96,7 +96,7 @@ class Recorder:
         self._refusals: list[NotPrecompilable] = []
 
     def __call__(self, entries: Sequence[GuardFilterEntry]) -> Sequence[bool]:
-        """Torch's `guard_filter_fn`: True for each guard that it is to store."""
+        """torch's `guard_filter_fn`: True for each guard that torch shall store."""
         return [self._is_kept(entry) for entry in entries]
 
     def _is_kept(self, entry: GuardFilterEntry) -> bool:
@@ -115,15 +115,15 @@ class Recorder:
         try:
             guard = _recorded(entry, is_stored)
             self._found[repr(guard)] = guard
-        except NotPrecompilable as error:  # torch would wrap it, were it raised here
+        except NotPrecompilable as error:  # raised here, torch would wrap it
             if not is_stored:
                 self._refusals.append(error)
 
     def guards(self) -> list[RecordedGuard]:
-        """What was written down.
+        """The recorded guards.
 
         Raises:
-            NotPrecompilable: a guard can neither be stored nor be written down.
+            NotPrecompilable: a guard can neither be stored nor recorded.
         """
         if self._refusals:
             raise self._refusals[0]
@@ -131,9 +131,9 @@ class Recorder:
 
 
 def _recorded(entry: GuardFilterEntry, is_stored: bool) -> RecordedGuard:
-    """Raises NotPrecompilable where it cannot be written down."""
+    """The record of a guard. Raises NotPrecompilable if there can be none."""
     guard = entry.orig_guard
-    # torch numbers this name by how often it has compiled.
+    # torch appends the number of compiles to this name.
     name = _NUMBERED_BUILTINS.sub(_BUILTINS, guard.name)
     if entry.guard_type == "DUPLICATE_INPUT":
         return RecordedGuard(f"{name} is {_other_name(guard)}", entry.guard_type, None, True)
@@ -148,12 +148,12 @@ def _recorded(entry: GuardFilterEntry, is_stored: bool) -> RecordedGuard:
 
 
 def _other_name(guard: Any) -> str:
-    """The second of two expressions for one object."""
+    """The other expression for the same object."""
     return str(guard.create_fn.keywords["source_b"].name)
 
 
 def _parameter(entry: GuardFilterEntry) -> str | int | None:
-    """What a guard asks its value for: an attribute or a key."""
+    """The attribute or the key that a guard asks for."""
     if entry.guard_type not in _BY_CONTENT:
         return None
     create = entry.orig_guard.create_fn
@@ -189,7 +189,7 @@ def _key_of(text: Any) -> Any:
 
 
 def global_scope(modules: Mapping[str, str]) -> dict[str, Any]:
-    """`G`: the modules that torch names by alias, and the builtins."""
+    """The scope `G`: the modules by torch's aliases, and the builtins."""
     scope: dict[str, Any] = {alias: importlib.import_module(name) for alias, name in modules.items()}
     return {**scope, _BUILTINS: builtins.__dict__}
 
@@ -204,17 +204,17 @@ class Checks:
         self._local = [guard for guard in guards if guard.is_local]
 
     def difference(self) -> str:
-        """The first global that is not as it was, in words; empty if all are."""
+        """The first changed global, in words; empty if none changed."""
         return next(filter(None, (self._difference(guard, {}) for guard in self._global)), "")
 
     def local_difference(self, inputs: Mapping[str, Any]) -> str:
-        """The same for what is below a call's `inputs`: module, args and kwargs."""
+        """The first change below a call's `inputs` (module, args and kwargs); empty if none changed."""
         return next(filter(None, (self._difference(guard, inputs) for guard in self._local)), "")
 
     def _difference(self, guard: RecordedGuard, inputs: Mapping[str, Any]) -> str:
         try:
             now = _description(guard.kind, self._evaluate(guard.expression, inputs), guard.key)
-        except Exception as error:  # the expression is over any object there is
+        except Exception as error:  # the expression may read any object
             return f"{guard.expression} cannot be read: {error!r}"
         return "" if now == guard.was else f"{guard.expression} is {_short(now)}, was {_short(guard.was)}"
 
@@ -222,9 +222,9 @@ class Checks:
         return eval(_compiled(expression), {**self._scope, "L": inputs})
 
     def per_call(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-        """A function of a call's inputs that says whether all that a program may change is still what it is now.
+        """A function of a call's inputs: whether all values that a program may change are still as now.
 
-        Objects are compared by identity, numbers and text by type and value, containers by type, length and keys.
+        It compares objects by identity, numbers and text by type and value, containers by type, length and keys.
         """
         guards = [guard for guard in (*self._global, *self._local) if guard.is_checked_per_call]
         values = {guard.expression for guard in guards if guard.kind in _BY_VALUE}
@@ -244,11 +244,11 @@ class Checks:
 
 
 class _Condition:
-    """A condition in Python over a call's inputs `L`, and the `values` that it names."""
+    """A Python condition over a call's inputs `L`, and the `values` of its names."""
 
     def __init__(self, modules: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {f"module_{number}": found for number, found in enumerate(modules.values())}
-        # A name is found faster than an item of a dictionary, and than the attributes that lead to a function.
+        # Looking up a name is faster than a dictionary's item or a chain of attributes.
         self._names = {f"G['{alias}']": f"module_{number}" for number, alias in enumerate(modules)}
         self._terms: dict[str, None] = {}
 
@@ -257,7 +257,7 @@ class _Condition:
         return f"lambda L: {' and '.join(self._terms) or True}"
 
     def add(self, guard: RecordedGuard, value: Any) -> None:
-        """Demand that the guard's expression is, as far as the guard says, what `value` is."""
+        """Demand that the guard's expression equals `value`, as far as the guard compares it."""
         expression = self._shortened(guard.expression)
         kind = f"type({expression}) is {self._constant(type(value))}"
         if guard.kind in _BY_CONTENT:
@@ -269,7 +269,7 @@ class _Condition:
             term = f"{kind} and list({expression}) == {self._constant(list(value))}"
         elif guard.kind == "TYPE_MATCH":
             term = kind
-        elif type(value) in (float, complex):  # not a number is not equal to itself
+        elif type(value) in (float, complex):  # NaN is not equal to itself
             same = f"{expression} is {self._constant(value)}"
             term = f"({same} or {kind} and repr({expression}) == {self._constant(repr(value))})"
         elif type(value) in (int, str, bytes):
@@ -284,7 +284,7 @@ class _Condition:
         self._terms[term] = None
 
     def add_same(self, expression: str, value: Any) -> None:
-        """Demand that the expression is this very object, and a function's code the same."""
+        """Demand that the expression is this very object, and that a function has the same code."""
         name = self._constant(value)
         self._terms[f"{self._shortened(expression)} is {name}"] = None
         if isinstance(value, types.FunctionType):
@@ -297,7 +297,7 @@ class _Condition:
         return name
 
     def _shortened(self, expression: str) -> str:
-        """The same expression, from the object on that an earlier term has found to be the same."""
+        """The same expression, shortened to begin at an object that an earlier term has checked."""
         ends = (end for end in range(len(expression) - 1, 0, -1) if expression[end] in ".[")
         known = next((end for end in ends if expression[:end] in self._names), 0)
         shortened = self._names[expression[:known]] + expression[known:] if known else expression
@@ -314,10 +314,10 @@ def _short(description: Description) -> str:
 
 
 def importable(value: Any) -> tuple[str, str]:
-    """Module and qualified name under which another process finds the same object.
+    """The module and the qualified name under which another process finds the same object.
 
     Raises:
-        NotPrecompilable: there is no such name.
+        NotPrecompilable: the object has no such name.
     """
     if isinstance(value, types.ModuleType):
         return value.__name__, ""
@@ -328,7 +328,7 @@ def importable(value: Any) -> tuple[str, str]:
 
 
 def resolve(module: str, name: str) -> Any:
-    """What `importable` has named; None if it is not there."""
+    """The object that `importable` named; None if it does not exist."""
     try:
         found: Any = importlib.import_module(module)
         for part in filter(None, name.split(".")):

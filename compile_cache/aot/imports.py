@@ -1,9 +1,9 @@
-"""Loading code that torch has generated, without the compiler that generated it.
+"""Loads code that torch generated, without importing the compiler.
 
-What loads generated code, and that code itself, imports a few names from the depths of the compiler: a namespace of
-matrix products, a function that rounds up, a hook for tests. With them come some five hundred modules, most of what a
-boot with precompiled regions would import. Meanwhile, substitutes have these names, for the thread that loads, and
-import the real module for anything else.
+Generated code, and torch's loader of it, import a few names from inside the compiler: a namespace of matrix products, a
+function that rounds up, a hook for tests. These imports bring some five hundred modules, most of the imports of a boot
+with precompiled regions. So substitutes provide these names while a thread loads. For any other name, a substitute
+imports the real module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch._inductor
 from compile_cache.errors import NotPrecompilable
 
 _KERNELS = "torch._inductor.select_algorithm"
-# As torch's own namespace has them (torch/_inductor/kernel/mm.py, bmm.py, conv.py): `check_kernels`.
+# The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
 _PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
 
 
 class _ExternKernels:
-    """The products that generated code calls most; any other is looked up in torch's own namespace when it is first
-    called."""
+    """The products that generated code calls most. Any other product is looked up in torch's own namespace at its first
+    call."""
 
     def __init__(self) -> None:
         vars(self).update(_PRODUCTS)
@@ -40,15 +40,15 @@ class _ExternKernels:
 
 
 class _GraphLowering:
-    """The class that lowers graphs, as far as loading asks for it."""
+    """The part of torch's class for lowering graphs that loading needs."""
 
     @staticmethod
     def save_output_code(code: str) -> None:
-        """Nothing, as the real one: torch's tests patch it."""
+        """Do nothing, like the original, which torch's tests patch."""
 
 
 def _select_decomp_table() -> Any:
-    """The real one, called when somebody calls it: graphs are stored with a reference to it."""
+    """Call the original. Stored graphs refer to it, but loading does not call it."""
     return importlib.import_module("torch._inductor.decomposition").select_decomp_table()
 
 
@@ -64,8 +64,11 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 class _Substitute(types.ModuleType):
-    """Stands in `sys.modules` for a module that is not imported yet. It has `content` for the thread that made it; to
-    any other thread, and for anything else, it is the real module, which is imported then."""
+    """A substitute in `sys.modules` for a module that is not imported yet.
+
+    The thread that made it gets `content`. Any other thread, and any other name, gets the real module, which is
+    imported then.
+    """
 
     def __init__(self, name: str, content: dict[str, Any]) -> None:
         super().__init__(name)
@@ -81,7 +84,7 @@ class _Substitute(types.ModuleType):
 
 
 class _Debug(types.ModuleType):
-    """`torch._inductor.debug` as every call of generated code looks at it: calls are not recorded."""
+    """The part of `torch._inductor.debug` that each call of generated code reads: calls are not recorded."""
 
     RECORD_GRAPH_EXECUTION = False
 
@@ -92,7 +95,7 @@ class _Debug(types.ModuleType):
 
 
 def _give_debug() -> None:
-    """Set the attribute that generated code looks at. Importing the module itself then takes its place."""
+    """Set the attribute that generated code reads. An import of the real module replaces it."""
     if not hasattr(torch._inductor, "debug"):
         torch._inductor.debug = _Debug("torch._inductor.debug")
 
@@ -104,7 +107,7 @@ def _remove(substitute: types.ModuleType) -> None:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """While the context lasts, loading finds what it imports, in this thread; modules that are there already stay."""
+    """Provide the substitutes to this thread while the context lasts. Modules that are imported already stay."""
     _give_debug()
     missing = [(name, content) for name, content in _contents().items() if name not in sys.modules]
     substitutes = [_Substitute(name, content) for name, content in missing]
@@ -117,11 +120,11 @@ def without_compiler() -> Iterator[None]:
 
 
 def check_kernels() -> None:
-    """Compare the products with those of this torch, where the compiler is imported anyway.
+    """Compare the products with this torch's, in a process that imports the compiler anyway.
 
     Raises:
-        NotPrecompilable: one is another.
+        NotPrecompilable: a product differs.
     """
     kernels = importlib.import_module(_KERNELS).extern_kernels
     if wrong := [name for name, product in _PRODUCTS.items() if getattr(kernels, name, None) is not product]:
-        raise NotPrecompilable(f"generated code of this torch calls another {', '.join(wrong)}")
+        raise NotPrecompilable(f"this torch's generated code calls other functions for {', '.join(wrong)}")

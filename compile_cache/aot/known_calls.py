@@ -1,6 +1,6 @@
-"""The kinds of calls that stored artifacts were made of: what a boot without artifacts of its own should compile.
+"""The kinds of calls from which stored artifacts were made. A boot without its own artifacts should compile them.
 
-Only headers are read, and nothing is unpickled. This module imports no torch.
+This module reads only headers, unpickles nothing, and imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DYNAMIC = {"True": True, "False": False, "None": None}
 class KnownCall:
     """A kind of call of the region `class_name` (`module.qualified.name`) with this `structure` (a digest).
 
-    `call` describes the inputs: `call_inputs.make_call` checks it, and makes them. `switches` are torch's by name,
-    `mode` and `dynamic` the settings that the artifact was made with.
+    `call` describes the inputs; `call_inputs.make_call` checks it and makes them. `switches` has torch's switches by
+    name. `mode` and `dynamic` are the settings with which the artifact was made.
     """
 
     class_name: str
@@ -38,20 +38,20 @@ class KnownCall:
 
     @property
     def name(self) -> str:
-        """32 hexadecimal digits, which two equal calls share."""
+        """32 hexadecimal digits. Equal calls have equal names."""
         return digest(asdict(self))
 
 
 def known_calls(directory: Path) -> list[KnownCall]:
-    """The calls of all artifacts in a cache directory, each once, the artifact that was written last first."""
+    """The calls of all artifacts in a cache directory, each once, the newest artifact's first."""
     paths = [(path.stat().st_mtime_ns, path) for path in directory.glob(f"{PRECOMPILED}/*/*{SUFFIX}")]
     newest_first = sorted(paths, key=lambda pair: (-pair[0], pair[1]))
     return read_calls(path for _, path in newest_first[:_MOST_CALLS])
 
 
 def read_calls(paths: Iterable[Path]) -> list[KnownCall]:
-    """The calls of these artifacts, in their order, each once. Artifacts without a call are left out; damaged ones are
-    too, and are logged."""
+    """The calls of these artifacts, in order, each once. Artifacts without a call are skipped; damaged artifacts are
+    skipped and logged."""
     found: dict[str, KnownCall] = {}
     for path in paths:
         try:
@@ -70,10 +70,10 @@ def _read_call(path: Path) -> KnownCall | None:
     switches = key.get("switches")
     texts = [key.get(name) for name in ("class", "structure", "mode", "dynamic")]
     if not isinstance(switches, dict) or not all(map(_is_text, [*texts, *switches.values()])):
-        raise ArtifactError("its key is not one of a call")
+        raise ArtifactError("its key is not the key of a call")
     class_name, structure, mode, dynamic = map(str, texts)
     if dynamic not in _DYNAMIC:
-        raise ArtifactError("its key is not one of a call")
+        raise ArtifactError("its key is not the key of a call")
     return KnownCall(class_name, structure, header.call, switches, mode, _DYNAMIC[dynamic])
 
 

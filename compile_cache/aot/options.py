@@ -1,4 +1,4 @@
-"""The options of torch's compiler that the program has set, read without importing the compiler.
+"""Reads the options of torch's compiler that the program has set, without importing the compiler.
 
 Importing this module imports neither torch nor its compiler.
 """
@@ -22,17 +22,17 @@ _CONFIGS = (
 # Graphs of one function. Dynamo's own limit is 8; a class compiled for several image sizes and input strides needs
 # more. So many artifacts and kinds of calls are kept as well.
 RECOMPILE_LIMIT = 64
-# How a process compiles, which changes nothing in what it compiles.
+# These options change how a process compiles, but not the compiled code.
 _OF_A_PROCESS = ("compile_threads", "worker_start_method")
 
 
 def changed_options() -> Iterator[tuple[str, str, Any]]:
-    """Module, name and value of each option that differs from torch's default in this thread: set by the program, or by
-    an environment variable. Modules that are not imported have their defaults. Takes under half a millisecond once the
-    compiler is imported.
+    """The module, name and value of each option that the program or an environment variable changed in this thread.
+
+    Modules that are not imported have their defaults. Takes under half a millisecond once the compiler is imported.
 
     Raises:
-        AttributeError: torch keeps its options in another way.
+        AttributeError: this torch keeps its options in another way.
     """
     for module in _CONFIGS:
         config: Any = sys.modules.get(module)
@@ -40,6 +40,6 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
             for name, entry in config._config.items():
                 if not config._is_default(name) and name not in _OF_A_PROCESS:
                     value = getattr(config, name)
-                    # An option that was set and set back is as if it had never been, unless the environment sets it.
+                    # An option that was set back to its default is unchanged, unless the environment sets it.
                     if value != entry.default or isinstance(entry.env_value_default, bool | str):
                         yield module, name, value

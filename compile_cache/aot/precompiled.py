@@ -1,4 +1,4 @@
-"""A compiled function that was loaded, and whether it fits a call."""
+"""A loaded compiled function, and the check whether it fits a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from compile_cache.aot.record import Record
 from compile_cache.aot.switches import changed_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError, first_line
 
-# Every hook that a call of a module runs. What else has `hooks` in its name says how one of these is called.
+# Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def obstacle(module: nn.Module) -> str:
-    """Why calls of `module` are not served by a precompiled function, as it is now; empty if they can be."""
+    """Why no precompiled function may serve calls of `module` in its present state; empty if one may."""
     if torch.is_grad_enabled():
-        return "gradients are recorded: call it under torch.inference_mode() or torch.no_grad()"
+        return "gradients are recorded; call the model under torch.inference_mode() or torch.no_grad()"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast is on"
     if any(GLOBAL_HOOKS):
@@ -33,13 +33,13 @@ def obstacle(module: nn.Module) -> str:
         if any(getattr(part, hooks) for hooks in _HOOKS):
             return f"{name or 'it'} has a hook"
         if "forward" in vars(part):
-            return f"{name or 'it'} has a forward of its own"
+            return f"{name or 'it'} has its own `forward` attribute"
     return ""
 
 
 class _Parts:
-    """The parts of a module that had no hooks, to be looked at again in every call. torch has guards for this, four of
-    them for each part, which take a third of the time that loading does."""
+    """The parts of a module that had no hooks. Every call checks them again. torch has four guards for each part
+    instead, which would take a third of the loading time."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
@@ -53,7 +53,7 @@ class _Parts:
         self._hooks = _HOOKS * len(parts)
 
     def are_unhooked(self) -> bool:
-        """Whether all of them are there, and none has a hook."""
+        """Whether all parts exist and none has a hook."""
         holders = map(dict.get, self._variables, itertools.repeat("_modules"))
         children = map(dict.get, self._holder_of, self._names)
         return (
@@ -64,23 +64,23 @@ class _Parts:
 
 
 class Precompiled:
-    """A compiled function that was loaded, for all modules and inputs that it fits."""
+    """A loaded compiled function, for all modules and inputs that it fits."""
 
     def __init__(self, record: Record, payload: bytes) -> None:
-        """Unpickle `payload`: only what was verified.
+        """Unpickle `payload`, which must be verified.
 
         Raises:
-            ArtifactError: it cannot be loaded, or a global is not as it was.
+            ArtifactError: the function cannot be loaded, or a global has changed.
         """
         try:
             externals = {name: resolve(*found) for name, found in record.globals.items()}
             self._loaded = load_function(payload, externals, record.torch_key)
             self._checks = Checks(record.guards, global_scope(record.modules))
-        except Exception as error:  # it is another torch's, or damaged: whatever unpickling meets
+        except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
         self._on_gpu = False
-        # Of the thread that calls, whose switches are in the name of the artifact's group; not of the one that loads.
+        # The switches of the calling thread, which the group's name has. The loading thread may have others.
         self._switches: tuple[Any, ...] | None = None
         self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
         self._forward: Any = None
@@ -88,11 +88,11 @@ class Precompiled:
         self._record = record
 
     def outdated(self) -> str:
-        """What of the host, the code and the globals is not as it was, in words; empty if all is."""
+        """The first change in the host, the code and the globals, in words; empty if nothing changed."""
         return self._record.difference() or self._checks.difference()
 
     def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why this call cannot be served, in words, after the full check; empty if it can be."""
+        """Why the function does not fit this call, after the full check; empty if it fits."""
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         now = switches(on_gpu(module, args, kwargs))
         if reason := obstacle(module) or changed_switches(self._switches or now, now):
@@ -108,7 +108,7 @@ class Precompiled:
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this call of a module that passed `misfit` can be served. Takes some tens of microseconds."""
+        """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         return (
             self._switches == switches(self._on_gpu)
@@ -123,7 +123,7 @@ class Precompiled:
     def _constants_hold(self, inputs: Mapping[str, Any]) -> bool:
         try:
             return self._per_call is not None and self._per_call(inputs)
-        except Exception:  # what the expression reads is gone
+        except Exception:  # an object that the expression reads is gone
             return False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""What is stored beside a compiled function, to be compared before it is unpickled: the code that was traced, and the
-host where that decides what was compiled.
+"""The record beside a compiled function, which is compared before the function is unpickled: the traced code, and the
+host if the compiled code depends on it.
 
-torch stores checksums of the traced sources, and never looks at them.
+torch also stores checksums of the traced sources, but never reads them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.key import environment
 
-# Dynamo replaces these as soon as it compiles anything (torch/_dynamo/mutation_guard.py), so they differ in a process
-# that only loads.
+# Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
+# only loads.
 _REPLACED_BY_DYNAMO = frozenset({"Module.__init__", "Module.__setstate__"})
-# How generated code loads kernels in C++ (torch/_inductor/codegen/cpp.py, cpp_wrapper_cpu.py).
+# Generated code loads C++ kernels with these calls (torch/_inductor/codegen/cpp.py, cpp_wrapper_cpu.py).
 _CPP_KERNELS = re.compile(rb"\b(cpp_pybinding|load_pybinding|async_compile\.cpp)\w*\(")
 
 _Traced = Mapping[str, Mapping[str, types.CodeType]]
@@ -36,12 +36,16 @@ _Traced = Mapping[str, Mapping[str, types.CodeType]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """`sources` has checksums of the files that were traced, and of the functions in them that were.
+    """The record of a compiled function.
 
-    `environ` has the variables that these functions may have read, which torch does not guard; `guards` the guards
-    that torch cannot store; `modules` and `globals` what the compiled function finds in its global scope;
-    `torch_key` the digest of torch's own sources; `host` the CPU's instructions and the number of threads, for a
-    function with kernels in C++.
+    | field | content |
+    | --- | --- |
+    | `sources` | checksums of the traced files, and of the traced functions in them |
+    | `environ` | the variables that these functions may have read; torch does not guard them |
+    | `guards` | the guards that torch cannot store |
+    | `modules`, `globals` | the global scope of the compiled function |
+    | `torch_key` | the digest of torch's own sources |
+    | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
     """
 
     sources: dict[str, dict[str, Any]]
@@ -54,10 +58,10 @@ class Record:
 
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard]) -> Record:
-        """The record of a function that was just compiled here.
+        """The record of a function that this process has just compiled.
 
         Raises:
-            NotPrecompilable: another process could not find what it uses.
+            NotPrecompilable: the function uses an object that another process cannot find.
         """
         traced = _traced(compilation.traced)
         return cls(
@@ -79,7 +83,7 @@ class Record:
         """The inverse of `to_json`.
 
         Raises:
-            ArtifactError: it is not one.
+            ArtifactError: `record` is invalid.
         """
         try:
             guards = [RecordedGuard(**guard) for guard in record["guards"]]
@@ -91,21 +95,21 @@ class Record:
 
     @property
     def is_imported(self) -> bool:
-        """Whether all modules that it names have been imported, so that looking at them imports nothing."""
+        """Whether all modules that the record names are imported, so that comparing it imports nothing."""
         names = {*self.sources, *self.modules.values(), *(module for module, _ in self.globals.values())}
         specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__"}]
         return all(spec is not None and not getattr(spec, "_initializing", False) for spec in specs)
 
     def difference(self) -> str:
-        """What of the host and of the traced code is not as it was, in words; empty if all is."""
+        """The first change in the host and the traced code, in words; empty if nothing changed."""
         here = _host() if self.host else {}
         for name, was in self.host.items():
             if here.get(name) != was:
-                return f"it has C++ kernels for a host with {name} {was!r}, and this one has {here.get(name)!r}"
+                return f"it has C++ kernels for a host with {name} {was!r}; this host has {here.get(name)!r}"
         for name, source in self.sources.items():
             if difference := _source_difference(name, source):
                 return difference
-        # Not a setting of this library, but what the model's code has read.
+        # These are no settings of this library. The model's code has read them.
         changed = [name for name, value in self.environ.items() if os.environ.get(name) != value]
         return f"the environment variable {changed[0]} has changed" if changed else ""
 
@@ -115,7 +119,7 @@ def _host() -> dict[str, str]:
 
 
 def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:
-    """The functions that were traced and can be found by name, by the name of their module."""
+    """The traced functions that can be found by name, by module."""
     traced: dict[str, dict[str, types.CodeType]] = {}
     for module, first_line in functions:
         traced.setdefault(module, {}).update(_functions_by_line(module).get(first_line, {}))
@@ -123,9 +127,9 @@ def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:
 
 
 def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
-    """Of each module: the checksum of its file, and of each of the functions."""
+    """For each module, the checksums of its file and of its traced functions."""
     return {
-        # Of the module of `call_region`, that function is enough.
+        # In the module of `call_region`, only that function counts.
         name: {
             "file": "" if name == call_region.__module__ else file_digest(name),
             "functions": {
@@ -139,7 +143,7 @@ def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
 
 
 def _environ_read(traced: _Traced) -> dict[str, str | None]:
-    """The values of all that may be names of environment variables, in functions that read some."""
+    """The variables that the functions may have read: every text in a function that reads any, with its value."""
     codes = [code for functions in traced.values() for code in functions.values()]
     readers = [code for code in codes if {"environ", "getenv"} & set(code.co_names)]
     names = sorted(
@@ -150,7 +154,7 @@ def _environ_read(traced: _Traced) -> dict[str, str | None]:
 
 @functools.cache
 def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
-    """A module's functions and methods by the line that they begin at, then by qualified name."""
+    """A module's functions and methods by first line, then by qualified name."""
     found: dict[int, dict[str, types.CodeType]] = {}
     for name, value in list(vars(sys.modules[module]).items()):
         members = vars(value).items() if isinstance(value, type) and value.__module__ == module else ()
@@ -162,7 +166,7 @@ def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
 
 
 def _code_of(value: Any) -> types.CodeType | None:
-    """The code that runs, or that a decorator has wrapped."""
+    """The code of a function, without its decorators."""
     value = value.fget if isinstance(value, property) else value
     value = getattr(value, "__func__", value)
     while hasattr(value, "__wrapped__"):

@@ -1,8 +1,7 @@
-"""Refusals: kinds of calls that are served eager, because compiling them has failed or has given another result.
+"""Refusals: kinds of calls that are served eager, because compiling them failed or gave another result.
 
-A refusal is a file of the cache directory, `precompiled/<group>/<digest>.refused`, in the group's folder of artifacts
-(artifacts.py), so packs carry it, signed, as they carry artifacts. It holds as long as the model's code is the same:
-with other code, the call is compiled again. This module imports no torch.
+A refusal is a file in the folder of the group's artifacts: `precompiled/<group>/<digest>.refused`. So signed packs
+carry it like artifacts. It is valid as long as the model's code stays the same. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("compile_cache")
 
 SUFFIX = ".refused"
-# How the reason begins where a call can only not be compiled ahead of time: torch.compile may still serve it.
+# A reason that begins so forbids only compiling ahead of time: torch.compile may still serve the call.
 NOT_AHEAD = "not compiled ahead of time: "
 
 _LARGEST_BYTES = 1 << 20
@@ -43,7 +42,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A stored refusal: its path inside the cache directory, its group's key, the digest of the model's code, the
-    reason in words, and the day when it was written (YYYY-MM-DD, UTC)."""
+    reason in words, and the day it was written (YYYY-MM-DD, UTC)."""
 
     path: str
     key: Mapping[str, Any]
@@ -52,7 +51,7 @@ class Refusal:
     created: str
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the code of `module` is the one that was refused."""
+        """Whether `module` still has the refused code."""
         try:
             return code_digest_of(module) == self.code
         except NotPrecompilable:
@@ -69,14 +68,14 @@ class Refusal:
         try:
             words = [_leaf_text(leaf) for leaf in self.key["inputs"][1]]
         except (KeyError, IndexError, TypeError, ValueError):
-            return "inputs that are not readable"
+            return "unreadable inputs"
         more = len(words) - _MOST_SHOWN_INPUTS
         return ", ".join([*words[:_MOST_SHOWN_INPUTS], *([f"{more} more"] if more > 0 else [])]) or "no inputs"
 
 
 def _leaf_text(leaf: Any) -> str:
-    """One input of a signature (describe.py): `["tensor", number, [class, dtype, device, layout, dimensions, ...]]`, or
-    a constant with its value, or an object's class."""
+    """The words for one input of a signature (describe.py). The input is a constant with its value, an object's class,
+    or `["tensor", number, [class, dtype, device, layout, dimensions, ...]]`."""
     if leaf[0] != "tensor":
         return str(leaf[-1]).rpartition(".")[2] if leaf[0] == "object" else str(leaf[-1])[:40]
     _, dtype, device, _, dimensions, *sizes = leaf[2]
@@ -86,11 +85,11 @@ def _leaf_text(leaf: Any) -> str:
 
 
 def write_refusal(directory: Path, group: str, key: Mapping[str, Any], code: str, reason: str) -> str:
-    """Write a refusal into the folder `group` of the cache directory; its path inside that directory. Two boots that
-    refuse the same call of the same code write the same path.
+    """Write a refusal into the folder `group` of the cache directory, and return its path inside that directory. Two
+    boots that refuse the same call of the same code write the same path.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the refusal cannot be written.
     """
     path = f"{group}/{_name(key, code)}"
     text = "".join(char if char.isprintable() else " " for char in reason)[:_REASON_CHARACTERS]
@@ -102,7 +101,7 @@ def write_refusal(directory: Path, group: str, key: Mapping[str, Any], code: str
 
 
 def read_refusals(directory: Path, group: str) -> list[Refusal]:
-    """The refusals in the folder `group` of a cache directory. Damaged ones are left out, and are logged."""
+    """The refusals in the folder `group` of a cache directory. Damaged refusals are skipped and logged."""
     paths = sorted((directory / group).glob(f"*{SUFFIX}"))
     refusals = []
     for path in paths[:RECOMPILE_LIMIT]:
@@ -117,8 +116,8 @@ def read_refusal(local: Path, path: str) -> Refusal:
     """The refusal in the file `local`, whose path inside a cache directory is `path`.
 
     Raises:
-        ArtifactError: it is damaged, or has another path than its content says.
-        OSError: it cannot be read.
+        ArtifactError: the refusal is damaged, or its content does not match `path`.
+        OSError: the file cannot be read.
     """
     with local.open("rb") as file:
         content = file.read(_LARGEST_BYTES + 1)
@@ -128,7 +127,7 @@ def read_refusal(local: Path, path: str) -> Refusal:
         record = json.loads(content)
         key, code, reason, created = (record[name] for name in ("key", "code", "reason", "created"))
         if not isinstance(key, dict) or path != f"{PRECOMPILED}/{digest(key)}/{_name(key, code)}":
-            raise ArtifactError("its name is not that of its content")
+            raise ArtifactError("its name does not match its content")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError("it is damaged: it is no refusal") from error
     is_refusal = _matches(_DIGEST, code) and _matches(_DATE, created) and isinstance(reason, str)
@@ -146,8 +145,8 @@ def _name(key: Mapping[str, Any], code: str) -> str:
 
 
 def code_digest_of(module: nn.Module) -> str:
-    """32 hexadecimal digits that name the source files of all classes in a module's tree and of their bases, without
-    those of torch and of Python.
+    """32 hexadecimal digits: the digest of the source files of all classes in a module's tree and of their bases,
+    without torch's and Python's.
 
     Raises:
         NotPrecompilable: a class has no source file.

@@ -1,7 +1,8 @@
-"""torch's switches: what compiled code takes for granted and a call does not show.
+"""torch's switches: global state that compiled code depends on, and that a call's inputs do not show.
 
-Importing this module fails with an AttributeError where torch lacks a name that reads a switch. A name that sets one is
-looked up when it is needed. It imports torch alone: a server that has no compiler yet reads its switches, too.
+Importing this module fails with an AttributeError if torch lacks a name that reads a switch. A name that sets a switch
+is looked up when it is needed. The module imports torch without its compiler, because a server without one reads
+switches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 _precision = torch._C._get_fp32_precision_getter
 
-# What torch's precisions of float32 operations are kept under. A "none" follows the entries for all operations.
+# The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
     ("cuda", "all"),
@@ -26,7 +27,7 @@ _PRECISIONS = (
 
 
 def _matmul_precision() -> tuple[str, str]:
-    """As the program has set it, in whichever of torch's two ways."""
+    """The precision of float32 products, set in either of torch's two ways."""
     return _precision("cuda", "matmul"), _precision("mkldnn", "matmul")
 
 
@@ -34,9 +35,9 @@ def _attention_priority() -> tuple[int, ...]:
     return tuple(torch._C._get_sdp_priority_order())
 
 
-# What torch is told from outside a call and compiled code has taken for granted. Each is read in well under a
-# microsecond: they are compared in every call. The dtype of autocast is guarded by torch itself. The number of threads
-# comes last, because it is left out where all tensors are on a GPU.
+# The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
+# torch itself guards the dtype of autocast. The number of threads comes last, because it is left out if all tensors are
+# on a GPU.
 SWITCHES: Mapping[str, Callable[[], Any]] = {
     "gradients": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -58,9 +59,9 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "threads": torch.get_num_threads,
 }
 
-# How a process is given the value that another one has. Gradients and inference mode are contexts of a thread, and the
-# precisions of float32 products are set by `set_precisions`. Determinism is set without Inductor's option, which
-# `torch.use_deterministic_algorithms` sets for the calling thread alone.
+# The functions that set the switches in another process. Gradients and inference mode are missing: they are contexts of
+# a thread. `set_precisions` sets the precisions of float32 products. Determinism is set without Inductor's option,
+# which `torch.use_deterministic_algorithms` sets for the calling thread only.
 SETTERS: Mapping[str, Callable[[Any], object]] = {
     "flash attention": lambda value: torch._C._set_sdp_use_flash(value),
     "memory-efficient attention": lambda value: torch._C._set_sdp_use_mem_efficient(value),
@@ -78,7 +79,7 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "default dtype": lambda value: torch.set_default_dtype(value),
     "threads": lambda value: torch.set_num_threads(value),
 }
-# What only a context of the calling code can turn on: it cannot be handed to another process.
+# Only a context of the calling code turns these on. They cannot be handed to another process.
 CONTEXTS = ("autocast on CPU", "autocast on CUDA", "function modes", "dispatch modes")
 
 _READERS = tuple(SWITCHES.values())
@@ -86,24 +87,25 @@ _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "thre
 
 
 def switches(on_gpu: bool) -> tuple[Any, ...]:
-    """The values of `SWITCHES`, without the number of threads for a call whose tensors are all on a GPU."""
+    """The values of `SWITCHES`, without the number of threads if all tensors of the call are on a GPU."""
     return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
 
 
 def describe_switches(values: tuple[Any, ...]) -> dict[str, str]:
-    """`switches` by name."""
+    """The values of `switches` as text, by name."""
     return {name: str(value) for name, value in zip(SWITCHES, values, strict=False)}
 
 
 def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """`gradients False → True`, of those that differ."""
+    """The switches that differ, in words: `gradients False → True`."""
     pairs = zip(SWITCHES, before, now, strict=False)
     return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
 
 
 def precisions() -> tuple[str, ...]:
-    """The precisions of all float32 operations, for `set_precisions`. The first is `set_float32_matmul_precision`'s; it
-    is empty where the program has also set precisions in torch's other way, and torch refuses to say."""
+    """The precisions of all float32 operations, for `set_precisions`. The first belongs to
+    `set_float32_matmul_precision`. It is empty if the program has also set precisions in torch's other way: then torch
+    refuses to tell."""
     try:
         of_products = str(torch._C._get_float32_matmul_precision())
     except RuntimeError:
@@ -112,14 +114,14 @@ def precisions() -> tuple[str, ...]:
 
 
 def set_precisions(values: tuple[str, ...]) -> None:
-    """Set what differs from `values`, which another process or an earlier moment had.
+    """Set the precisions to `values`, which come from `precisions`.
 
     Raises:
-        RuntimeError, AttributeError: torch does not take a value, or lacks a name.
+        RuntimeError, AttributeError: torch refuses a value, or lacks a name.
     """
     of_products, *others = values
     if of_products and of_products != precisions()[0]:
-        torch._C._set_float32_matmul_precision(of_products)  # which sets two of the others
+        torch._C._set_float32_matmul_precision(of_products)  # this sets two of the others
     for place, value in zip(_PRECISIONS, others, strict=True):
         if _precision(*place) != value:
             torch._C._set_fp32_precision_setter(*place, value)
@@ -127,11 +129,10 @@ def set_precisions(values: tuple[str, ...]) -> None:
 
 @functools.cache
 def settle_attention_priority() -> None:
-    """Run the attention at which torch puts cuDNN first on some GPUs: it does so once in a process, whatever has been
-    set before.
+    """Run one attention. On some GPUs torch puts cuDNN first at a process's first attention, whatever was set before.
 
     Raises:
-        RuntimeError: there is no GPU, or no room on it.
+        RuntimeError: there is no GPU, or its memory is full.
     """
     vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     with torch.inference_mode():
@@ -139,7 +140,7 @@ def settle_attention_priority() -> None:
 
 
 def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors, and none of them on the CPU: then the host's processor does not matter."""
+    """Whether a call has tensors, none of them on the CPU. Then the host's processor does not matter."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)

@@ -1,11 +1,11 @@
-"""What torch asks the C++ compiler and this processor before it loads code in C++, remembered in the cache directory.
+"""Remembers torch's questions to the C++ compiler and the processor, so that a warm boot asks none.
 
-torch starts the compiler to learn its version, and a Python for each set of vector instructions, to see whether code
-for it can be loaded: nine processes, which take two seconds each on torch 2.11. The answers are files of the cache
-directory like all others, `toolchain/<question>.json`, so a warm boot asks nothing.
+Before torch loads C++ code, it starts the compiler to learn its version. It also starts a Python for each set of vector
+instructions, to see whether such code can be loaded. These are nine processes of two seconds each on torch 2.11. The
+answers are files of the cache directory like all others: `toolchain/<question>.json`.
 
-The private names of torch that this needs are not those of functions compiled ahead of time. Where one is gone, torch
-asks as it does by itself.
+This needs private names of torch, but none that functions compiled ahead of time need. If one is gone, torch asks as
+usual.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class _Answers:
     folder: Path | None = None
 
     def ask(self, question: list[str], ask: Callable[[], Any]) -> Any:
-        """The answer on file, else the one that `ask` gives. Only an answer that is true is remembered: a failure may
-        have another cause the next time."""
+        """The stored answer, else the result of `ask`. Only a true answer is stored, because a failure may have a
+        passing cause."""
         question = [*question, environment.instruction_flags()]
         path = self.folder / f"{digest(question)}.json" if self.folder else None
         if path is None:
             return ask()
         try:
             return json.loads(path.read_bytes())["answer"]
-        except (OSError, ValueError, KeyError, TypeError):  # it was never asked
+        except (OSError, ValueError, KeyError, TypeError):  # no readable answer is stored
             pass
         if answer := ask():
             try:
@@ -58,15 +58,15 @@ _answers = _Answers()
 
 
 def remember_toolchain(directory: Path) -> None:
-    """Keep the answers in this cache directory from now on, and take those that are there."""
+    """Store the answers in this cache directory from now on, and use the stored answers."""
     _answers.folder = directory / TOOLCHAIN
     try:
         compiler: Any = importlib.import_module("torch._inductor.cpp_builder")
         if isinstance(compiler.subprocess, _Subprocess):
             return
         compiler.subprocess = _Subprocess()
-        # torch 2.15 leaves a mark of its own, which it looks for and does not read: a version that was seeded from
-        # another one publishes the files that it has read.
+        # torch 2.15 leaves its own mark, and only looks whether it exists. But a seeded version publishes the files
+        # that it has read.
         isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
         isa.check_build = _remembering(isa.check_build)
     except (ImportError, AttributeError) as error:
@@ -74,7 +74,7 @@ def remember_toolchain(directory: Path) -> None:
 
 
 def _remembering(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
-    """torch's function that compiles code for a set of instructions, and loads it in another process."""
+    """Wrap torch's function that compiles code for a set of instructions and loads it in another process."""
 
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
@@ -85,7 +85,7 @@ def _remembering(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str]
 
 
 class _Subprocess(types.ModuleType):
-    """`subprocess` as torch's module that calls the compiler sees it."""
+    """The module `subprocess` for torch's module that calls the compiler."""
 
     def __init__(self) -> None:
         super().__init__(subprocess.__name__)
@@ -94,7 +94,7 @@ class _Subprocess(types.ModuleType):
         return getattr(subprocess, name)
 
     def check_output(self, command: Any, **options: Any) -> Any:
-        """The output of a compiler that is asked one thing, such as its version."""
+        """The compiler's answer to one question, such as its version."""
 
         def ask() -> Any:
             return subprocess.check_output(command, **options)

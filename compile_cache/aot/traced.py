@@ -1,4 +1,4 @@
-"""The function that is traced: by `torch.compile`, and ahead of time.
+"""The function that torch traces, in `torch.compile` and ahead of time.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call that torch makes of a module that is not compiled, hooks included.
+    """torch's own call of a module that is not compiled, hooks included.
 
-    It is a function of a module's own: a method or a decorated `forward` cannot be stored, and Dynamo skips the methods
-    of torch's own classes.
+    This is a function of a module, because torch can store neither a method nor a decorated `forward`, and Dynamo skips
+    the methods of torch's own classes.
     """
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
