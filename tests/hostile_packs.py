@@ -180,7 +180,7 @@ def restore(
         beginning += store.read(name, len(beginning), missing_bytes)
     head = read_head(reading(beginning), name, limits, trusted or TrustedKeys())
     if head.stored_bytes != len(content):
-        raise PackError(f"it has {len(content)} bytes, and its manifest describes {head.stored_bytes}")
+        raise PackError(f"it has {len(content)} bytes, but its manifest describes {head.stored_bytes}")
     if head.manifest.key != KEY:
         raise PackError(f"it is for {head.manifest.key.prefix}")
     reader = ObjectReader(store, name, head.start, head.stored_bytes, beginning)

@@ -689,7 +689,7 @@ def test_all_packs_together_may_unpack_to_no_more_than_is_allowed(local, machine
     both = sum(map(len, COLD.values())) + len(b"more")
     booted = machine(local, limits=Limits(size_bytes=both - 1))
     (refused,) = booted.restore().refused
-    assert "all packs unpack to more than" in refused.reason
+    assert "all packs together unpack to more than" in refused.reason
     assert booted.files() == COLD
 
 

@@ -212,7 +212,7 @@ def test_a_folder_of_other_things_where_everybody_may_write_is_refused(tmp_path)
     root.mkdir()
     (root / "notes.txt").write_text("not ours")
     root.chmod(0o777)
-    with pytest.raises(CacheDirectoryError, match=r"can be written by other users.*COMPILE_CACHE_DIR"):
+    with pytest.raises(CacheDirectoryError, match=r"other users can write to the cache directory.*COMPILE_CACHE_DIR"):
         CacheDirectory.claim(root)
 
 

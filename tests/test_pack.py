@@ -380,7 +380,7 @@ def test_a_pack_cut_short_anywhere_is_refused(small_pack):
 
 def test_a_longer_pack_is_refused(small_pack):
     name, content = small_pack
-    refused(name, content + b"\0", f"has {len(content) + 1} bytes, and its manifest describes {len(content)}")
+    refused(name, content + b"\0", f"has {len(content) + 1} bytes, but its manifest describes {len(content)}")
 
 
 def test_an_object_that_is_cut_short_while_it_is_read_is_refused(tmp_path):
@@ -587,7 +587,7 @@ def test_a_frame_that_is_padded_with_empty_blocks_is_refused_by_its_length():
 
 
 def test_frames_that_do_not_add_up_to_the_pack_are_refused():
-    refused(*forge(lambda record: record["frames"][0].update(stored_bytes=1)), "bytes, and its manifest describes")
+    refused(*forge(lambda record: record["frames"][0].update(stored_bytes=1)), "bytes, but its manifest describes")
 
 
 def test_an_object_larger_than_everything_may_be_is_refused_unread():

@@ -240,7 +240,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "pre-hook of a child": lambda block: hooked(block.inner.register_forward_pre_hook(times_weight)),
     "global hook": lambda block: hooked(module_hooks.register_module_forward_hook(of_blocks)),
     "global pre-hook": lambda block: hooked(module_hooks.register_module_forward_pre_hook(of_blocks)),
-    "its own `forward`": lambda block: setting(block, "forward", types.MethodType(otherwise, block)),
+    "forward of its own": lambda block: setting(block, "forward", types.MethodType(otherwise, block)),
     "child's forward of its own": lambda block: setting(block.inner, "forward", squared),
     "adapter": lambda block: setting(block, "inner", child(block, Adapted)),
     "children": lambda block: setting(block, "_modules", {"inner": child_with_hook(block)}),

@@ -1,7 +1,7 @@
-"""CompileCache: one key's artifacts between an object store and a cache directory.
+"""CompileCache: moves one key's artifacts between an object store and a cache directory.
 
-There is no index: the store's listing, ordered by the store's own time, is the index, and all packs of a key add up. A
-pack's head names its content, so a boot reads only the frames that it needs, and a publisher sends only new files.
+The store's listing, in the order of the store's own time, is the only index. All packs of a key add up. A pack's head
+names its content, so a boot reads only the frames that it needs, and a publisher uploads only new files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("compile_cache")
 class CompileCache:
     """Restores the artifacts of `key` from `stores` into `directory`, and publishes new ones from there.
 
-    Used by one thread at a time.
+    For one thread at a time.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class CompileCache:
         self._ledger = Ledger(directory, self.packs)
 
     def of_written_store(self) -> CompileCache:
-        """The same key in the written store alone, with a staging folder of its own: for compaction.
+        """The same key in the written store only, with another staging folder. For compaction.
 
         Raises:
-            StoreError: there is none.
+            StoreError: no store is written.
             OSError: the staging folder cannot be made.
         """
         stores = Stores(self.writing, self.writing)
@@ -59,7 +59,7 @@ class CompileCache:
         return written
 
     def forget_annex(self) -> None:
-        """Free the disk space that `of_written_store` has taken."""
+        """Free the disk space of `of_written_store`."""
         self._directory.empty_annex()
 
     def for_version(self, key: CacheKey) -> CompileCache:
@@ -68,12 +68,12 @@ class CompileCache:
 
     @property
     def directory(self) -> CacheDirectory:
-        """The directory that artifacts are restored into, and published from."""
+        """The directory into which artifacts are restored, and from which they are published."""
         return self._directory
 
     @property
     def staging(self) -> Path:
-        """The folder that packs are unpacked into."""
+        """The folder into which packs are unpacked."""
         return self._directory.inbox
 
     @property
@@ -81,7 +81,7 @@ class CompileCache:
         """The store that is written.
 
         Raises:
-            StoreError: there is none.
+            StoreError: no store is written.
         """
         if self.stores.writing is None:
             raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
@@ -93,17 +93,17 @@ class CompileCache:
 
     @property
     def pack_names(self) -> tuple[str, ...]:
-        """The packs that can be used, as far as their heads tell, in the order of their listing."""
+        """The usable packs, as far as their heads tell, in the order of their listing."""
         return tuple(self.packs.known)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the store has no pack of this key that could be used; True before it has been listed."""
+        """Whether the store has no usable pack of this key. True before the first listing."""
         return not self.packs.known
 
     @property
     def is_fully_known(self) -> bool:
-        """Whether the store has answered for every pack listed: with its head, or that it cannot be had."""
+        """Whether the store has answered for every listed pack, with its head or with a final refusal."""
         return self.packs.is_fully_known
 
     def refresh(self, abandoned: threading.Event | None = None) -> None:
@@ -112,7 +112,7 @@ class CompileCache:
         self.packs.refresh(HEAD_READ_BYTES, abandoned)
 
     def fetch(self, abandoned: threading.Event | None = None, left_alone: Collection[str] = ()) -> Fetched:
-        """Get everything that the packs of this key add up to, but for packs `left_alone`, into `staging` (fetch.py).
+        """Fetch the sum of this key's packs, without packs `left_alone`, into `staging` (fetch.py).
 
         Raises:
             StoreError: the store cannot be listed, or `abandoned` was set.
@@ -121,7 +121,7 @@ class CompileCache:
         return fetch(self.packs, self._directory.inbox, abandoned, left_alone)
 
     def install(self, fetched: Fetched) -> int:
-        """Move fetched files into the cache directory; returns how many.
+        """Move fetched files into the cache directory. Returns their number.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -129,11 +129,11 @@ class CompileCache:
         return self._ledger.install(fetched)
 
     def stage(self, withheld: Collection[str], creator: str) -> tuple[Pack, ...]:
-        """Finished packs of everything that the store does not have yet, the most valuable first. `withheld` paths are
-        left out. A key whose packs reach the limits gets no more packs: no boot could read them.
+        """Finished packs of all files that the store lacks, the most valuable first, without the `withheld` paths. A
+        key whose packs reach the limits gets no more packs, because no boot could read them.
 
         Raises:
-            StoreError: the store cannot be listed, where that has not been done before.
+            StoreError: the store was not listed before, and cannot be listed.
             OSError: the staging folder cannot be written.
         """
         if not self.packs.is_listed:
@@ -141,8 +141,8 @@ class CompileCache:
         outbox = self._directory.empty_outbox()
         if self.packs.is_full:
             log.warning(
-                "publish.key_is_full The packs of %s reach the limits, and no boot would read another one, so nothing "
-                "more is published. Look at them with `compile-cache show`, and delete what is not yours.",
+                "publish.key_is_full The packs of %s reach the limits. Boots would not read further packs, so nothing "
+                "more is published. List the packs with `compile-cache show`, and delete those that are not yours.",
                 self.key.prefix,
             )
             return ()
@@ -150,14 +150,14 @@ class CompileCache:
         return tuple(write_pack(outbox, self.key, part, creator, self.rules.signer) for part in parts)
 
     def is_superseded(self, pack: Pack) -> bool:
-        """Whether the store has meanwhile got something that this staged pack would publish again."""
+        """Whether another container has meanwhile published a part of this staged pack."""
         return self._ledger.is_superseded(pack)
 
     def publish(self, pack: Pack) -> None:
-        """Put a staged pack into the store: one PUT of an immutable object. Its content is not staged again.
+        """Upload a staged pack: one PUT of an immutable object. Its files are not staged again.
 
         Raises:
-            StoreError: it was not stored; nothing stored has changed.
+            StoreError: the pack was not stored. No stored object has changed.
         """
         store, name = self.writing, self.key.prefix + pack.name
         is_first = self.is_empty
@@ -172,10 +172,10 @@ class CompileCache:
     def mark_used(self, today: str) -> None:
         """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.
 
-        The name has no time of day, so a thousand boots of a day write one object.
+        The name has no time of day, so a thousand boots in a day write one object.
 
         Raises:
-            StoreError: it cannot be recorded.
+            StoreError: the use cannot be recorded.
         """
         name = USED + today
         if self.is_empty or name in self.packs.uses:

@@ -1,6 +1,6 @@
-"""The catalog of a store: environments, model names, versions, their packs and when they were last used.
+"""The catalog of a store: environments, model names, versions, packs and times of last use.
 
-It is read from the names, sizes and times of a listing. No pack is opened, and nothing in the catalog is trusted.
+It is made from the names, sizes and times of a listing. No pack is opened, and nothing in the catalog is trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from compile_cache.versions.withdrawal import read_withdrawal, withdrawals_among
 
 ROOT = f"v{FORMAT_VERSION}/"
 
-# Only names that `object_name` makes: names are printed and logged, and anybody who may write to a store chooses some.
+# Only names that `object_name` can make. Anybody who may write to a store can choose names, and names are printed and
+# logged.
 _PART = r"(?![.-])[A-Za-z0-9._-]{1,128}"
 _NAME = re.compile(
     rf"{ROOT}(?P<environment>{_PART})/(?:(?P<model>{_PART})/(?P<version>{_PART})/)?(?P<object>[A-Za-z0-9._-]+)"
@@ -35,7 +36,7 @@ _MOST_PREDECESSORS = 3
 @dataclass(frozen=True, slots=True)
 class Version:
     """One key's objects: its packs in use, oldest first, its withdrawn packs, the withdrawals, and the others (uses,
-    leases). A withdrawal stays when its pack is gone. Times are seconds since 1970."""
+    leases). A withdrawal outlives its pack. Times are seconds since 1970."""
 
     key: CacheKey
     packs: tuple[StoredObject, ...] = ()
@@ -45,7 +46,7 @@ class Version:
 
     @property
     def all_packs(self) -> tuple[StoredObject, ...]:
-        """The packs in use, then those withdrawn."""
+        """The packs in use, then the withdrawn packs."""
         return (*self.packs, *self.withdrawn)
 
     @property
@@ -55,25 +56,25 @@ class Version:
 
     @property
     def size_bytes(self) -> int:
-        """All packs together, withdrawn or not."""
+        """The size of all packs, withdrawn or not."""
         return sum(pack.size_bytes for pack in self.all_packs)
 
     @property
     def published_s(self) -> float:
-        """When the newest pack in use was stored; without one, the newest withdrawn pack; 0 without any."""
+        """The time when the newest pack in use was stored; else the newest withdrawn pack; 0 without packs."""
         return max((pack.modified_s for pack in self.packs or self.withdrawn), default=0.0)
 
     @property
     def used_s(self) -> float:
-        """When it was last used, to the day: the store's time of the last use recorded, or of the newest pack."""
+        """The day of the last use: the store's time of the last recorded use, or of the newest pack."""
         uses = [entry.modified_s for entry in self.others if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]
         return max([self.published_s, *uses])
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """A store's content. `records` are the environments' own objects by digest; `strangers` have other names than this
-    library gives."""
+    """A store's content. `records` has the environments' records by digest. `strangers` are objects with names that
+    this library does not use."""
 
     versions: tuple[Version, ...] = ()
     records: dict[str, StoredObject] = field(default_factory=dict)
@@ -81,12 +82,12 @@ class Catalog:
 
     @property
     def size_bytes(self) -> int:
-        """All packs together."""
+        """The size of all packs."""
         return sum(version.size_bytes for version in self.versions)
 
 
 def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
-    """List everything below `prefix`: one request per thousand objects.
+    """The catalog of all objects below `prefix`. Takes one request per 1,000 objects.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -95,7 +96,7 @@ def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
 
 
 def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
-    """Sort a listing."""
+    """The catalog of a listing."""
     objects: dict[CacheKey, list[StoredObject]] = {}
     records: dict[str, StoredObject] = {}
     strangers: list[StoredObject] = []
@@ -115,7 +116,7 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
 
 
 def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
-    """The version whose objects are listed as `entries`."""
+    """The version with the objects `entries`."""
     withdrawals = withdrawals_among(entries)
     marks = set(withdrawals.values())
     packs: list[StoredObject] = []
@@ -130,7 +131,7 @@ def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
 
 
 def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
-    """The versions of the key's model that have packs in use for its environment, the one with the newest pack first.
+    """The versions of the key's model with packs in use for its environment. The version with the newest pack is first.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -140,7 +141,7 @@ def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
 
 
 def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
-    """The other versions that a boot tries, in turn, if its own has nothing: the newest ones.
+    """The newest other versions. A boot tries them in turn if its own version has nothing.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -149,7 +150,7 @@ def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
 
 
 def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:
-    """Why nothing was found, in a line: mostly how the environment of the newest stored version differs from this one.
+    """Why nothing was found, in one line: mostly the differences to the environment of the newest stored version.
 
     Lists the whole store: one request per 1,000 objects.
 
@@ -176,14 +177,14 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
 
 
 def _explain_withdrawn(store: ObjectStore, version: Version) -> str:
-    """That no pack of `version` is in use, since when and why: one read."""
+    """Why no pack of `version` is in use. Takes one read."""
     newest = max(version.withdrawals, key=lambda entry: entry.modified_s)
     which = f"version {version.key.model_version} of {version.key.model_name}"
     return f"every pack stored for {which} is withdrawn; the last one is {read_withdrawal(store, newest).text}"
 
 
 def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:
-    """The record of an environment; None if there is none that can be read. It informs, and is never trusted.
+    """The record of an environment; None if there is no readable one. It only informs, and is never trusted.
 
     Raises:
         StoreError: the store does not answer.
@@ -202,12 +203,12 @@ def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environmen
 
 
 def names_record(digest: str, content: bytes) -> bool:
-    """Whether `digest` is the one of this record of an environment."""
+    """Whether `digest` is the digest of this record of an environment."""
     return hashlib.sha256(content).hexdigest()[:32] == digest
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it may be printed: a number, or text without escape codes or line ends."""
+    """Whether a value may be printed: a number, or text without escape codes and line ends."""
     if isinstance(value, tuple | list):
         return all(isinstance(part, str) and part.isprintable() for part in value)
     return type(value) is int or (isinstance(value, str) and value.isprintable())

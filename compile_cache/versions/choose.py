@@ -1,4 +1,4 @@
-"""The packs of a key add up. `choose` decides from which pack each file is taken."""
+"""Chooses the pack from which each file is taken: all packs of a key add up."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from compile_cache.pack.manifest import Manifest, PackFile, folders_of
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A file, and the number of the pack that it is taken from."""
+    """A file, and the number of the pack from which it is taken."""
 
     pack: int
     file: PackFile
 
 
 def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
-    """The file that wins for each path. The packs are in the order of their listing.
+    """The chosen file for each path. The packs are in the order of their listing.
 
-    For each logical key, the first pack that has a path for it wins. Then the first file that replaces the winner wins,
-    and so on: a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a
-    chosen one (file against folder, case) are skipped.
+    For each logical key, the first pack that has it wins. Then the first file that replaces the winner wins, and so on:
+    a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a chosen one
+    (file against folder, case) are skipped.
     """
     chosen: dict[str, Choice] = {}
     owners: dict[str, int] = {}
     folded: set[str] = set()
     folders: set[str] = set()
-    # Each folded path once in memory: paths may be long, and many.
+    # Keep each folded path in memory once, because there may be many long paths.
     paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
     successors: dict[tuple[str, str | None], list[Choice]] = {}
     for number, manifest in enumerate(manifests):

@@ -16,7 +16,7 @@ from compile_cache.versions.verify import verify_pack
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """How many packs one compaction deleted, and the length of the one that it stored, if it had to."""
+    """How many packs a compaction deleted, and the length of the pack that it stored, if any."""
 
     packs: int = 0
     stored_bytes: int = 0
@@ -29,29 +29,32 @@ def compact(
     is_wanted: Callable[[], bool] = lambda: True,
     stopped: threading.Event | None = None,
 ) -> Compacted:
-    """Merge all packs of `cache`, which reads and writes one store and no other, into one, which is made in `folder`.
+    """Merge all packs of `cache` into one, which is made in `folder`. `cache` reads and writes a single store.
 
-    Several compactions may run at once, and each may be killed at any moment. A compaction deletes only packs that it
-    read before it put one with all of their verified contents. So the copy of a file that was put last is always there:
-    whoever deletes a copy has put a later one. Stops, without deleting, when `stopped` is set or not `is_wanted`.
+    Several compactions may run at once, and each may be killed at any moment. A compaction uploads a pack with all
+    verified contents of the packs that it has read, and then deletes those. So the latest copy of a file always exists:
+    whoever deletes a copy has uploaded a later one. If `stopped` is set or not `is_wanted`, it stops and deletes
+    nothing.
 
-    Withdrawn packs are neither merged nor deleted. If a pack is withdrawn meanwhile, the merged one is taken back.
+    Withdrawn packs are neither merged nor deleted. If a pack is withdrawn meanwhile, the merged pack is deleted.
 
     Raises:
         StoreError: the store failed. Nothing is lost.
-        PackError: the merged pack does not verify; nothing was deleted.
+        PackError: the merged pack is damaged. Nothing was deleted.
         OSError: `folder` cannot be written.
     """
     store = cache.writing
     fetched = _fetch_mergeable(cache, stopped)
-    # Superfluous packs too: another compaction may be deleting the packs that have the same.
+    # Superfluous packs too, because another compaction may be deleting the packs with the same files.
     merged = (*fetched.superfluous, *fetched.packs)
     if len(merged) < 2 or not is_wanted():
         return Compacted()
     sources = [Source(Path(staged.local), path, staged.file.key) for path, staged in fetched.files.items()]
     pack = write_pack(folder, cache.key, sources, creator, cache.rules.signer)
     if len(pack.manifest.files) < len(sources):
-        raise PackError(f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} meanwhile")
+        raise PackError(
+            f"{len(sources) - len(pack.manifest.files)} files vanished from {cache.staging} during compaction"
+        )
     name = cache.key.prefix + pack.name
     store.put(name, pack.local)
     try:
@@ -72,17 +75,17 @@ def compact(
 
 
 def _is_one_withdrawn(cache: CompileCache, packs: Collection[str]) -> bool:
-    """Whether the store now says of one of `packs` that it is out of use. Raises StoreError if it cannot be listed."""
+    """Whether one of `packs` is withdrawn by now. Raises StoreError if the store cannot be listed."""
     cache.list()
     return not cache.packs.withdrawn.keys().isdisjoint(packs)
 
 
 def _fetch_mergeable(cache: CompileCache, stopped: threading.Event | None) -> Fetched:
-    """Fetch the packs that may be merged: those signed by the cache's own signer, or, without a signer, the unsigned
-    ones. A pack with files that replace another pack's is left alone: without that pack, the files mean nothing.
+    """Fetch the packs that may be merged: those signed by the cache's own signer, or the unsigned packs if there is no
+    signer. A pack with files that replace another pack's files is left alone, because it needs that pack.
 
     Raises:
-        StoreError, OSError: as `CompileCache.fetch`; or some pack cannot be read just now.
+        StoreError, OSError: as `CompileCache.fetch`; or a pack cannot be read now.
     """
     cache.refresh(stopped)
     own = cache.rules.signer.public_key if cache.rules.signer else None
@@ -93,5 +96,5 @@ def _fetch_mergeable(cache: CompileCache, stopped: threading.Event | None) -> Fe
     }
     fetched = cache.fetch(stopped, left_alone)
     if not cache.is_fully_known:
-        raise StoreUnavailable(f"some packs of {cache.key.prefix} cannot be read: they are merged another time")
+        raise StoreUnavailable(f"some packs of {cache.key.prefix} cannot be read now; a later boot merges them")
     return fetched

@@ -1,4 +1,4 @@
-"""Copying packs between stores: into a folder that is baked into an image or served by a web server, and back."""
+"""Copies packs between stores, for example into a folder that goes into an image or behind a web server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _MOST_LISTINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy did. `present_packs` were in the target already; `refused` packs were not copied, nor were those
-    `withdrawn` in the source. `withdrawn_in_target` are packs that nobody uses there, although the source has them in
-    use."""
+    """The result of a copy. `present_packs` were in the target already. `refused` packs, and packs `withdrawn` in the
+    source, were not copied. `withdrawn_in_target` packs are in use in the source, but withdrawn in the target."""
 
     versions: int = 0
     packs: int = 0
@@ -47,12 +46,12 @@ def copy_versions(
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
-    Each pack is read whole into a temporary folder and verified there; then `target` gets it in one put. So an
-    interrupted copy leaves only whole and sound packs, and the next copy goes on from there. Where packs were merged
-    meanwhile, the source is listed again. `progress` is called from several threads, one at a time.
+    Each pack is read into a temporary folder and verified there; then `target` gets it in one put. So an interrupted
+    copy leaves only whole and sound packs, and the next copy goes on from there. If packs are merged meanwhile, the
+    source is listed again. Several threads call `progress`, one at a time.
 
-    Withdrawn packs are not copied. `with_withdrawals`, for a mirror, also withdraws them in `target` where it has them.
-    Nothing is reinstated there.
+    Withdrawn packs are not copied. With `with_withdrawals`, for a mirror, they are also withdrawn in `target`. Nothing
+    is reinstated there.
 
     Raises:
         StoreError: a store cannot be listed, or `target` cannot be written.
@@ -86,7 +85,7 @@ def copy_versions(
 def _copy_withdrawals(
     source: ObjectStore, target: ObjectStore, withdrawals: Sequence[StoredObject], in_target: Collection[str]
 ) -> None:
-    """Withdraw in `target` what it has of these packs."""
+    """Withdraw those of these packs that `target` has."""
     for entry in withdrawals:
         if entry.name not in in_target and entry.name.removesuffix(WITHDRAWN) in in_target:
             target.put(entry.name, read_withdrawal(source, entry).to_json())
@@ -135,7 +134,7 @@ class _Copy:
 
     def _copy_pack(self, pack: StoredObject, folder: Path) -> None:
         local = folder / pack.name
-        if pack.size_bytes > READ_BYTES:  # look at the head first: the rest may not be worth reading
+        if pack.size_bytes > READ_BYTES:  # check the head first: the rest may not be worth reading
             for found in verify_heads(self.source, [pack], self.rules):
                 if found.state is not PackState.SOUND:
                     self.refused[pack.name] = found.refusal
@@ -157,7 +156,7 @@ class _Copy:
         self.copied[pack.name] = pack.size_bytes
 
     def _read(self, pack: StoredObject, local: Path) -> None:
-        """Read in several requests at a time; each answer is written to its own place in the file."""
+        """Read a pack in parallel requests. Each answer is written to its own place in the file."""
         local.parent.mkdir(parents=True)
         local.touch()
 
@@ -171,7 +170,7 @@ class _Copy:
         in_daemon_threads(read_part, range(0, pack.size_bytes, READ_BYTES))
 
     def records(self, catalog: Catalog, environments: set[str]) -> None:
-        """Copy the environments' records whose digest is right."""
+        """Copy the environments' records that match their digests."""
         there = {(entry.name, entry.size_bytes) for entry in self.target.list(ROOT)}
         for digest in sorted(environments & catalog.records.keys()):
             entry = catalog.records[digest]
@@ -185,4 +184,4 @@ class _Copy:
             if names_record(digest, content):
                 self.target.put(entry.name, content)
             else:
-                self.refused[entry.name] = RefusedPack(entry.name, "its content does not fit its folder's name")
+                self.refused[entry.name] = RefusedPack(entry.name, "its content does not match its folder's name")

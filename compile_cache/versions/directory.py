@@ -1,8 +1,8 @@
 """The cache directory: the one local directory that Inductor and Triton write.
 
-Compiled kernels are looked up by absolute path, so the path is fixed and part of the environment. One process owns it;
-a second process on the same host gets the next one, whose path and key are its own. What is in it gets executed, so
-nobody but its owner may write there.
+Compiled kernels are found by absolute path, so the path is fixed and part of the environment. One process owns the
+directory. A second process on the same host gets the next directory, with another path and key. The files are executed,
+so only the owner may write there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from compile_cache.errors import CacheDirectoryError
 
 _MOST_DIRECTORIES = 64
 _TEMPORARY = "compile-cache-temporary-"
-# Lock files, files still being written, and precompiled headers, which are useless without a compile.
+# Lock files, unfinished files, and precompiled headers, which are useless without a compile.
 _LEFT_OUT_FOLDERS = frozenset({"locks"})
 _LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Size and time of a file: if both are the same, its content is taken to be unchanged."""
+    """The size and the time of a file. If both are the same, its content counts as unchanged."""
 
     size_bytes: int
     modified_ns: int
@@ -49,14 +49,14 @@ class CacheDirectory:
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
-        """Own the first free directory `<root>/<n>`, emptied. Beside it are its inbox, for packs that are not verified
-        yet, and its outbox, for packs that are not published yet.
+        """Claim and empty the first free directory `<root>/<n>`. Beside it are its inbox, for packs that are not
+        verified yet, and its outbox, for packs that are not published yet.
 
-        A boot begins with an empty directory, so that every file in it later was restored and verified, or compiled by
-        this process.
+        A boot begins with an empty directory. So every file in it was restored and verified, or compiled by this
+        process.
 
         Raises:
-            CacheDirectoryError: `root` cannot be made or written, belongs to somebody else, or all directories are
+            CacheDirectoryError: `root` cannot be made or written, belongs to another user, or all directories are
                 taken.
         """
         try:
@@ -84,12 +84,12 @@ class CacheDirectory:
 
     @classmethod
     def temporary(cls) -> CacheDirectory:
-        """A directory of this process alone, for a boot whose own directory cannot be used. No other process has its
-        path, so nothing in it is ever published. It is removed when the process ends, or by the next call of a process
-        of the same user, if this one was killed.
+        """A temporary directory, for a boot whose usual directory cannot be used. No other process has its path, so its
+        files are never published. It is removed when the process ends. If the process is killed, the next call by the
+        same user removes it.
 
         Raises:
-            CacheDirectoryError: it cannot be made.
+            CacheDirectoryError: the directory cannot be made.
         """
         _remove_abandoned(Path(tempfile.gettempdir()))
         try:
@@ -101,10 +101,10 @@ class CacheDirectory:
         return directory
 
     def annex(self) -> CacheDirectory:
-        """An empty directory inside this one's inbox, with an inbox and outbox of its own and the same refused packs.
+        """An empty directory inside this one's inbox, with its own inbox and outbox and the same refused packs.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the directory cannot be made.
         """
         root = self.inbox / "annex"
         _make_empty(root)
@@ -122,7 +122,7 @@ class CacheDirectory:
         """Remove fetched files.
 
         Raises:
-            OSError: it cannot be emptied.
+            OSError: the inbox cannot be emptied.
         """
         _make_empty(self.inbox)
 
@@ -130,30 +130,30 @@ class CacheDirectory:
         """The folder for finished packs, emptied.
 
         Raises:
-            OSError: it cannot be emptied.
+            OSError: the folder cannot be emptied.
         """
         _make_empty(self._outbox)
         return self._outbox
 
     def activate(self, environ: MutableMapping[str, str]) -> None:
-        """Point Inductor and Triton here. Call it before torch is imported. Triton reads its path once."""
+        """Point Inductor and Triton at this directory. Call it before torch is imported. Triton reads its path once."""
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
     def scan(self) -> dict[str, FileStamp]:
-        """Every artifact by its path inside the directory. Visits every file and reads none."""
+        """The stamps of all artifacts by path inside the directory. Reads no file."""
         return scan_folder(self.path)
 
 
 def scan_folder(root: Path) -> dict[str, FileStamp]:
-    """Every artifact below `root` by its path from there. Visits every file and reads none."""
+    """The stamps of all artifacts below `root` by relative path. Reads no file."""
     return dict(_walk(root, ""))
 
 
 def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
     try:
         entries = list(os.scandir(root / folder))
-    except FileNotFoundError:  # a temporary folder, renamed meanwhile, or a folder that somebody removed
+    except FileNotFoundError:  # a temporary folder, renamed meanwhile, or a removed folder
         return
     for entry in entries:
         path = f"{folder}{entry.name}"
@@ -169,38 +169,38 @@ def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
 
 
 def _own(root: Path) -> None:
-    """Make `root`, or take it over, as a folder where nobody else may write, and make it one that nobody else may enter
-    (mode 0700) if it holds nothing else. In a sticky folder, such as /tmp, nobody may replace another user's files. A
-    link must be ours as well: its owner could point it somewhere else.
+    """Make or take over `root`, where no other user may write. If it holds only our files, no other user may enter it
+    (mode 0700). In a sticky folder such as /tmp, nobody can replace another user's files. A link must be ours too,
+    because its owner could point it elsewhere.
 
     Raises:
-        CacheDirectoryError: somebody else owns it, or can write it.
-        OSError: it cannot be made.
+        CacheDirectoryError: another user owns `root`, or can write there.
+        OSError: `root` cannot be made.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     us = os.geteuid()
     if strangers := {root.stat().st_uid, root.lstat().st_uid or us} - {us}:  # the link itself may be root's
         raise CacheDirectoryError(
-            f"the cache directory {root} belongs to user {min(strangers)}, not to user {us}, who runs this boot: its "
-            f"owner could change code after it was verified. {_REMEDY}"
+            f"the cache directory {root} belongs to user {min(strangers)}, but user {us} runs this boot. The owner "
+            f"could change code after it was verified. {_REMEDY}"
         )
     if root.stat().st_mode & stat.S_ISVTX:
         return
     if root.stat().st_mode & 0o077 and all(_OURS.fullmatch(name) for name in os.listdir(root)):
         root.chmod(0o700)
-    if root.stat().st_mode & 0o022:  # it holds somebody's files, or its file system has no modes
+    if root.stat().st_mode & 0o022:  # it holds other files, or its file system has no modes
         raise CacheDirectoryError(
-            f"the cache directory {root} can be written by other users, who could change code after it was verified. "
+            f"other users can write to the cache directory {root}, and could change code after it was verified. "
             f"{_REMEDY}"
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+|refused")  # letters: the compiling process's folders
+_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+|refused")  # letters: folders of the compiling process
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock file's lock until it is closed; None if another process holds it."""
+    """A descriptor that holds the lock until it is closed; None if another process holds the lock."""
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,17 +217,17 @@ def _make_empty(folder: Path) -> None:
 
 
 def _remove_own(root: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child runs the exit hooks of its parent, who still uses the directory
+    if os.getpid() == pid:  # a forked child runs its parent's exit hooks, while the parent still uses the directory
         shutil.rmtree(root, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove temporary directories whose process was killed: ours, and no longer locked."""
+    """Remove this user's temporary directories that are no longer locked: their processes were killed."""
     for root in parent.glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(OSError):
             status = root.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            # Without a lock file, its process is only just making it.
+            # Without a lock file, its process is still making it.
             if not is_ours or not (root / "0.lock").exists() or (lock_fd := _lock(root / "0.lock")) is None:
                 continue
             shutil.rmtree(root, ignore_errors=True)
@@ -235,23 +235,24 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def is_artifact(name: str) -> bool:
-    """False for locks, for files still being written (Inductor's and Triton's are hidden or named with `.tmp`), and for
-    names that no pack may have."""
+    """Whether a file is an artifact. Locks, unfinished files (hidden or with `.tmp` in the name) and names that no pack
+    may have are not."""
     if not name.isprintable() or "\\" in name:
         return False
     return not name.startswith(".") and not name.endswith(_LEFT_OUT_SUFFIXES) and ".tmp." not in name
 
 
 def has_artifacts(paths: Iterable[str]) -> bool:
-    """Whether some of a cache directory's paths are functions compiled ahead of time."""
+    """Whether any of the paths is a function compiled ahead of time."""
     return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
 def logical_key(path: str) -> str:
-    """The logical key of the artifact at `path`: what it is for.
+    """The logical key of the artifact at `path`: it names the artifact's purpose.
 
-    Two cold compiles of one model write FX-graph and AOTAutograd entries with different bytes under different file
-    names, but in the same folder: the folder is their logical key. The logical key of any other file is its path.
+    Two cold compiles of a model write FX-graph and AOTAutograd entries with different bytes and file names into the
+    same
+    folder: the folder is their logical key. The logical key of any other file is its path.
     """
     parts = path.split("/")
     if parts[0] == "fxgraph" and len(parts) == 4:  # fxgraph/<2 letters>/<key>/<content>

@@ -1,4 +1,4 @@
-"""What a boot on this machine would find, and why not more."""
+"""Explains what a boot on this machine would find, and why it would not find more."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a boot on this machine would find: `outcome` is `hit`, `seeded` (from the version `seeded_from`) or `miss`,
-    for the `reason`. `packs` are those that files would be taken from, as far as their heads tell.
+    """What a boot on this machine would find.
 
-    `refused` and `withdrawn` packs are left out. `stored_versions` of the model have packs in use for this environment.
-    `assumes_no_sources` is True where the version would be another one if the predictor names sources. `refusals` are
-    the kinds of calls that a boot of the same code serves eager.
+    `outcome` is `hit`, `seeded` (from the version `seeded_from`) or `miss`, and `reason` says why. Files would be taken
+    from `packs`, as far as their heads tell. `refused` and `withdrawn` packs are left out.
+
+    `stored_versions` of the model have packs in use for this environment. `assumes_no_sources`: the version would be
+    another one if the predictor names sources. `refusals` are the kinds of calls that a boot of the same code serves
+    eager.
     """
 
     key: CacheKey
@@ -47,12 +49,13 @@ class Explanation:
 def explain_boot(
     settings: Settings, store: ObjectStore, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]
 ) -> Explanation:
-    """Look for what a boot would restore, by the boot's own rules, without torch and without claiming the cache
-    directory: its number is taken to be 0, as in a container. Only the packs' heads are read, and refusals.
+    """Find what a boot would restore, by the boot's own rules, without torch and without a cache directory.
+
+    The directory's number is assumed to be 0, as in a container. This reads only the packs' heads, and refusals.
 
     Raises:
         StoreError: the store cannot be listed.
-        SettingsError: one of `sources` is not there.
+        SettingsError: a path in `sources` does not exist.
     """
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     key = key_for(settings, environment, model, version_for(settings, model, sources, environ))

@@ -1,4 +1,4 @@
-"""Fetching: the chosen files of a key's packs, verified, from the store into a staging folder."""
+"""Fetches the chosen files of a key's packs from the store into a staging folder, and verifies them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files in the staging folder, by their path inside the cache directory; nothing is in the cache directory
-    yet. `packs` are the objects that they came from, `superfluous` those that had nothing of their own."""
+    """Verified files in the staging folder, by their path inside the cache directory, which does not have them yet.
+    They came from the objects `packs`; `superfluous` objects had no file that others lack."""
 
     files: dict[str, Staged] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
@@ -54,11 +54,11 @@ def fetch(
     left_alone: Collection[str] = (),
     portion: Portion | None = None,
 ) -> Fetched:
-    """Get, verify and unpack the selected files of all packs but `left_alone`, in parallel; of these files only the
-    `portion`, if one is given. Other frames are not read.
+    """Read, verify and unpack the selected files of all packs but `left_alone`, in parallel. With a `portion`, only its
+    files. Other frames are not read.
 
-    A pack of which anything is wrong is refused whole, and the other packs make up for it where they can. Where a pack
-    vanishes meanwhile, because it was merged into another one, the store is listed again.
+    If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
+    pack vanishes meanwhile, because it was merged into another one, the store is listed again.
 
     Raises:
         StoreError: the store cannot be listed, or `abandoned` was set.
@@ -90,7 +90,7 @@ def fetch(
 
 
 class _Unpacking:
-    """The frames unpacked so far, each pack into a folder of its own."""
+    """Unpacks frames, each pack into its own folder, and knows the frames unpacked so far."""
 
     def __init__(self, store: ObjectStore, inbox: Path, abandoned: threading.Event | None) -> None:
         self.stored_bytes = 0
@@ -106,7 +106,7 @@ class _Unpacking:
         return self._inbox / os.path.basename(pack.entry.name).partition(".")[0]
 
     def unpack(self, packs: Sequence[tuple[StoredPack, set[str]]]) -> list[tuple[StoredPack, PackError | StoreError]]:
-        """Unpack those runs of each pack that hold one of its paths. Returns the packs that failed, with the error."""
+        """Unpack the runs that hold the given paths of each pack. Returns the packs that failed, with their errors."""
         failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
         def work(task: tuple[StoredPack, list[Run]]) -> None:
@@ -125,7 +125,7 @@ class _Unpacking:
         return list(failures.values())
 
     def _groups(self, pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
-        """The runs still to be unpacked; neighbours are grouped into one request."""
+        """The runs to unpack, with neighbours grouped into one request."""
         group: list[Run] = []
         end = 0
         for run in runs(pack.head):

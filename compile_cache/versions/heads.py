@@ -1,4 +1,4 @@
-"""Reading the heads of one key's packs in bounded memory, whatever a store holds."""
+"""Reads the heads of one key's packs in bounded memory, whatever the store holds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from compile_cache.pack.reading import read_exactly
 from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.versions.rules import Rules
 
-# A first read of 1 MiB gets a pack of usual size whole; one of 64 KiB gets the head of most packs.
+# A first read of 1 MiB gets all of a pack of usual size. A first read of 64 KiB gets the head of most packs.
 WHOLE_PACK_BYTES = 1 << 20
 HEAD_READ_BYTES = 64 << 10
-# A longer head is not read before its turn, when no other is being unpacked.
+# A longer head waits for its turn: it is read while no other head is unpacked.
 _USUAL_HEAD_BYTES = 1 << 20
 _MOST_KEPT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPack:
-    """A pack in the store: its verified head, and those of its first bytes that are in memory already."""
+    """A pack in the store: its verified head, and its first bytes as far as they are in memory."""
 
     entry: StoredObject
     head: Head
@@ -30,10 +30,11 @@ class StoredPack:
 
 
 class HeadReader:
-    """Reads heads, of which all together may hold no more files and no longer manifests than the limits allow one.
+    """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
+    pack.
 
-    Several threads may read. They fetch usual heads side by side, and unpack and check one at a time: so memory holds
-    one unpacked manifest beside the files of the packs that may be used.
+    Several threads may read. They fetch usual heads in parallel, but unpack and check one at a time. So memory holds
+    one unpacked manifest, and the files of the usable packs.
     """
 
     def __init__(self, store: ObjectStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
@@ -52,14 +53,14 @@ class HeadReader:
         """The pack with its verified head; the first read asks for `first_bytes`.
 
         Raises:
-            TooManyPacks: the heads read before leave no room for this one.
-            PackForbidden: the rules forbid its use, or it is in the place of another key.
-            PackError: says what is wrong.
-            StoreError: it cannot be read.
+            TooManyPacks: the other heads leave no room for this one.
+            PackForbidden: the rules forbid the pack's use, or it lies in another key's place.
+            PackError: the pack is damaged. The message says how.
+            StoreError: the pack cannot be read.
         """
         limits = self._rules.limits
         if entry.size_bytes > limits.size_bytes:
-            raise PackForbidden(f"it has {entry.size_bytes} bytes, and {limits.size_bytes} are allowed")
+            raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
         beginning = read_exactly(self._store, entry.name, 0, min(first_bytes, entry.size_bytes), abandoned)
         end = min(head_bytes(beginning, limits), entry.size_bytes)
         if len(beginning) < end <= _USUAL_HEAD_BYTES:
@@ -81,7 +82,7 @@ class HeadReader:
                     raise
                 raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
             if head.stored_bytes != entry.size_bytes:
-                raise PackError(f"it has {entry.size_bytes} bytes, and its manifest describes {head.stored_bytes}")
+                raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
             if head.manifest.key.prefix != f"{folder}/":
                 raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
             self._take_room(head)

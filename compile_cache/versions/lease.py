@@ -1,7 +1,7 @@
-"""A lease: one container does something, the others wait. Advisory: losing it costs work done twice, never an artifact.
+"""A lease: one container works, and the others wait. It is advisory: losing it costs double work, never an artifact.
 
-The lease is an object that its holder keeps rewriting. Another container takes the holder for dead once it has seen the
-object unchanged for the time that the lease states. No two clocks are compared.
+The lease is an object that its holder keeps rewriting. Another container takes the holder for dead if the object does
+not change for the time that it states. No two clocks are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_BYTES = 4096
 
 
 class Lease:
-    """The lease `name` in `store`, as this process sees it. Used by one thread at a time."""
+    """The lease `name` in `store`, as this process sees it. For one thread at a time."""
 
     def __init__(self, store: ObjectStore, name: str, expiry_s: float = EXPIRY_S) -> None:
         self._store = store
@@ -40,11 +40,11 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it, as far as it knows."""
+        """Whether this process has the lease, as far as it knows."""
         return self._ended is not None and not self._ended.is_set()
 
     def acquire(self) -> bool:
-        """Try once to have it. A thread renews it until `release` or `give_up`, or until the process ends.
+        """Try once to get the lease. A thread renews it until `release`, `give_up` or the end of the process.
 
         Raises:
             StoreError: the store cannot be read or written.
@@ -53,9 +53,9 @@ class Lease:
             return True
         for _ in range(2):
             seen = self._read()
-            if seen is None:  # most of a thousand containers find one, and a read costs less than a refused PUT
-                # The object that is there afterwards decides. Not every store that accepts the condition heeds it, and
-                # a PUT that is repeated after a lost answer fails on the object that it stored itself.
+            if seen is None:  # of a thousand containers most find a lease, and a read costs less than a refused PUT
+                # The object that exists afterwards decides. Some stores accept the condition but ignore it. And a PUT
+                # that is repeated after a lost answer fails on the object that it stored itself.
                 self._store.put_if_absent(self._name, self._content())
                 seen = self._read()
             if seen is not None and _stated(seen).get("holder") == self._holder:
@@ -69,26 +69,26 @@ class Lease:
         return False
 
     def give_up(self) -> None:
-        """Stop renewing it, and wait for nothing: the thread that renews it removes it, if the store lets it."""
+        """Stop renewing the lease, without waiting. The renewing thread removes it, if the store permits."""
         if self._ended is not None:
             self._ended.set()
 
     def release(self) -> None:
-        """Give it up, and wait until it is removed, so that the next container has it at once."""
+        """Give the lease up, and wait until it is removed, so that the next container gets it at once."""
         if self._ended is None:
             return
         self.give_up()
         if self._renewal is None:
             self._remove()
         else:
-            # The removal comes after a renewal under way, which would bring back a lease removed here.
+            # The renewing thread removes the lease: a renewal under way would bring back a lease that was removed here.
             self._renewal.join(self._expiry_s)
             if self._renewal.is_alive():
                 log.info("lease.not_released name=%s error=the store does not answer", self._name)
         self._ended = None
 
     def _content(self) -> bytes:
-        """Different each time: unchanged content means that the holder died."""
+        """The next content. It differs each time, because unchanged content means that the holder died."""
         self._writes += 1
         return json.dumps({"holder": self._holder, "writes": self._writes, "expiry_s": self._expiry_s}).encode()
 
@@ -102,7 +102,7 @@ class Lease:
         return _stated(self._read() or b"").get("holder") == self._holder
 
     def _is_dead(self, seen: bytes) -> bool:
-        """Whether it has been unchanged for the expiry that it states, or for ours if it states none."""
+        """Whether the lease has been unchanged for the expiry that it states, or for ours if it states none."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
@@ -116,7 +116,7 @@ class Lease:
         )
         try:
             self._renewal.start()
-        except RuntimeError:  # the interpreter exits and starts no threads: the lease lasts for its expiry
+        except RuntimeError:  # an exiting interpreter starts no threads: the lease lasts for its expiry
             self._renewal = None
 
     def _renew(self, ended: threading.Event) -> None:
@@ -129,7 +129,7 @@ class Lease:
                 self._store.put(self._name, self._content())
             except StoreError as error:
                 log.info("lease.not_renewed name=%s error=%s", self._name, error)
-        if self._ended is ended:  # not released and acquired again, while a renewal was hanging
+        if self._ended is ended:  # else the lease was released and acquired again while a renewal hung
             self._remove()
 
     def _remove(self) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a cache directory: which of its files the store has, and which are new and are to be published."""
+"""The ledger of a cache directory: which files the store has, and which are new and must be published."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from compile_cache.versions.directory import CacheDirectory, FileStamp, logical_
 from compile_cache.versions.fetch import Fetched
 from compile_cache.versions.packs import PacksOfKey
 
-# The first packs are small, so that the most valuable files are stored first, even when there is hardly any time.
+# The first packs are small, so that the most valuable files are stored even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
-# torch writes these again in place: the best configuration that tuning has found for a kernel.
+# torch rewrites these files in place. They have the best configuration that tuning found for a kernel.
 _TUNED = ".best_config"
 
 
 class Ledger:
-    """Compares `directory` with the packs that are known now: what was pruned meanwhile is new again, and what was
-    withdrawn is not."""
+    """Compares `directory` with the known packs. Files that were pruned meanwhile count as new again; withdrawn files
+    do not."""
 
     def __init__(self, directory: CacheDirectory, packs: PacksOfKey) -> None:
         self._directory = directory
         self._packs = packs
-        self._stored: dict[str, tuple[str, FileStamp]] = {}  # by path: the content that the store has, and its stamp
-        self._seeded: dict[str, tuple[FileStamp, str]] = {}  # by path: of another version, with the logical key
-        self._staged: dict[str, FileStamp] = {}  # before it was read into a pack
+        self._stored: dict[
+            str, tuple[str, FileStamp]
+        ] = {}  # by path: the digest of the stored content, and the file's stamp
+        self._seeded: dict[
+            str, tuple[FileStamp, str]
+        ] = {}  # by path: the stamp and the logical key of another version's file
+        self._staged: dict[str, FileStamp] = {}  # the stamps from before the files were read into packs
 
     def install(self, fetched: Fetched) -> int:
-        """Move verified files into the cache directory, each at once and whole; returns how many.
+        """Move verified files into the cache directory, each atomically. Returns their number.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -53,26 +57,26 @@ class Ledger:
         return len(fetched.files)
 
     def is_superseded(self, pack: Pack) -> bool:
-        """Whether the store has meanwhile got something that this staged pack would publish again."""
+        """Whether another container has meanwhile published a part of this staged pack."""
         keys = self._stored_keys()
         return any(file.key in keys for file in pack.manifest.files if file.replaces is None)
 
     def published(self, pack: Pack) -> None:
-        """Note that a staged pack was stored."""
+        """Note that a staged pack was uploaded."""
         for file in pack.manifest.files:
             self._stored[file.path] = (file.sha256, self._staged[file.path])
             self._seeded.pop(file.path, None)
 
     def unpublished(self, withheld: Collection[str]) -> list[list[Source]]:
-        """The files that the store does not have, in parts that are worth a pack each, the most valuable first."""
+        """The files that the store lacks, in parts of a pack each, the most valuable first."""
         return [part for part in _parts(sorted(self._new(withheld), key=_by_value)) if part]
 
     def _stored_keys(self) -> set[str]:
         return {file.key for pack in self._packs.known.values() for file in pack.head.manifest.files}
 
     def _new(self, withheld: Collection[str]) -> Iterator[Source]:
-        """New logical keys; files whose content differs from the one stored under their path; and, of another version's
-        files, those that this boot has read."""
+        """The files to publish: those with new logical keys, those whose content differs from the stored one, and the
+        files of another version that this boot has read."""
         self._forget_pruned()
         keys = self._stored_keys()
         counts_all_read = bool(self._seeded) and not _records_reads(self._directory.inbox)
@@ -95,8 +99,8 @@ class Ledger:
                 yield Source(local, path, variant)
 
     def _forget_pruned(self) -> None:
-        """Count what the store has lost as new. Not for a key with withdrawn packs: these have what seems lost, or were
-        merged from packs that had it, and nobody is to publish it again."""
+        """Count files that the store has lost as new. A key with withdrawn packs is exempt: those packs have the files
+        that seem lost, or were merged from packs that had them, and nobody may publish them again."""
         if self._packs.withdrawn:
             return
         paths = {file.path for pack in self._packs.known.values() for file in pack.head.manifest.files}
@@ -109,7 +113,7 @@ class Ledger:
         sha256 = sha256_of(local)
         if sha256 == stored_sha256:
             self._stored[path] = (sha256, stamp)
-        # Any other file that changes is damaged. Of several successors the first one is used.
+        # Any other changed file is damaged. If there are several successors, the first one is used.
         elif path.endswith(_TUNED) and self._has(path, stored_sha256) and not self._has_successor(path, stored_sha256):
             yield Source(local, path, key, replaces=stored_sha256)
 
@@ -123,8 +127,8 @@ class Ledger:
 
 
 def _variant(key: str, siblings: Iterable[str]) -> str:
-    """The logical key of an entry that was compiled although these entries had been found under `key`: Inductor keeps
-    several graphs under one key, with guards on sizes, and none of these applied."""
+    """The logical key of a further entry under `key`. Inductor keeps several graphs under one key, with guards on
+    sizes, and compiles another one if none of them applies."""
     names = "\n".join(sorted(os.path.basename(path) for path in siblings))
     return f"{key}/after/{hashlib.sha256(names.encode()).hexdigest()[:32]}"
 
@@ -135,7 +139,7 @@ def _stamp(path: str) -> FileStamp:
 
 
 def _mark_unread(path: str) -> None:
-    """Give a file an access time before its modification time: the first read then sets it, under relatime too."""
+    """Set a file's access time before its modification time. Then the first read updates it, also under relatime."""
     os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
 
 
@@ -147,7 +151,7 @@ def _is_read(path: str | Path) -> bool:
 
 
 def _records_reads(folder: Path) -> bool:
-    """Whether the file system sets access times: not if it is mounted with `noatime`."""
+    """Whether the file system records access times. It does not if it is mounted with `noatime`."""
     with tempfile.NamedTemporaryFile(dir=folder) as probe:
         probe.write(b"read")
         probe.flush()
@@ -157,19 +161,20 @@ def _records_reads(folder: Path) -> bool:
 
 
 def _by_value(source: Source) -> tuple[int, str]:
-    """Graph entries first: they save lowering and code generation, by far the most. Then compiled code, then the
-    rest."""
+    """The sort key by value: graph entries first, because they save lowering and code generation; then compiled code;
+    then the rest."""
     if source.key != source.path:
         return 0, source.path
     return (1 if source.path.endswith((".so", ".cubin", ".hsaco", ".py")) else 2), source.path
 
 
 def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """`sources` in their order, cut where a pack would grow past its size. Each size is twice the one before."""
+    """`sources` in order, in parts of limited size. Each limit is twice the one before."""
     part: list[Source] = []
     size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
     for source in sources:
-        # All files of a logical key are in one pack: they are taken from the first pack that has the key.
+        # All files of a logical key go into one pack, because a restore takes them from the first pack that has the
+        # key.
         if part and size_bytes > most_bytes and source.key != part[-1].key:
             yield part
             part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)

@@ -1,4 +1,4 @@
-"""The packs of one key that would be restored, as far as their heads tell: the one decision for boots and `explain`."""
+"""Decides which packs of a key are restored, from their heads, for boots and for `explain`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compile_cache.versions.withdrawal import withdrawals_among
 
 log = logging.getLogger("compile_cache")
 
-# A key with more packs has mostly small ones: of these, the first read takes only the head.
+# A key with more packs has mostly small packs. Their first read takes only the head.
 _MANY_PACKS = 16
 _MOST_LISTINGS = 5
 USED = "used-"
@@ -29,8 +29,8 @@ USED = "used-"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the packs of a key add up to: for each path the chosen file, by the number of its pack in `packs`. `refused`
-    packs are left out."""
+    """The sum of a key's packs: the chosen file for each path, with the number of its pack in `packs`. `refused` packs
+    are left out."""
 
     packs: Sequence[StoredPack]
     files: Mapping[str, Choice]
@@ -38,7 +38,7 @@ class Selection:
 
     @property
     def needed(self) -> dict[str, set[str]]:
-        """The packs that files are taken from, by name, with the paths."""
+        """The chosen paths by the name of their pack."""
         needed: dict[str, set[str]] = {}
         for choice in self.files.values():
             needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
@@ -46,11 +46,11 @@ class Selection:
 
 
 class PacksOfKey:
-    """The packs of `key` in `store` whose heads verify under `rules`. Used by one thread at a time.
+    """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
-    `known` are those packs by name, oldest first. `uses` are the marks of the days when the key was used. `withdrawn`
-    are the packs out of use, by name with their withdrawals; they count as absent. `withdrawn_elsewhere` are more of
-    them, which other stores' listings have shown.
+    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `withdrawn`
+    has the withdrawals by the name of their pack; withdrawn packs count as absent. `withdrawn_elsewhere` has further
+    withdrawals, from other stores' listings.
     """
 
     def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules, earlier: RefusedEarlier) -> None:
@@ -69,12 +69,12 @@ class PacksOfKey:
 
     @property
     def is_fully_known(self) -> bool:
-        """Whether the store has answered for every pack listed: with its head, or that it cannot be had."""
+        """Whether the store has answered for every listed pack, with its head or with a final refusal."""
         return not self._unavailable
 
     @property
     def is_full(self) -> bool:
-        """Whether a pack was left out because all packs together reach the limits."""
+        """Whether a pack was left out because all packs together exceed the limits."""
         return bool(self._without_room)
 
     def list(self) -> Sequence[StoredObject]:
@@ -92,12 +92,12 @@ class PacksOfKey:
 
     def _note_withdrawn(self, withdrawn: Mapping[str, StoredObject]) -> None:
         for name in withdrawn.keys() - self.withdrawn.keys():
-            log.info("pack.withdrawn name=%s: it is not used; `compile-cache show` says why", name)
+            log.info("pack.withdrawn name=%s This pack is not used. `compile-cache show` says why.", name)
         self.withdrawn = withdrawn
 
     def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
-        """List the store, and read the heads of packs not seen before, in parallel. A pack that vanishes before it is
-        read was merged into another one: then list again.
+        """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
+        merged into another one: then list again.
 
         Raises:
             StoreError: the store cannot be listed, or `abandoned` was set.
@@ -106,9 +106,9 @@ class PacksOfKey:
         for _ in range(_MOST_LISTINGS):
             before, vanished = vanished, self._look(first_bytes, abandoned)
             if not set(vanished) - set(before):
-                break  # the store lists this pack and does not have it: it was not merged
+                break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
-            self._refused[name] = RefusedPack(name, "it is listed, and not there", is_final=False)
+            self._refused[name] = RefusedPack(name, "the store lists it, but does not have it", is_final=False)
         self.is_listed = True
 
     def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
@@ -141,11 +141,11 @@ class PacksOfKey:
         return vanished
 
     def add(self, pack: StoredPack) -> None:
-        """Count a pack that was just stored."""
+        """Add a pack that was just uploaded."""
         self.known[pack.entry.name] = pack
 
     def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
-        """Count a pack as absent: reading more of it has failed."""
+        """Count a pack as absent, because reading more of it failed."""
         self.known.pop(entry.name, None)
         self._refuse(entry, error)
 
@@ -159,16 +159,15 @@ class PacksOfKey:
         elif is_final:
             try:
                 self._earlier.remember(entry, str(error))
-            except OSError as problem:  # a full disk: then the next boot judges the pack again
+            except OSError as problem:  # a full disk, for example: the next boot judges the pack again
                 log.info("refusal.not_remembered pack=%s error=%s", entry.name, problem)
 
     def forget_beginnings(self) -> None:
-        """Free the first bytes of packs, once they are unpacked: the packs stay known as long as the process lives."""
+        """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
         self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
 
     def select(self, left_alone: Collection[str] = ()) -> Selection:
-        """What would be restored: the files of all packs but `left_alone` that together unpack to no more than the
-        limits allow."""
+        """The files to restore: those of all packs but `left_alone`, up to the limit of unpacked bytes."""
         limits, packs, too_large = self.rules.limits, [], []
         keys: set[str] = set()
         size_bytes = 0
@@ -178,7 +177,7 @@ class PacksOfKey:
             new = [file for file in pack.head.manifest.files if file.key not in keys or file.replaces is not None]
             more_bytes = sum(file.size_bytes for file in new)
             if size_bytes + more_bytes > limits.size_bytes:
-                too_large.append(RefusedPack(name, f"all packs unpack to more than {limits.size_bytes} bytes"))
+                too_large.append(RefusedPack(name, f"all packs together unpack to more than {limits.size_bytes} bytes"))
                 continue
             packs.append(pack)
             keys.update(file.key for file in new)
@@ -189,8 +188,8 @@ class PacksOfKey:
 
 
 def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
-    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton believes the record, and
-    fails; without the record it compiles the kernel."""
+    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton would trust the record
+    and fail. Without the record it compiles the kernel."""
     folder, _, name = path.rpartition("/")
     if not (path.startswith("triton/") and name.startswith("__grp__")):
         return False

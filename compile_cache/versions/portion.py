@@ -1,4 +1,4 @@
-"""A part of what the packs of a key add up to: the files of one kind, the newest first, as many as limits allow."""
+"""A part of a key's files: the files of one kind, the newest first, as many as the limits allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Portion:
     size_bytes: int
 
     def of(self, selection: Selection) -> Selection:
-        """The same packs, of whose files only this portion is chosen; those of the pack that was stored last first."""
+        """The same packs with only this portion of their files chosen, those of the newest pack first."""
         files: dict[str, Choice] = {}
         left_bytes = self.size_bytes
         for run, wanted in self._runs(selection):
@@ -32,7 +32,7 @@ class Portion:
         return replace(selection, files=files)
 
     def _runs(self, selection: Selection) -> Iterator[tuple[Run, dict[str, Choice]]]:
-        """Each run that has some of the files, with these."""
+        """Each run with some of the files, and these files."""
         pattern = re.compile(rf"{PRECOMPILED}/[0-9a-f]{{32}}/[0-9a-f]{{32}}{re.escape(self.suffix)}")
         paths = {path for path in selection.files if pattern.fullmatch(path)}
         with_files = {selection.files[path].pack for path in paths}

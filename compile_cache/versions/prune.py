@@ -1,7 +1,7 @@
-"""Pruning: which versions a store can do without, and removing them. Versions in use are never touched.
+"""Pruning: finds the versions that a store does not need, and removes them. Versions in use are never touched.
 
-Versions are removed whole: their packs add up, and one pack alone is of little use. Withdrawals stay, because a layer,
-or a container that still runs, may have their packs.
+Versions are removed whole: their packs add up, and a single pack is of little use. Withdrawals stay, because a layer or
+a running container may have their packs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PrunePolicy:
-    """Which versions may go. Each rule that is not None removes on its own: versions not used for `unused_days`; of
-    each model in each environment all but the `keep_versions` used last; the versions used longest ago, until all packs
-    fit `most_bytes`.
+    """The rules for removal. Each rule that is not None removes versions by itself:
 
-    A version of which anything was written in the last `in_use_days` stays in any case: a pack, the mark of its use, or
-    the lease of a boot that compiles for it.
+    | rule | removes |
+    | --- | --- |
+    | `unused_days` | versions that were not used for so many days |
+    | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
+    | `most_bytes` | the least recently used versions, until all packs fit |
+
+    A version stays if any of its objects was written in the last `in_use_days`: a pack, the mark of its use, or the
+    lease of a boot that compiles for it.
     """
 
     unused_days: float | None = None
@@ -41,13 +45,13 @@ class PrunePolicy:
                 raise SettingsError(f"{value} is no limit to prune by: give a number that is not negative")
 
     def is_in_use(self, version: Version, now_s: float) -> bool:
-        """Whether `version` stays, whatever the rules say."""
+        """Whether `version` stays regardless of the rules."""
         return now_s - _touched_s(version) <= self.in_use_days * _DAY_S
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A version to be removed, and why."""
+    """A version to remove, and the reason."""
 
     version: Version
     reason: str
@@ -55,8 +59,8 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What would be removed: versions with their packs, `leftovers` (marks and leases of versions that have no packs),
-    and the records of `environments` in which nothing would be left. `kept_bytes` are the packs that would stay."""
+    """The objects to remove: versions with their packs, `leftovers` (marks and leases of versions without packs), and
+    the records of `environments` in which nothing is left. `kept_bytes` is the size of the packs that stay."""
 
     removals: tuple[Removal, ...] = ()
     leftovers: tuple[Version, ...] = ()
@@ -65,7 +69,7 @@ class PrunePlan:
 
     @property
     def freed_bytes(self) -> int:
-        """The length of all packs to be removed."""
+        """The size of all packs to remove."""
         return sum(removal.version.size_bytes for removal in self.removals)
 
     @property
@@ -76,7 +80,7 @@ class PrunePlan:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed. `skipped` versions were used or published after the plan was made."""
+    """The removed objects. `skipped` versions were used or published after the plan was made."""
 
     versions: int = 0
     packs: int = 0
@@ -85,7 +89,7 @@ class Pruned:
 
 
 def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
-    """Decide what to remove, from the catalog of the written store alone. Changes nothing."""
+    """A plan from the catalog of the written store. Changes nothing."""
     versions = [version for version in catalog.versions if version.all_packs]
     kept = {version.key: version for version in versions}
     removals: list[Removal] = []
@@ -120,9 +124,9 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan
 
 
 def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
-    """Carry out `plan`, but leave each version of which anything was written after the plan was made.
+    """Carry out `plan`, but keep each version with an object that was written after the plan was made.
 
-    Packs are deleted first. If the process ends in between, the rest of a version is a leftover of the next plan.
+    Packs are deleted first. If the process ends in between, the next plan has the other objects as leftovers.
 
     Raises:
         StoreError: the store cannot be listed, or refuses to delete. The next plan has the rest.
@@ -149,13 +153,13 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
 
 
 def _by_use(versions: Iterable[Version]) -> list[Version]:
-    """The version used last comes first; at equal times, the one published last. Versions without a pack in use come
-    after all others."""
+    """The versions by last use, the latest first; at equal times, the latest published first. Versions without a pack
+    in use come last."""
     return sorted(versions, key=lambda v: (bool(v.packs), v.used_s, v.published_s), reverse=True)
 
 
 def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]]:
-    """Of each model in each environment, all versions but the `count` used last, and how many were used after each."""
+    """For each model in each environment, all versions but the `count` last used ones, with their rank."""
     groups: dict[tuple[str, str], list[Version]] = {}
     for version in _by_use(versions):
         groups.setdefault((version.key.environment, version.key.model_name), []).append(version)
@@ -163,12 +167,12 @@ def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]
 
 
 def _touched_s(version: Version) -> float:
-    """When any object of it was last written."""
+    """The time when any object of the version was last written."""
     return max((entry.modified_s for entry in version.objects), default=0.0)
 
 
 def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
-    """Marks of use and leases; any other object in a version's folder is somebody else's."""
+    """The marks of use and the leases. Other objects in a version's folder do not belong to this library."""
     names = [(entry, entry.name.rpartition("/")[2]) for entry in entries]
     return [entry for entry, name in names if USED_NAME.fullmatch(name) or LEASE_NAME.fullmatch(name)]
 
@@ -178,8 +182,8 @@ def _is_leftover(version: Version) -> bool:
 
 
 def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:
-    """The environments of which only the record would be left, unless somebody has just begun to publish there. A
-    withdrawal needs its environment's record: people are shown it."""
+    """The environments of which only the record would be left, unless somebody has just begun to publish there. An
+    environment with a withdrawal keeps its record, which the command line shows."""
     inhabited = {
         version.key.environment
         for version in catalog.versions

@@ -1,4 +1,4 @@
-"""A pack that a boot does not use. Reports name it, so this module imports next to nothing."""
+"""A pack that a boot does not use. Reports import this module, so it imports almost nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RefusedPack:
-    """A pack that counts as absent, and why. `is_final` is False if it could not be read, or has no room now: the next
-    look may use it."""
+    """A pack that counts as absent, and the reason. `is_final` is False if it could not be read or the limits left no
+    room: the next look may use it."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""Refused packs, remembered on this host: a pack that failed once is not fetched again by later boots."""
+"""Remembers refused packs on this host, so that later boots do not fetch them again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from compile_cache.versions.rules import Rules
 
 
 class RefusedEarlier:
-    """One small file in `folder` for each pack that was refused.
+    """One small file in `folder` for each refused pack.
 
-    It holds for the object as it was listed, and for the rules: limits, trusted keys and pack format. A replaced object
-    is looked at again, and so is every pack under other rules. With `is_read_only`, nothing is written.
+    The record is valid for the object as it was listed, and for the rules: limits, trusted keys and pack format. A
+    replaced object is judged again; under other rules every pack is. With `is_read_only`, nothing is written.
     """
 
     def __init__(self, folder: Path, location: str, rules: Rules, is_read_only: bool = False) -> None:
@@ -30,16 +30,16 @@ class RefusedEarlier:
             record = json.loads(self._path(entry).read_bytes())
             return f"{record['reason']} (found by an earlier boot)"
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # no record, or one cut short: then the pack is judged again, and the record written anew
+            return None  # no record, or a damaged one: the pack is judged again, and the record written anew
 
     def remember(self, entry: StoredObject, reason: str) -> None:
-        """Record why `entry` was refused. An existing record stays as it is.
+        """Record why `entry` was refused. An existing record stays unchanged.
 
         Raises:
-            OSError: it cannot be written; then the next boot judges the pack again.
+            OSError: the record cannot be written. Then the next boot judges the pack again.
         """
         if self._is_read_only or self.reason(entry) is not None:
-            return  # `reason` may come from `self.reason`, and would grow with every boot
+            return  # `reason` may come from `self.reason`, and would get longer with every boot
         self._folder.mkdir(exist_ok=True)
         record = {"store": self._location, "name": entry.name, "reason": reason}
         self._path(entry).write_text(json.dumps(record))

@@ -1,7 +1,7 @@
 """The relatives of a key: other versions of its model, and its model in other environments.
 
-The headers of their artifacts name the calls that a boot without artifacts of its own will meet. The artifacts do not
-fit this boot: only their headers are used.
+The headers of their artifacts name the calls that a boot without its own artifacts will meet. The artifacts do not fit
+this boot, so only the headers are used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FOLDER = "relatives"
 
 
 def relatives(catalog: Catalog, key: CacheKey) -> Sequence[Version]:
-    """The versions of the key's model that were used last, the last one first: the three other ones in the key's
-    environment, and the one of each of three other environments."""
+    """The last used other versions of the key's model, the latest first: three in the key's environment, and one in
+    each of three other environments."""
     found = [v for v in catalog.versions if v.packs and v.key.model_name == key.model_name and v.key != key]
     found.sort(key=lambda version: (-version.used_s, version.key.prefix))
     own = [version for version in found if version.key.environment == key.environment]
@@ -45,12 +45,12 @@ def relatives(catalog: Catalog, key: CacheKey) -> Sequence[Version]:
 
 
 def calls_of_relatives(cache: CompileCache, abandoned: threading.Event | None = None) -> list[KnownCall]:
-    """The calls that the artifacts of the relatives of `cache` were made of: of the relative that was used last first,
-    and of its artifacts the one that was published last first; each call once.
+    """The calls from which the relatives' artifacts were made, each once. The calls of the last used relative, and of
+    its newest artifacts, come first.
 
-    Lists the whole store, because environments come first in its names: one request per 1,000 objects. Then reads at
-    most 64 MiB and 256 artifacts, verified as a restore verifies them, into a folder beside the cache directory, which
-    it removes. It is meant for a thread beside the predictions. A relative that cannot be read is left out, and logged.
+    This lists the whole store, because environments come first in the names: one request per 1,000 objects. Then it
+    reads at most 64 MiB and 256 artifacts, verified like a restore's, into a temporary folder beside the cache
+    directory. It is meant for a thread beside the predictions. A relative that cannot be read is skipped and logged.
 
     Raises:
         StoreError: the store cannot be listed, or `abandoned` was set.
@@ -61,7 +61,7 @@ def calls_of_relatives(cache: CompileCache, abandoned: threading.Event | None = 
     for version in relatives(read_catalog(cache.stores.reading), cache.key):
         try:
             fetched = fetch(cache.for_version(version.key).packs, folder, abandoned, portion=left)
-            # The folder may have more, which was not verified.
+            # The folder may have more files, which were not verified.
             for call in read_calls(Path(staged.local) for staged in fetched.files.values()):
                 calls.setdefault(call.name, call)
             left = replace(

@@ -1,4 +1,4 @@
-"""The rules by which packs are used or refused, for a boot and for the command `compile-cache` alike."""
+"""The rules by which packs are used or refused, for boots and for the command `compile-cache`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compile_cache.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits, the keys whose packs are used (without any, every pack is), and the signer of new packs.
+    """The limits, the trusted keys (without any, every pack is used), and the signer of new packs.
 
-    A signer without trusted keys trusts itself alone. Otherwise compaction would re-sign packs that anybody uploaded.
+    A signer without trusted keys trusts only itself. Otherwise compaction would re-sign packs that anybody uploaded.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -30,7 +30,7 @@ class Rules:
         """The rules of a boot with these settings.
 
         Raises:
-            SettingsError: `cryptography` is needed, and not installed.
+            SettingsError: `cryptography` is needed, but not installed.
         """
         signer = Signer(settings.signing_key) if settings.signing_key else None
         return cls(Limits(size_bytes=settings.max_restore_bytes), TrustedKeys(settings.trusted_keys), signer)

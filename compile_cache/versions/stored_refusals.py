@@ -1,4 +1,4 @@
-"""The refusals that a key's packs carry, for people."""
+"""The refusals in a key's packs, for the command line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST_BYTES = 64 << 20
 
 
 def stored_refusals(packs: PacksOfKey) -> tuple[Refusal, ...]:
-    """The kinds of calls of `packs` that are served eager, by class. Reads heads, and the frames that have refusals,
-    verified as a restore verifies them. Damaged refusals are left out, and are logged.
+    """The kinds of calls that `packs` say to serve eager, by class. Reads heads, and the frames with refusals, which
+    are verified like a restore's. Damaged refusals are skipped and logged.
 
     Raises:
         StoreError: the store cannot be listed.

@@ -18,13 +18,16 @@ from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal, withdrawals_among
 
-# Called with the bytes read so far and all that are to be read.
+# Called with the number of bytes read so far and the total.
 Progress = Callable[[int, int], None]
 
 
 class PackState(StrEnum):
-    """`REFUSED` packs may be intact, and are not used here: the trusted keys, the limits, the pack format or their
-    place forbid it. Only their heads were read. `WITHDRAWN` packs are out of use, and were not read."""
+    """The state of a stored pack.
+
+    `REFUSED` packs may be intact, but the trusted keys, the limits, the pack format or their place forbid their use.
+    Only their heads were read. `WITHDRAWN` packs are out of use, and were not read.
+    """
 
     SOUND = "sound"
     DAMAGED = "damaged"
@@ -35,7 +38,7 @@ class PackState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPack:
-    """A pack, its state, and the reason, if it is not sound. `signed_by` is the public key whose signature was
+    """A pack, its state, and the reason if it is not sound. `signed_by` is the public key whose signature was
     verified."""
 
     entry: StoredObject
@@ -51,11 +54,11 @@ class VerifiedPack:
 
 
 def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) -> Head:
-    """Read a whole pack from `store` and verify everything in it; nothing is kept.
+    """Read a whole pack from `store`, verify everything in it, and keep nothing.
 
     Raises:
-        PackError: says what is wrong.
-        StoreError: it cannot be read.
+        PackError: the pack is damaged or forbidden. The message says why.
+        StoreError: the pack cannot be read.
     """
     head = HeadReader(store, rules).read(StoredObject(name, size_bytes, 0.0)).head
     in_daemon_threads(
@@ -66,7 +69,7 @@ def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) ->
 
 
 def verify_whole(store: ObjectStore, entry: StoredObject, rules: Rules) -> VerifiedPack | None:
-    """Verify everything in one pack; None if it is gone by now."""
+    """Verify everything in one pack; None if the pack no longer exists."""
     return _verify(store, entry, rules, lambda: verify_pack(store, entry.name, entry.size_bytes, rules))
 
 
@@ -76,19 +79,19 @@ def verify_all(
     rules: Rules,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> list[VerifiedPack]:
-    """Verify everything in these packs, one pack after the other. Packs that are gone by now are left out."""
+    """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
     verified, done_bytes, total_bytes = [], 0, sum(entry.size_bytes for entry in entries)
     for entry in entries:
         if pack := verify_whole(store, entry, rules):
-            verified.append(replace(pack, head=None))  # of many packs, the heads would fill the memory
+            verified.append(replace(pack, head=None))  # the heads of many packs would fill the memory
         done_bytes += entry.size_bytes
         progress(done_bytes, total_bytes)
     return verified
 
 
 def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
-    """Verify the heads of one key's packs, several at a time, in their order. Packs that are gone by now are left
-    out."""
+    """Verify the heads of one key's packs, several at a time, and return them in order. Packs that no longer exist are
+    left out."""
     found: dict[str, VerifiedPack | None] = {}
     reader = HeadReader(store, rules)
 
@@ -100,13 +103,13 @@ def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rul
 
 
 def read_withdrawals(store: ObjectStore, version: Version) -> dict[str, Withdrawal]:
-    """Why each withdrawn pack of `version` is out of use, by the pack's name: one small read for each."""
+    """The withdrawals of `version` by the name of the pack. Takes one small read for each."""
     entries = withdrawals_among(version.withdrawals)
     return {pack.name: read_withdrawal(store, entries[pack.name]) for pack in version.withdrawn}
 
 
 def list_withdrawn(store: ObjectStore, versions: Sequence[Version]) -> list[VerifiedPack]:
-    """The withdrawn packs of `versions`, with the reasons. The packs are not read."""
+    """The withdrawn packs of `versions`, with the reasons. No pack is read."""
     found = []
     for version in versions:
         withdrawals = read_withdrawals(store, version)
@@ -130,7 +133,7 @@ def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callabl
 
 
 def _verify_own_signature(store: ObjectStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:
-    """Where no keys are trusted, signatures are not verified. Verify this one with the key that it names itself."""
+    """Verify a signature with the key that it names. Needed without trusted keys, when signatures are not verified."""
     try:
         named = Rules(rules.limits, TrustedKeys([str(sound.signed_by)]))
         HeadReader(store, named).read(sound.entry)

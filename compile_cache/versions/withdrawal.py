@@ -2,8 +2,8 @@
 
 <pack's name>.withdrawn    {"withdrawn_s": 1.0, "reason": "wrong pictures"}
 
-A withdrawal is seen in the listing that every reader makes anyway. Its name alone decides; its content informs people.
-Whoever may write to a store could delete the pack as well.
+Every reader sees a withdrawal in its usual listing. Only the name decides; the content informs people. Anybody who may
+write to a store could also delete the pack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LATEST_S = 1 << 33
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """Which pack is out of use, since when in seconds since 1970, and why. `reason` may be empty."""
+    """A pack out of use, the time of its withdrawal in seconds since 1970, and the reason, which may be empty."""
 
     pack: str
     since_s: float
@@ -36,7 +36,7 @@ class Withdrawal:
 
     def __post_init__(self) -> None:
         """Raises:
-        SettingsError: the reason is no line of text, or too long.
+        SettingsError: the reason is not one line of text, or is too long.
         """
         if not _is_reason(self.reason):
             raise SettingsError(f"this reason cannot be stored: give one line of at most {LONGEST_REASON} characters")
@@ -47,16 +47,16 @@ class Withdrawal:
 
     @property
     def text(self) -> str:
-        """The withdrawal for people, in a line."""
+        """The withdrawal in one line, for people."""
         try:
             since = datetime.fromtimestamp(self.since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
         except (ValueError, OverflowError, OSError):  # a store may list any time
-            since = "a time that is none"
+            since = "an invalid time"
         return f"withdrawn since {since}: {self.reason or 'no reason was given'}"
 
 
 def withdrawals_among(entries: Iterable[StoredObject]) -> dict[str, StoredObject]:
-    """The withdrawals of a listing, by the name of their pack. Only exact names count."""
+    """The withdrawals in a listing, by the name of the pack. Only exact names count."""
     return {
         entry.name.removesuffix(WITHDRAWN): entry
         for entry in entries
@@ -65,8 +65,8 @@ def withdrawals_among(entries: Iterable[StoredObject]) -> dict[str, StoredObject
 
 
 def read_withdrawal(store: ObjectStore, entry: StoredObject) -> Withdrawal:
-    """The withdrawal listed as `entry`. Anybody may have written it: what it does not say properly is left out, and the
-    store's time of the object stands for the time. It holds, whatever can be read."""
+    """The withdrawal listed as `entry`. Anybody may have written it, so invalid fields are ignored: the store's time of
+    the object replaces an invalid time. The withdrawal is valid whatever its content."""
     try:
         stated = json.loads(store.read(entry.name, 0, _MOST_BYTES))
     except (StoreError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Taking packs out of use for every boot that reads a store, and back: by small objects beside them (withdrawal.py)."""
+"""Takes packs out of use for every boot that reads a store, and brings them back (withdrawal.py)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Content = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class WithdrawalPlan:
-    """The packs to take out of use, all of `version` as it was listed, or one of them. `contents` are the files of each
-    pack whose head could be read."""
+    """The packs to take out of use: all of `version` as it was listed, or some. `contents` has the files of each pack
+    whose head could be read."""
 
     version: Version
     packs: tuple[StoredObject, ...]
@@ -32,7 +32,7 @@ class WithdrawalPlan:
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """A pack in use, and how many of its files are byte for byte those of packs that were withdrawn."""
+    """A pack in use, and how many of its files are equal to files of withdrawn packs."""
 
     pack: str
     shared: int
@@ -42,7 +42,7 @@ class SharedFiles:
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
     """The packs taken out of use. `left` packs were published faster than they could be withdrawn. `shared` packs have
-    files of withdrawn ones: mostly they were seeded from them, or compiled to the same bytes."""
+    files of withdrawn packs: mostly they were seeded from them, or compiled to the same bytes."""
 
     packs: tuple[StoredObject, ...] = ()
     left: tuple[StoredObject, ...] = ()
@@ -51,8 +51,8 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Reinstated:
-    """The packs brought back into use. `missing` ones are not stored any more. `withdrawn_elsewhere` are still out of
-    use, because a layer that is only read withdraws them."""
+    """The packs brought back into use. `missing` packs are no longer stored. `withdrawn_elsewhere` are still out of
+    use, because a read-only layer withdraws them."""
 
     packs: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class Reinstated:
 def plan_withdrawal(
     reading: ObjectStore, version: Version, packs: Collection[str] | None, rules: Rules
 ) -> WithdrawalPlan:
-    """Read the heads of the packs that are to go: those in use of `version`, or those of them named in `packs`.
+    """Read the heads of the packs to withdraw: the packs of `version` in use, or those of them named in `packs`.
 
-    Nothing is changed. A head that cannot be read only leaves the plan's `contents` incomplete.
+    Changes nothing. If a head cannot be read, only the plan's `contents` are incomplete.
     """
     found = tuple(pack for pack in version.packs if packs is None or pack.name in packs)
     return WithdrawalPlan(version, found, packs is None, _contents(reading, found, rules))
@@ -73,12 +73,13 @@ def plan_withdrawal(
 def withdraw(reading: ObjectStore, writing: ObjectStore, plan: WithdrawalPlan, reason: str, rules: Rules) -> Withdrawn:
     """Carry out `plan`: store a withdrawal in `writing` for each pack.
 
-    `reading` are the layers of a boot, `writing` among them. They are listed again: of a whole version, packs published
-    meanwhile go too; else, packs that these were merged into meanwhile. A pack published later is in use.
+    `reading` has the layers of a boot, `writing` among them. They are listed again. For a whole version, packs
+    published meanwhile are withdrawn too. For single packs, packs into which they were merged meanwhile are. Packs
+    published later are in use.
 
     Raises:
         SettingsError: the reason cannot be stored.
-        StoreError: a store cannot be listed, or `writing` cannot be written. Packs may be withdrawn already; repeat it.
+        StoreError: a store cannot be listed, or `writing` cannot be written. Some packs may be withdrawn. Try again.
     """
     before = {pack.name for pack in plan.version.objects}
     contents = dict(plan.contents)
@@ -124,7 +125,7 @@ def _version(store: ObjectStore, key: CacheKey) -> Version:
 
 
 def _contents(store: ObjectStore, packs: Sequence[StoredObject], rules: Rules) -> dict[str, frozenset[_Content]]:
-    """The files of those packs whose heads can be read and verify."""
+    """The files of the packs whose heads can be read and verified."""
     return {
         pack.entry.name: frozenset((file.path, file.sha256) for file in pack.head.manifest.files)
         for pack in verify_heads(store, packs, rules)
@@ -135,13 +136,13 @@ def _contents(store: ObjectStore, packs: Sequence[StoredObject], rules: Rules) -
 def _merged_from(
     plan: WithdrawalPlan, new: Sequence[StoredObject], contents: dict[str, frozenset[_Content]]
 ) -> list[StoredObject]:
-    """Those `new` packs that have everything of a pack that was to go: compaction made them meanwhile."""
+    """The `new` packs that have every file of a pack to withdraw: compaction made them meanwhile."""
     gone = [contents[pack.name] for pack in plan.packs if contents.get(pack.name)]
     return [pack for pack in new if any(content <= contents.get(pack.name, frozenset()) for content in gone)]
 
 
 def _sharing(reading: ObjectStore, key: CacheKey, gone: frozenset[_Content], rules: Rules) -> tuple[SharedFiles, ...]:
-    """The packs in use of all versions of the model, in this environment, that have files of `gone`."""
+    """The packs in use, of all versions of the model in this environment, that have files of `gone`."""
     found = []
     for version in stored_versions(reading, key) if gone else ():
         for name, content in _contents(reading, version.packs, rules).items():
