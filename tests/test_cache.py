@@ -504,7 +504,7 @@ def test_a_pack_larger_than_allowed_is_refused_without_being_fetched(store, mach
     size_bytes = len(store.read(large))
     booted = machine(store, limits=Limits(size_bytes=size_bytes - 1))
     (refused,) = booted.restore().refused
-    assert (refused.name, refused.reason) == (large, f"it has {size_bytes} bytes, and {size_bytes - 1} are allowed")
+    assert (refused.name, refused.reason) == (large, f"it has {size_bytes} bytes; {size_bytes - 1} are allowed")
     assert booted.files() == {"more.so": b"more"}
 
 
@@ -514,7 +514,7 @@ def test_a_pack_that_unpacks_to_more_than_allowed_is_refused(local, machine):
     booted = machine(local, limits=Limits(size_bytes=unpacked_bytes - 1))
     (refused,) = booted.restore().refused
     assert refused.name == large
-    assert refused.reason == f"it unpacks to {unpacked_bytes} bytes, and {unpacked_bytes - 1} are allowed"
+    assert refused.reason == f"it unpacks to {unpacked_bytes} bytes; {unpacked_bytes - 1} are allowed"
     assert booted.files() == {"more.so": b"more"}
 
 

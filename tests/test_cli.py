@@ -332,7 +332,7 @@ def test_verify_says_who_signed_and_refuses_what_is_not_trusted(run, variables, 
     found = run("verify")
     assert found.code == 1
     assert f"signed by {public}" in found.out
-    assert "it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set" in found.out
+    assert "it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set" in found.out
 
 
 def test_verify_looks_at_one_model(run, root, local, key):
@@ -585,7 +585,7 @@ def test_explain_names_packs_that_a_boot_would_refuse(run, local, variables):
     name = put_pack(local, explained_key(run))
     variables.setenv("COMPILE_CACHE_TRUSTED_KEYS", generate_keys()[1])
     found = run("explain", MODEL)
-    assert f"refused      {name}: it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set" in found.lines
+    assert f"refused      {name}: it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set" in found.lines
     assert found.lines[-1].startswith("miss: none of the packs stored")
 
 

@@ -181,7 +181,7 @@ HOSTILE_NODES = {
     "a kind without a value": (["float"], "has 0 values"),
     "a list that is a text": (["list", "abc"], "not described by a list"),
     "a pair that is none": (["dict", [[1]]], "no key with its value"),
-    "a key twice": (["dict", [["a", 1], ["a", 2]]], "there twice"),
+    "a key twice": (["dict", [["a", 1], ["a", 2]]], "occurs twice"),
     "a key that is a list": (["dict", [[["list", []], 1]]], "no constant"),
     "bytes that are none": (["bytes", "zz"], "hexadecimal"),
     "a float that is none": (["float", "x"], "could not convert"),

@@ -87,14 +87,14 @@ def test_more_files_than_allowed_are_refused():
 
 
 def test_more_bytes_than_allowed_are_refused():
-    refused(two_files(), "unpacks to 11 bytes, and 10 are allowed", replace(LIMITS, size_bytes=10))
+    refused(two_files(), "unpacks to 11 bytes; 10 are allowed", replace(LIMITS, size_bytes=10))
 
 
 @pytest.mark.parametrize("size_bytes", [0, FRAME_BYTES + 1, 64 * MIB])
 def test_a_frame_that_does_not_unpack_to_at_most_one_mib_is_refused(size_bytes):
     record = two_files()
     record["frames"][0]["size_bytes"] = size_bytes
-    refused(record, "frames does not hold between 1 and 1048576 bytes")
+    refused(record, "frames does not have between 1 and 1048576 bytes")
 
 
 @pytest.mark.parametrize("stored_bytes", [0, FRAME_BYTES + 4097, 4 << 30])
@@ -109,11 +109,11 @@ def test_a_frame_that_is_stored_in_more_than_zstd_would_ever_need_is_refused(sto
 def test_files_that_do_not_fill_the_frames_are_refused(change):
     record = two_files()
     record["files"][1]["size_bytes"] += change
-    refused(record, "files do not fill its frames")
+    refused(record, "files do not match its frames in size")
 
 
 def test_frames_without_files_are_refused():
-    refused({**two_files(), "files": []}, "files do not fill its frames")
+    refused({**two_files(), "files": []}, "files do not match its frames in size")
 
 
 # Values.
@@ -128,7 +128,7 @@ NO_COUNTS = [True, False, -1, 1.0, 1.5, "1", None, [], {}, [1], 2**63, 10**400, 
 def test_a_size_that_is_no_count_is_refused(part, name, value):
     record = two_files()
     record[part][0][name] = value
-    refused(record, "has a size that is not a count|one of its frames")
+    refused(record, "has an invalid size|one of its frames")
 
 
 def test_sizes_whose_sum_has_more_digits_than_an_int_may_have_are_refused():
@@ -136,7 +136,7 @@ def test_sizes_whose_sum_has_more_digits_than_an_int_may_have_are_refused():
     record = two_files()
     for file in record["files"]:
         file["size_bytes"] = 10**4300 - 1
-    refused(record, "'a/file' has a size that is not a count")
+    refused(record, "'a/file' has an invalid size")
 
 
 @pytest.mark.parametrize("value", [1, None, True, [], ["a"], {}])
@@ -144,7 +144,7 @@ def test_sizes_whose_sum_has_more_digits_than_an_int_may_have_are_refused():
 def test_a_name_that_is_not_text_is_refused(name, value):
     record = two_files()
     record["files"][0][name] = value
-    refused(record, "no path, key or digest")
+    refused(record, "path, key or digest is invalid")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_name_that_is_not_text_is_refused(name, value):
 def test_a_digest_is_64_hexadecimal_digits(name, value):
     record = two_files()
     record["files"][0][name] = value
-    refused(record, "no path, key or digest|replaces something that is no digest")
+    refused(record, "path, key or digest is invalid|replaces an invalid digest")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_digest_is_64_hexadecimal_digits(name, value):
 def test_a_logical_key_is_a_line_of_text_that_is_not_too_long(key):
     record = two_files()
     record["files"][0]["key"] = key
-    refused(record, "no path, key or digest")
+    refused(record, "path, key or digest is invalid")
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,14 @@ def test_a_time_that_is_no_number_is_refused(created_s):
 def test_a_key_is_of_short_lines_of_text(part, value):
     record = two_files()
     record["key"][part] = value
-    refused(record, "its key is not of short lines")
+    refused(record, "its key does not consist of short lines")
 
 
 def test_a_key_that_is_nested_deeper_than_python_recurses_is_refused():
     text = json.dumps(two_files()).encode()
     deep = text.replace(b'"environment": "environment"', b'"environment": ' + b"[" * 900 + b"]" * 900)
     assert deep != text
-    refused(deep, "its key is not of short lines|manifest cannot be read")
+    refused(deep, "its key does not consist of short lines|manifest cannot be read")
 
 
 @pytest.mark.parametrize("name", ["key", "files", "frames", "creator", "created_s"])
@@ -325,7 +325,7 @@ def test_a_path_too_long_for_the_file_system_is_a_bad_pack_and_not_a_bad_disk(pa
     ("one", "other"), [("same", "same"), ("a/Kernel.so", "a/kernel.SO"), ("straße", "strasse")], ids=ascii
 )
 def test_a_path_that_is_there_twice_is_refused(one, other):
-    with pytest.raises(PackError, match="is there twice"):
+    with pytest.raises(PackError, match="occurs twice"):
         check_paths([one, "between", other])
 
 

@@ -368,7 +368,7 @@ def test_a_large_file_is_unpacked_in_little_memory(tmp_path):
 
 def test_a_wrong_name_is_refused(small_pack):
     _, content = small_pack
-    refused("0" * 64 + ".pack", content, "not the one that its name stands for")
+    refused("0" * 64 + ".pack", content, "does not match its name")
 
 
 def test_a_pack_cut_short_anywhere_is_refused(small_pack):
@@ -422,7 +422,7 @@ def test_swapped_frames_are_refused(tmp_path):
     frames = [content[start : start + pack.manifest.frames[0].stored_bytes]]
     frames.append(content[start + len(frames[0]) :])
     assert len(frames[0]) == len(frames[1])
-    refused(pack.name, content[:start] + frames[1] + frames[0], "its file 'one' has another content than stated")
+    refused(pack.name, content[:start] + frames[1] + frames[0], "its file 'one' differs from the manifest")
 
 
 def test_a_frame_of_another_pack_is_refused(tmp_path):
@@ -430,13 +430,13 @@ def test_a_frame_of_another_pack_is_refused(tmp_path):
     pack, other = pack_up(tmp_path, {"a": b"content"}), pack_up(tmp_path / "other", {"a": b"foreign"})
     content, foreign = pack.local.read_bytes(), other.local.read_bytes()
     start, foreign_start = read_whole_head(content).start, read_whole_head(foreign).start
-    refused(pack.name, content[:start] + foreign[foreign_start:], "its file 'a' has another content than stated")
+    refused(pack.name, content[:start] + foreign[foreign_start:], "its file 'a' differs from the manifest")
 
 
 def test_another_content_than_stated_is_refused_by_the_files_path():
     refused(
         *forge(lambda record: record["files"][1].update(sha256="0" * 64)),
-        "its file 'b' has another content than stated",
+        "its file 'b' differs from the manifest",
     )
 
 
@@ -445,13 +445,13 @@ def test_files_cut_in_another_place_are_refused():
         record["files"][0]["size_bytes"] += 1
         record["files"][1]["size_bytes"] -= 1
 
-    refused(*forge(move), "its file 'a/file' has another content than stated")
+    refused(*forge(move), "its file 'a/file' differs from the manifest")
 
 
 def test_an_empty_file_has_the_digest_of_nothing():
     refused(
         *forge(lambda record: record["files"][0].update(sha256="0" * 64), ("empty", b"")),
-        "its file 'empty' has another content than stated",
+        "its file 'empty' differs from the manifest",
     )
 
 
@@ -475,7 +475,7 @@ def test_a_newer_pack_format_is_refused_by_its_number():
     ids=str,
 )
 def test_what_begins_otherwise_is_refused(header):
-    refused(name_of(b"{}"), assemble(b"{}", **header), "does not begin as a pack does")
+    refused(name_of(b"{}"), assemble(b"{}", **header), "does not begin like a pack")
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1])
@@ -622,7 +622,7 @@ def test_the_signature_is_over_the_exact_manifest(tmp_path):
     """So that a name, which the manifest's digest is, says nothing about who signed it."""
     text = json.dumps(record_of(("a", b"content"))).encode()
     restore(*signed(OURS.sign(text)), None, trusted=TRUSTING)
-    with pytest.raises(PackError, match="does not fit its manifest"):
+    with pytest.raises(PackError, match="does not match its manifest"):
         restore(*signed(OURS.sign(text + b" ")), None, trusted=TRUSTING)
 
 

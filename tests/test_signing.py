@@ -60,7 +60,7 @@ def test_what_is_not_signed_is_used_where_no_key_is_trusted():
 
 
 def test_what_is_not_signed_is_refused_where_keys_are_trusted():
-    assert refused(MANIFEST, b"") == "it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set"
+    assert refused(MANIFEST, b"") == "it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set"
 
 
 def test_what_another_key_signed_is_refused_by_that_keys_name():
@@ -72,12 +72,12 @@ def test_what_another_key_signed_is_refused_by_that_keys_name():
 
 def test_a_signature_that_claims_to_be_by_a_trusted_key_is_refused():
     forged = SIGNATURE[:32] + Signer(OTHER_PRIVATE).sign(MANIFEST)[32:]
-    assert "does not fit its manifest" in refused(MANIFEST, forged)
+    assert "does not match its manifest" in refused(MANIFEST, forged)
 
 
 @pytest.mark.parametrize("manifest", [b"", MANIFEST + b" ", MANIFEST[:-1], MANIFEST.replace(b"1", b"2")])
 def test_a_signature_of_another_manifest_is_refused(manifest):
-    assert "does not fit its manifest" in refused(manifest, SIGNATURE)
+    assert "does not match its manifest" in refused(manifest, SIGNATURE)
 
 
 @given(st.integers(0, len(SIGNATURE) * 8 - 1))
@@ -152,7 +152,7 @@ def test_a_private_key_with_the_name_of_a_public_one_trusts_nothing_that_its_pai
 )
 def test_a_key_that_is_cut_or_damaged_is_refused_and_not_shown(prefix, damage):
     read = Signer if prefix == PRIVATE_PREFIX else lambda text: TrustedKeys([text])
-    with pytest.raises(SettingsError, match="it is cut or damaged") as caught:
+    with pytest.raises(SettingsError, match="is cut off or damaged") as caught:
         read(prefix + damage)
     assert not damage or damage not in str(caught.value)
 
@@ -161,7 +161,7 @@ def test_a_key_that_is_cut_or_damaged_is_refused_and_not_shown(prefix, damage):
     "text", ["", " ", "ed25519:", PRIVATE.upper(), " " + PRIVATE, PRIVATE.replace("private", "secret")]
 )
 def test_a_text_that_is_no_key_is_refused_with_how_to_make_one(text):
-    with pytest.raises(SettingsError, match="make a pair with `compile-cache keygen`"):
+    with pytest.raises(SettingsError, match="Make a pair with `compile-cache keygen`"):
         Signer(text)
 
 

@@ -1,1 +1,1 @@
-"""The stored file: its format, manifest and signature, and reading it in parallel."""
+"""The stored file: its format, manifest and signature, and parallel reading."""

@@ -1,15 +1,15 @@
 """A pack: one immutable file that carries artifacts, named by the SHA-256 of its manifest.
 
-Layout (all of it is one valid zstd stream; the first and third part are frames that zstd skips):
+Layout (the whole pack is a valid zstd stream; zstd skips the first and the third part):
 
     header      fixed size: magic, format version, lengths of the two parts that follow
     manifest    one zstd frame of canonical JSON: key, files, frames, creator, time
     signature   a skippable frame, empty in an unsigned pack
     frames      independent zstd frames of at most 1 MiB, unpacked, in the manifest's order
 
-One range read gets the head: header, manifest and signature. The head alone decides whether a pack may be used. Any
-file can then be read and verified without the others, because the manifest has its digest. RFC 8878, sections 3.1.1 and
-3.1.2, describes both kinds of frame.
+One ranged read gets the head: header, manifest and signature. Only the head decides whether a pack may be used. Then
+any file can be read and verified without the others, because the manifest has its digest. RFC 8878, sections 3.1.1 and
+3.1.2, describes both kinds of frames.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Readable(Protocol):
     """A stream of bytes."""
 
     def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes`; fewer at the end."""
+        """The next `size_bytes` bytes, or fewer at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file to be packed: the local file, and its path and logical key inside the cache directory."""
+    """A file to pack: the local file, and its path and logical key inside the cache directory."""
 
     local: Path
     path: str
@@ -72,8 +72,8 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Frames that hold whole files, and can be read and verified without the others. `start` is the first one's offset
-    in the pack."""
+    """Frames with whole files, which can be read and verified without the other frames. `start` is the offset of the
+    first frame in the pack."""
 
     start: int
     frames: tuple[Frame, ...]
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def stored_bytes(self) -> int:
-        """Its length in the pack."""
+        """The length of the run in the pack."""
         return sum(frame.stored_bytes for frame in self.frames)
 
 
@@ -109,7 +109,8 @@ def write_pack(
 
 
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
-    """Small files share a frame and do not cross its end; a file larger than a frame has several of its own."""
+    """Write the frames. Small files share a frame and do not cross its end. A file larger than a frame has its own
+    frames."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     files: list[PackFile] = []
     frames: list[Frame] = []
@@ -139,12 +140,12 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
 
 
 def runs(head: Head) -> Iterator[Run]:
-    """The pack cut where a frame and a file end together, which is after every frame but those of large files."""
+    """The pack, cut wherever a frame and a file end together: after every frame, except inside large files."""
     files = iter(head.manifest.files)
     start = offset = head.start
     frames: list[Frame] = []
     inside: list[PackFile] = []
-    missing_bytes = 0  # of the files in the run, in frames still to come
+    missing_bytes = 0  # the bytes of the run's files in later frames
     for frame in head.manifest.frames:
         frames.append(frame)
         offset += frame.stored_bytes
@@ -156,18 +157,18 @@ def runs(head: Head) -> Iterator[Run]:
             yield Run(start, tuple(frames), tuple(inside))
             start, frames, inside = offset, [], []
     if rest := tuple(files):
-        yield Run(start, (), rest)  # empty files at the end
+        yield Run(start, (), rest)  # the empty files at the end
 
 
 def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
-    """Decompress and verify a run from `stored`, which stands at its start, and write its files below `folder`; without
-    a folder, only verify. Peak memory is a few frames, whatever the pack claims.
+    """Decompress and verify a run, and write its files below `folder`. Without a folder, only verify.
 
-    After a failure, `folder` holds files that the caller throws away: it is not the cache directory.
+    `stored` must be at the run's start. Peak memory is a few frames, whatever the pack claims. After a failure, the
+    caller must delete the files in `folder`, which is not the cache directory.
 
     Raises:
         PackError: a frame or a file differs from the manifest.
-        OSError: the disk.
+        OSError: `folder` cannot be written.
     """
     contents = (_decompress(stored.read(f.stored_bytes), f.size_bytes) for f in run.frames)
     rest = memoryview(b"")
@@ -182,7 +183,7 @@ def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
                 if target is not None:
                     target.write(part)
         if digest.hexdigest() != file.sha256:
-            raise PackError(f"its file {file.path!r} has another content than stated")
+            raise PackError(f"its file {file.path!r} differs from the manifest")
 
 
 def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager[BinaryIO | None]:
@@ -191,13 +192,13 @@ def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager
     local = f"{folder}/{path}"
     try:
         return open(local, "wb")
-    except FileNotFoundError:  # made once a folder: a look at it for each of many small files doubles their cost
+    except FileNotFoundError:  # make each folder once: checking it for each small file would double the cost
         os.makedirs(os.path.dirname(local), exist_ok=True)
         return open(local, "wb")
 
 
 def _decompress(stored: bytes, size_bytes: int) -> bytes:
-    """The `size_bytes` of one zstd frame. A frame that claims another size is not unpacked at all."""
+    """The `size_bytes` bytes of a zstd frame. A frame that claims another size is not unpacked."""
     try:
         if zstandard.frame_content_size(stored) != size_bytes:
             raise PackError(f"its frame is not {size_bytes} bytes long, as stated")

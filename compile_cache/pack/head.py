@@ -1,4 +1,4 @@
-"""The head of a pack: header, manifest and signature. It alone decides whether a pack may be used (format.py)."""
+"""The head of a pack: header, manifest and signature. Only the head decides whether a pack may be used (format.py)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
 _CHUNK_BYTES = 1 << 20
 _SIGNATURE_BYTES = 4096
 _FRAME_HEADER_BYTES = 18  # the most that RFC 8878 allows, 3.1.1.1
-# Level 3 needs 2 MiB, whatever it packs.
+# Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
-# Python keeps a text of n characters in up to 4n bytes; the manifest escapes all that take more than one.
+# Python keeps a text of n characters in up to 4n bytes. The manifest escapes all characters of more than one byte.
 _WIDEST_CHARACTER_BYTES = 4
 
-# Gives the bytes of a pack from an offset on, so many; fewer where the pack ends.
+# A function of an offset and a number of bytes. It returns these bytes of a pack, or fewer at the pack's end.
 ReadAt = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A pack's manifest, verified, the offset of its first frame, and the public key that signed it, if one did.
-    `weight_bytes` is an upper bound of the memory that the manifest's texts take."""
+    """A pack's verified manifest, the offset of its first frame, and the public key that signed it, if any.
+    `weight_bytes` is an upper bound for the memory of the manifest's texts."""
 
     manifest: Manifest
     start: int
@@ -62,7 +62,7 @@ def make_head(manifest: bytes, signature: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The lengths that a pack begins with: of its manifest's frame, of the manifest unpacked, of its signature."""
+    """The lengths at the beginning of a pack: of the manifest's frame, the unpacked manifest and the signature."""
 
     stored_bytes: int
     manifest_bytes: int
@@ -82,8 +82,8 @@ def head_bytes(beginning: bytes, limits: Limits) -> int:
     """The length of a pack's head, from its first `HEADER_BYTES`.
 
     Raises:
-        PackForbidden: it has another pack format, or claims more than `limits` allow.
-        PackError: it is no pack.
+        PackForbidden: the pack has another format, or claims more than `limits` allow.
+        PackError: the bytes are not the beginning of a pack.
     """
     return _parse_header(beginning, limits).end
 
@@ -94,9 +94,9 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     magic, length = _SKIPPABLE.unpack_from(beginning)
     identity, version, *lengths = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
-        raise PackError("it does not begin as a pack does")
+        raise PackError("it does not begin like a pack")
     if version != PACK_VERSION:
-        raise PackForbidden(f"it has pack format {version}, and this version of compile_cache reads {PACK_VERSION}")
+        raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
     header = _Header(*lengths)
     if max(header.stored_bytes, header.manifest_bytes) > limits.manifest_bytes:
         raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
@@ -108,12 +108,12 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
 def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
     """Read and verify the head of the pack that is stored as `name`.
 
-    Checked are, in this order: format, limits, that a trusted key claims to have signed it, name, signature, and all
-    that the manifest says, every path included. In memory are the manifest, unpacked, and a few megabytes.
+    The checks are, in order: the format, the limits, whether a trusted key claims to have signed the pack, the name,
+    the signature, and the whole manifest with every path. Memory holds the unpacked manifest and a few megabytes.
 
     Raises:
-        PackForbidden: `limits` or `trusted` forbid its use.
-        PackError: says what is wrong. Nothing of the pack may be used.
+        PackForbidden: `limits` or `trusted` forbid the pack's use.
+        PackError: the pack is damaged, and no part of it may be used. The message says how.
     """
     header = _parse_header(read(0, HEADER_BYTES), limits)
     signature = _read_signature(read, header)
@@ -122,14 +122,14 @@ def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> 
     try:
         _unpack_manifest(read, header, text)
         if digest_of(text) + SUFFIX != name:
-            raise PackError("its manifest is not the one that its name stands for")
+            raise PackError("its manifest does not match its name")
         signed_by = trusted.verify(text, signature)
         weight_bytes = len(text) * (_WIDEST_CHARACTER_BYTES if b"\\" in text else 1)
         if weight_bytes > limits.manifest_bytes:
             raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
         return Head(parse_manifest(text, limits), header.end, signed_by, weight_bytes)
     finally:
-        text.clear()  # an error's traceback would keep it in memory
+        text.clear()  # an error's traceback would keep the text in memory
 
 
 def _read_signature(read: ReadAt, header: _Header) -> bytes:
@@ -143,13 +143,13 @@ def _read_signature(read: ReadAt, header: _Header) -> bytes:
 
 
 def _unpack_manifest(read: ReadAt, header: _Header, text: bytearray) -> None:
-    """Fill `text` piece by piece: a bomb fills no more than the length that it states, which is within the limits."""
+    """Fill `text` piece by piece. A decompression bomb fills only the stated length, which is within the limits."""
     source = _Pieces(read, HEADER_BYTES, header.manifest_end)
     try:
         if zstandard.frame_content_size(read(HEADER_BYTES, _FRAME_HEADER_BYTES)) != len(text):
             raise PackError(f"its manifest is not {len(text)} bytes long, as stated")
         decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
-        unpacked = decompressor.stream_reader(cast("IO[bytes]", source), _CHUNK_BYTES)  # it needs no more than `read`
+        unpacked = decompressor.stream_reader(cast("IO[bytes]", source), _CHUNK_BYTES)  # it only calls `read`
         filled = 0
         while filled < len(text) and (more := unpacked.readinto(memoryview(text)[filled:])):
             filled += more
@@ -160,8 +160,8 @@ def _unpack_manifest(read: ReadAt, header: _Header, text: bytearray) -> None:
 
 
 class _Pieces:
-    """A part of a pack, for zstd's stream reader, which asks for more only when it needs it. The last byte comes alone:
-    so whatever follows the frame is noticed, because it is not asked for."""
+    """A part of a pack for zstd's stream reader, which reads only what it needs. The last byte comes alone: if the
+    frame ends earlier, the reader never asks for that byte, and the bytes after the frame are noticed."""
 
     def __init__(self, read: ReadAt, start: int, end: int) -> None:
         self._read = read
@@ -170,7 +170,7 @@ class _Pieces:
 
     @property
     def is_read(self) -> bool:
-        """Whether all of it was asked for."""
+        """Whether the reader has asked for all bytes."""
         return self._position >= self._end
 
     def read(self, size_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The manifest of a pack: its files, its key, its creator and its time. It is read first, and checked."""
+"""The manifest of a pack: its files, key, creator and time. It is read and checked first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 FRAME_BYTES = 1 << 20
 
-# A frame that claims more is padded. zstd.h: ZSTD_COMPRESSBOUND of 1 MiB.
+# A frame that claims more is padded: ZSTD_COMPRESSBOUND of 1 MiB, from zstd.h.
 _STORED_FRAME_BYTES = FRAME_BYTES + FRAME_BYTES // 256
 
 _PATH_BYTES = 1024
@@ -25,18 +25,18 @@ _NAME_BYTES = 255  # NAME_MAX, limits.h
 _KEY_BYTES = 2 * _PATH_BYTES
 _CREATOR_BYTES = 200
 _REASON_CHARACTERS = 200
-_LATEST_S = 253_402_300_800  # the year 10000: datetime knows no later time
+_LATEST_S = 253_402_300_800  # the year 10000, the end of datetime's range
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SPACE = re.compile(r"[ \t\n\r]*")
-# No honest file's line is longer: JSON writes a byte of a path or key in at most three characters.
+# An honest file's line is shorter: JSON writes a byte of a path or key in at most three characters.
 _LINE_CHARACTERS = 16 << 10
 _WINDOW_BYTES = 4 * _LINE_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """One artifact: its path in the cache directory and its logical key. For a file that was changed in place,
-    `replaces` is the SHA-256 of its previous content."""
+    """One artifact: its path in the cache directory and its logical key. If the file was changed in place, `replaces`
+    is the SHA-256 of its previous content."""
 
     path: str
     key: str
@@ -47,7 +47,7 @@ class PackFile:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One zstd frame: its length in the pack and its length unpacked, which is at most 1 MiB."""
+    """One zstd frame: its length in the pack, and its unpacked length of at most 1 MiB."""
 
     stored_bytes: int
     size_bytes: int
@@ -55,7 +55,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that one pack may claim, and the most that all packs of a key may hold together."""
+    """The limits for one pack, and for all packs of a key together."""
 
     size_bytes: int = 4 << 30
     files: int = 100_000
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a pack. The frames hold the files one after the other, in this order."""
+    """The content of a pack. The frames have the files one after the other, in this order."""
 
     key: CacheKey
     files: tuple[PackFile, ...]
@@ -74,32 +74,32 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """All files together, unpacked."""
+        """The unpacked size of all files."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def frames_bytes(self) -> int:
-        """All frames together, as stored."""
+        """The stored size of all frames."""
         return sum(frame.stored_bytes for frame in self.frames)
 
     def to_json(self) -> bytes:
-        """The exact bytes that are stored and signed; their digest names the pack. They are ASCII."""
+        """The exact bytes that are stored and signed, in ASCII. Their digest names the pack."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
 def digest_of(manifest: bytes | bytearray) -> str:
-    """The name of a pack. The manifest has every file's digest, so this one covers the whole content."""
+    """The name of a pack. The manifest has every file's digest, so this digest covers the whole content."""
     return hashlib.sha256(manifest).hexdigest()
 
 
 def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
-    """Read and check everything that a manifest says. Each file is checked as it is read, so memory holds the text, the
-    checked files and one line more, whatever the text says.
+    """Read and check a manifest. Each file is checked as it is read, so memory never holds more than the text, the
+    checked files and one further line.
 
     Raises:
-        ManifestTooLarge: it names more files or frames than `limits` allow.
-        PackForbidden: its files have more bytes than `limits` allow.
-        PackError: names the first thing that is wrong, in a short line without control characters.
+        ManifestTooLarge: the manifest names more files or frames than `limits` allow.
+        PackForbidden: the files have more bytes than `limits` allow.
+        PackError: the manifest is wrong. The message names the first fault, in a short line without control characters.
     """
     try:
         manifest = _read_manifest(_Text(text), limits)
@@ -117,7 +117,7 @@ def _read_manifest(text: _Text, limits: Limits) -> Manifest:
         name = text.value()
         text.expect(":")
         if name in values:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} occurs twice")
         if name == "files":
             values[name] = tuple(text.records(_read_file, "files", limits.files))
         elif name == "frames":
@@ -140,7 +140,7 @@ def _read_manifest(text: _Text, limits: Limits) -> Manifest:
 
 
 class _Text:
-    """JSON, read value by value through a window of it. A value longer than the window is an error."""
+    """Reads JSON value by value through a window. A value longer than the window is an error."""
 
     def __init__(self, text: bytes | bytearray) -> None:
         if not text.isascii():
@@ -152,7 +152,7 @@ class _Text:
         self._window_start = 0  # in the text
 
     def take(self, literal: str) -> bool:
-        """Whether `literal` comes next; if so, go past it."""
+        """Go past `literal` if it comes next. Returns whether it does."""
         self._move()
         if not self._window.startswith(literal, self._at):
             return False
@@ -160,24 +160,24 @@ class _Text:
         return True
 
     def expect(self, literal: str) -> None:
-        """Go past `literal`. Raises ValueError if something else comes next."""
+        """Go past `literal`. Raises ValueError if it does not come next."""
         if not self.take(literal):
             raise ValueError(f"no {literal} at byte {self._window_start + self._at}")
 
     def expect_end(self) -> None:
-        """Raises ValueError if anything but white space follows."""
+        """Check that only white space follows. Raises ValueError otherwise."""
         self._move()
         if self._at < len(self._window):
             raise ValueError(f"more than one record, from byte {self._window_start + self._at} on")
 
     def value(self) -> Any:
-        """The next value. Raises ValueError if it is no JSON, or too long."""
+        """The next value. Raises ValueError if it is not JSON, or is too long."""
         self._move()
         value, self._at = self._read(self._window, self._at)
         return value
 
     def records(self, make: Callable[[dict[str, Any]], _T], what: str, most: int) -> Iterator[_T]:
-        """The elements of the list that comes next, each made into something by `make`, and at most `most`."""
+        """The results of `make` for each element of the next list, which has at most `most`."""
         self.expect("[")
         if self.take("]"):
             return
@@ -189,7 +189,7 @@ class _Text:
         raise ManifestTooLarge(f"it names more than the {most} {what} allowed")
 
     def _move(self) -> None:
-        """Go past white space, with at least a whole line left in the window, if the text has it."""
+        """Go past white space, and keep at least one whole line in the window, if the text has one."""
         if len(self._window) - self._at < _LINE_CHARACTERS:
             self._window_start += self._at
             self._at = 0
@@ -200,12 +200,12 @@ class _Text:
 def _read_file(record: dict[str, Any]) -> PackFile:
     file = PackFile(**record)
     if not (_is_text(file.key, _KEY_BYTES) and isinstance(file.path, str) and _is_digest(file.sha256)):
-        raise PackError("its manifest names a file by something that is no path, key or digest")
+        raise PackError("its manifest has a file whose path, key or digest is invalid")
     if not _is_size(file.size_bytes):
-        raise PackError(f"its file {_shown(file.path)} has a size that is not a count of bytes")
+        raise PackError(f"its file {_shown(file.path)} has an invalid size")
     if file.replaces is not None and not _is_digest(file.replaces):
-        raise PackError(f"its file {_shown(file.path)} replaces something that is no digest")
-    if file.key == file.path:  # as for most files: the text is kept once
+        raise PackError(f"its file {_shown(file.path)} replaces an invalid digest")
+    if file.key == file.path:  # true for most files: then the text is kept once
         return PackFile(file.path, file.path, file.size_bytes, file.sha256, file.replaces)
     return file
 
@@ -213,7 +213,7 @@ def _read_file(record: dict[str, Any]) -> PackFile:
 def _read_frame(record: dict[str, Any]) -> Frame:
     frame = Frame(**record)
     if not (_is_size(frame.size_bytes) and 0 < frame.size_bytes <= FRAME_BYTES):
-        raise PackError(f"one of its frames does not hold between 1 and {FRAME_BYTES} bytes")
+        raise PackError(f"one of its frames does not have between 1 and {FRAME_BYTES} bytes")
     if not (_is_size(frame.stored_bytes) and 0 < frame.stored_bytes <= _STORED_FRAME_BYTES):
         raise PackError(f"one of its frames is not stored in between 1 and {_STORED_FRAME_BYTES} bytes")
     return frame
@@ -221,19 +221,19 @@ def _read_frame(record: dict[str, Any]) -> Frame:
 
 def _check(manifest: Manifest, limits: Limits) -> None:
     if manifest.size_bytes > limits.size_bytes:
-        raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes, and {limits.size_bytes} are allowed")
+        raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes; {limits.size_bytes} are allowed")
     if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
-        raise PackError("its files do not fill its frames")
+        raise PackError("its files do not match its frames in size")
     if not (_is_text(manifest.creator, _CREATOR_BYTES) and 0 <= manifest.created_s < _LATEST_S):
-        raise PackError("its creator is not a line of text, or its time is not one")
+        raise PackError("its creator is not a line of text, or its time is invalid")
     key = manifest.key
     if not all(_is_text(part, _NAME_BYTES) for part in (key.environment, key.model_name, key.model_version)):
-        raise PackError("its key is not of short lines of text")
+        raise PackError("its key does not consist of short lines of text")
     check_paths([file.path for file in manifest.files])
 
 
 def _is_size(value: Any) -> bool:
-    # A sum of greater ones may have more digits than an int may have in a message (sys.set_int_max_str_digits).
+    # A sum of larger sizes may have too many digits for a message (sys.set_int_max_str_digits).
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -246,15 +246,15 @@ def _is_digest(value: Any) -> bool:
 
 
 def _shown(text: str) -> str:
-    """Somebody else's text as a part of a message: a reason ends in logs and reports."""
+    """Foreign text, made safe for a message: reasons get into logs and reports."""
     return f"{text[:_REASON_CHARACTERS]!r:.{_REASON_CHARACTERS}}"
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Refuse any path that could name something outside the cache directory, or the same file twice.
+    """Check that each path names a file inside the cache directory, and no file twice.
 
     Raises:
-        PackError: names the path.
+        PackError: a path does not. The message names it.
     """
     files: set[str] = set()
     for path in paths:
@@ -262,7 +262,7 @@ def check_paths(paths: Iterable[str]) -> None:
             raise PackError(f"its path {_shown(path)} is not a plain path inside the cache directory")
         folded = path.casefold()
         if folded in files:
-            raise PackError(f"its path {_shown(path)} is there twice")
+            raise PackError(f"its path {_shown(path)} occurs twice")
         files.add(folded)
     if both := {folder for path in files for folder in folders_of(path) if folder in files}:
         raise PackError(f"its path {_shown(min(both))} is a file and a folder at once")
@@ -272,14 +272,14 @@ def _is_plain(path: str) -> bool:
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
         return False
-    # Only now: text that is not printable may have no bytes.
+    # After the check above, because unprintable text may not be encodable.
     lengths = [len(part.encode()) for part in parts]
     return len(parts) <= _PATH_PARTS and max(lengths) <= _NAME_BYTES and sum(lengths) + len(parts) - 1 <= _PATH_BYTES
 
 
 def folders_of(path: str) -> Iterator[str]:
-    """The folders that `path` lies in, innermost first. Of many paths they are not to be kept: together they may be far
-    longer than the paths."""
+    """The folders that contain `path`, innermost first. Do not keep them for many paths: they may be far longer than
+    the paths."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path

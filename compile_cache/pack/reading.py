@@ -1,4 +1,4 @@
-"""Reading from a store in parallel, on daemon threads, which do not delay exit."""
+"""Reads from a store in parallel, on daemon threads, which do not delay exit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from compile_cache.store.base import ObjectStore
 _T = TypeVar("_T")
 
 THREADS = 8
-# With eight threads, 32 MB are in memory at once.
+# Eight threads hold 32 MB in memory.
 READ_BYTES = 4 << 20
 
 _ATTEMPTS = 3
-# A read that has failed more slowly is not tried again: a restore's time is limited.
+# A read that failed more slowly is not repeated, because a restore's time is limited.
 _LONGEST_REPEATED_S = 10.0
 
 
 class Abandoned(StoreError):
-    """The caller's time is up. Nothing is wrong with the object."""
+    """The caller's time is up. The object itself may be fine."""
 
 
 class ObjectReader:
-    """An object's bytes from `start` to `end`, in order, in requests of at most 4 MiB.
+    """Reads an object's bytes from `start` to `end`, in order, in requests of at most 4 MiB.
 
-    `beginning` holds the object's first bytes, as far as they have been read already.
+    `beginning` has the object's first bytes, if they were read already.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ObjectReader:
         self.requested_bytes = 0
 
     def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes`, or fewer at the end.
+        """The next `size_bytes` bytes, or fewer at the end.
 
         Raises:
             StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
@@ -79,8 +79,8 @@ class ObjectReader:
 def read_exactly(
     store: ObjectStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
 ) -> bytes:
-    """Exactly `size_bytes` of an object, whose listed size covers them. A read that breaks off is repeated, which boto3
-    does only until the answer begins.
+    """Exactly `size_bytes` of an object, which is at least that long by its listing. A read that breaks off is
+    repeated; boto3 repeats only until the answer begins.
 
     Raises:
         StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
@@ -104,10 +104,10 @@ def read_exactly(
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
     """Do `work` for all items, a few at a time. After an exception no further work begins. The first exception is
-    raised once all work under way has ended.
+    raised once the running work has ended.
 
-    A ThreadPoolExecutor would not do: the interpreter joins its threads before it runs exit hooks, so a read that hangs
-    would cost the hook its time.
+    A ThreadPoolExecutor cannot do this: the interpreter joins its threads before it runs exit hooks, so a hanging read
+    would use up the hook's time.
     """
     waiting = deque(items)
     failures: list[BaseException] = []
@@ -120,10 +120,10 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
                 return
             try:
                 work(item)
-            except BaseException as error:  # raised below, on the thread that asked
+            except BaseException as error:  # raised below, on the calling thread
                 failures.append(error)
 
-    # The asking thread does its share. At exit, when no thread can be started, it does all of the work.
+    # The calling thread does its share. At exit, when no thread can be started, it does all the work.
     threads = [
         threading.Thread(target=drain, name="compile-cache-read", daemon=True)
         for _ in range(min(THREADS, len(waiting)) - 1)

@@ -1,7 +1,7 @@
-"""Signatures: who made a pack. Ed25519 (RFC 8032) over the exact bytes of a manifest.
+"""Signatures prove who made a pack: Ed25519 (RFC 8032) over the exact bytes of a manifest.
 
 A stored signature is the public key (32 bytes), then the signature (64 bytes). So it names the trusted key that
-verifies it. A key is one line of text that begins with its kind: a private key where a public one belongs is refused.
+verifies it. A key is one line of text that begins with its kind, so a private key in place of a public one is refused.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Signer:
     """Signs manifests with one private key."""
 
     def __init__(self, private_key: str) -> None:
-        """Read a private key, as `generate_keys` writes it.
+        """Read a private key in the form of `generate_keys`.
 
         Raises:
-            SettingsError: it is not a private key, or `cryptography` is not installed.
+            SettingsError: `private_key` is not a private key, or `cryptography` is not installed.
         """
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(_key_bytes(private_key, PRIVATE_PREFIX))
 
     @property
     def public_key(self) -> str:
-        """The key that others trust, as text."""
+        """The public key that others trust, as text."""
         return _text(PUBLIC_PREFIX, self._key.public_key().public_bytes_raw())
 
     def sign(self, manifest: bytes) -> bytes:
-        """Public key and signature: 96 bytes."""
+        """The public key and the signature: 96 bytes."""
         return bytes(self._key.public_key().public_bytes_raw() + self._key.sign(manifest))
 
 
@@ -45,10 +45,10 @@ class TrustedKeys:
     """The public keys whose packs are used. Without keys, every pack is used."""
 
     def __init__(self, public_keys: Iterable[str] = ()) -> None:
-        """Read public keys, as `generate_keys` writes them.
+        """Read public keys in the form of `generate_keys`.
 
         Raises:
-            SettingsError: one is not a public key, or `cryptography` is not installed.
+            SettingsError: a text is not a public key, or `cryptography` is not installed.
         """
         self._keys = frozenset(_key_bytes(text, PUBLIC_PREFIX) for text in public_keys)
         if self._keys:
@@ -63,14 +63,14 @@ class TrustedKeys:
         return tuple(sorted(_text(PUBLIC_PREFIX, key) for key in self._keys))
 
     def check_signer(self, signature: bytes) -> str | None:
-        """The public key that `signature` names; None for an unsigned pack that may be used. Nothing is verified yet.
+        """The public key that `signature` names; None for an unsigned pack that may be used. Verifies nothing.
 
         Raises:
-            PackForbidden: it names no trusted key, or is no signature.
+            PackForbidden: `signature` names no trusted key, or is no signature.
         """
         if not signature:
             if self._keys:
-                raise PackForbidden("it is not signed, and COMPILE_CACHE_TRUSTED_KEYS is set")
+                raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
             return None
         if len(signature) != _KEY_BYTES + _SIGNATURE_BYTES:
             raise PackForbidden(f"its signature has {len(signature)} bytes, not {_KEY_BYTES + _SIGNATURE_BYTES}")
@@ -82,11 +82,11 @@ class TrustedKeys:
     def verify(self, manifest: bytes | bytearray, signature: bytes) -> str | None:
         """The public key that signed `manifest`; None for an unsigned pack that may be used.
 
-        Where no keys are trusted, the key is the one that the signature names, and is not verified: every pack is used
-        then, and `cryptography` may not be installed.
+        Without trusted keys, the result is the key that the signature names, unverified: then every pack is used, and
+        `cryptography` may be missing.
 
         Raises:
-            PackForbidden: it is not signed by a trusted key, or the signature does not fit.
+            PackForbidden: no trusted key signed the manifest, or the signature does not match it.
             SettingsError: `cryptography` is not installed.
         """
         named = self.check_signer(signature)
@@ -98,7 +98,7 @@ class TrustedKeys:
         try:
             ed25519.Ed25519PublicKey.from_public_bytes(signature[:_KEY_BYTES]).verify(signature[_KEY_BYTES:], manifest)
         except InvalidSignature as error:
-            raise PackForbidden(f"its signature by {named} does not fit its manifest") from error
+            raise PackForbidden(f"its signature by {named} does not match its manifest") from error
         return named
 
 
@@ -117,16 +117,18 @@ def _text(prefix: str, key: bytes) -> str:
 
 
 def _key_bytes(text: str, prefix: str) -> bytes:
-    """The 32 bytes of a key. No error shows them: the text may be a private key in the wrong place."""
+    """The 32 bytes of a key. No error shows the text, because it may be a private key in the wrong place."""
     kind = prefix.partition("-")[0]
     if not text.startswith(prefix):
-        raise SettingsError(f"a {kind} key begins with {prefix!r}: make a pair with `compile-cache keygen`")
+        raise SettingsError(f"a {kind} key begins with {prefix!r}. Make a pair with `compile-cache keygen`.")
     try:
         key = base64.b64decode(text.removeprefix(prefix), validate=True)
     except (binascii.Error, ValueError):
         key = b""
     if len(key) != _KEY_BYTES:
-        raise SettingsError(f"a {kind} key has {_KEY_BYTES} bytes in base64 after {prefix!r}: it is cut or damaged")
+        raise SettingsError(
+            f"a {kind} key has {_KEY_BYTES} bytes in base64 after {prefix!r}. This key is cut off or damaged."
+        )
     return key
 
 

@@ -1,1 +1,1 @@
-"""Where packs are kept: one module for each kind of store."""
+"""The stores of packs: one module for each kind."""

@@ -1,7 +1,7 @@
-"""What a store of packs is. `opening` makes one from a URL.
+"""The protocol of a store of packs. `opening` makes a store from a URL.
 
-To add a kind of store: a module here with a class that satisfies `ObjectStore`, a line in `opening`, and a line in the
-tests that all stores share (tests/test_stores.py).
+A new kind of store needs a module here with a class that satisfies `ObjectStore`, a line in `opening`, and a line in
+the tests that all stores share (tests/test_stores.py).
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """What a cache needs of a store.
+    """The methods that a cache needs of a store.
 
-    Several threads may call each method at once. The methods raise `StoreError` and its subclasses only. No call to a
-    remote store takes longer than `deadline.limit_s` allows; a call that does raises `StoreUnavailable`.
+    They are thread-safe, and raise only `StoreError` and its subclasses. A call to a remote store that takes longer
+    than `deadline.limit_s` raises `StoreUnavailable`.
     """
 
     @property
     def location(self) -> str:
-        """Where the store is, for people: a path or a URL, without secrets."""
+        """The store's path or URL for people, without secrets."""
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first, however many there are."""
+        """All objects whose names begin with `prefix`, oldest first."""
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes from `start` on, at most `size_bytes` of them."""
+        """At most `size_bytes` of the object's bytes, from `start` on."""
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Store an object whole or not at all. It replaces an object of the same name.
 
-        Works while the interpreter exits, on a thread that was started before.
+        Works while the interpreter exits, on a thread that was started earlier.
         """
 
     def put_if_absent(self, name: str, content: bytes) -> None:
-        """Store a small object, unless one of that name is there. Read it back to see whose it is: two writers at once
-        may both store one where the store has no conditional writes."""
+        """Store a small object, unless its name is taken. Read it back to see who won: without conditional writes in
+        the store, two writers at once may both store one."""
 
     def delete(self, name: str) -> None:
-        """Remove an object. A missing one is no error."""
+        """Remove an object. A missing object is no error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The store that a boot reads, with all layers, and the store that it writes, if any."""
+    """The store that a boot reads, with all its layers, and the store that it writes, if any."""
 
     reading: ObjectStore
     writing: ObjectStore | None
 
 
 class ReadOnly:
-    """The half of `ObjectStore` that a store without writes refuses."""
+    """The writing half of `ObjectStore` for a read-only store: it refuses."""
 
     @property
     def location(self) -> str:
-        """Where the store is, for people."""
+        """The store's path or URL for people."""
         raise NotImplementedError
 
     def put(self, name: str, content: Path | bytes) -> None:

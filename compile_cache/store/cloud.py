@@ -1,4 +1,4 @@
-"""A store in Google Cloud Storage or Azure Blob Storage; the class takes any other store of obstore's as well."""
+"""A store in Google Cloud Storage or Azure Blob Storage. The class works with all of obstore's stores."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _READING: ClientConfig = {
     "read_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=60),
 }
-# reqwest's read timeout runs from the start of a request to the start of its answer: it would cut long uploads off. A
-# call that its caller gave up ends after `timeout`.
+# Without a read timeout: reqwest's runs from the start of a request to the start of its answer, and would cut off long
+# uploads. A call that its caller has given up ends after `timeout`.
 _UPLOADING: ClientConfig = {"connect_timeout": timedelta(seconds=3), "timeout": timedelta(hours=1)}
 _RETRIES: RetryConfig = {
     "max_retries": 2,
@@ -37,21 +37,21 @@ _RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 
-# obstore has exceptions for some failures only; those of listings, tokens and ranges differ in their text alone.
+# obstore has exceptions for some failures only. Failures of listings, tokens and ranges differ only in their text.
 _STATUS = re.compile(r"status code: (\d{3})")
 _BEYOND_THE_END = re.compile(r"status code: 416|StartTooLarge")
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
-# Only the text before the first slash: URLs with the names of objects follow.
+# Only the text before the first slash counts. URLs with names of objects follow it.
 _NO_CREDENTIALS = re.compile(
     r"^Generic \w+ error: [^/]*(token request|credential|Account must|Access Key|service account)"
 )
 
 
 class CloudStore:
-    """Objects of one of obstore's stores, which has a prefix and credentials of its own."""
+    """The objects of one of obstore's stores, which has its own prefix and credentials."""
 
     def __init__(self, objects: Objects, location: str, uploads: Objects | None = None) -> None:
-        """`uploads` is the same store with timeouts for large uploads, if it is a remote one."""
+        """`uploads` is the same store with timeouts for large uploads. A local store needs none."""
         self._objects = objects
         self._uploads = uploads or objects
         self._location = location
@@ -62,7 +62,7 @@ class CloudStore:
         return self._location
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first. obstore lists whole folders only."""
+        """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
         what = f"list {self._location}{prefix}"
         found = []
         with _translated(what):
@@ -74,7 +74,7 @@ class CloudStore:
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes from `start` on, at most `size_bytes` of them: one GET, ranged unless all is read."""
+        """At most `size_bytes` of the object's bytes, from `start` on. One GET, with a range unless all is read."""
         if size_bytes == 0:
             return b""  # obstore refuses an empty range
         options: GetOptions = {}
@@ -93,18 +93,18 @@ class CloudStore:
         answer = self._objects.get(name, options=options)
         if size_bytes is None:
             return answer.bytes().to_bytes()
-        # The first chunk is all that was asked for, whatever else a server sends.
+        # The first chunk has all the requested bytes, whatever else a server sends.
         return bytes(next(answer.stream(min_chunk_size=size_bytes), b""))[:size_bytes]
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """One PUT. A file is in memory whole: an upload in parts could leave some of them behind."""
+        """Upload in one PUT, with the whole file in memory: an upload in parts could leave parts behind."""
         what = f"put {name} into {self._location}"
         with _translated(what):
             size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
             within_limit(what, size_bytes, lambda: self._uploads.put(name, content, use_multipart=False))
 
     def put_if_absent(self, name: str, content: bytes) -> None:
-        """One conditional PUT. Where the store has no conditions, look and then put."""
+        """Upload in one conditional PUT. If the store has no conditions, check and then put."""
         what = f"put {name} into {self._location}"
         put = partial(self._objects.put, name, content, mode="create", use_multipart=False)
         with _translated(what):
@@ -117,7 +117,7 @@ class CloudStore:
                     self.put(name, content)
 
     def delete(self, name: str) -> None:
-        """Remove an object. Some of obstore's stores raise an error for a missing one, others do not."""
+        """Remove an object. Some of obstore's stores raise an error for a missing object, others do not."""
         what = f"delete {name} from {self._location}"
         with _translated(what):
             try:
@@ -133,7 +133,7 @@ def open_cloud(url: str) -> CloudStore:
     obstore finds the credentials: `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_*`, or those of the machine.
 
     Raises:
-        StoreError: the credentials cannot be read, or Azure's account is not named.
+        StoreError: the credentials cannot be read, or no Azure account is set.
     """
     scheme, rest = split_url(url)
     bucket, _, prefix = rest.partition("/")
@@ -149,7 +149,7 @@ def open_cloud(url: str) -> CloudStore:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where obstore's errors become the store's."""
+    """Turn obstore's errors into the store's errors. Only here."""
     try:
         yield
     except (BaseError, OSError, ValueError, TypeError, NotImplementedError) as error:  # TypeError: a path to delete
@@ -158,7 +158,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
-    """The store's error that it means, and advice for the user."""
+    """The store's error for an error of obstore, and advice for the user."""
     text = str(error)
     status = int(match[1]) if (match := _STATUS.search(text)) else None
     if _NO_BUCKET.search(text):
@@ -180,6 +180,6 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """obstore's text without the answer's body, its internals, and queries, which can hold signatures."""
+    """obstore's text without the answer's body, obstore's internals, and queries, which can have signatures."""
     line = str(error).partition("\n")[0].partition(": <")[0]
     return re.sub(r"\?[^\s\"')]*", "", line)[:400]

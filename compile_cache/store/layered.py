@@ -1,4 +1,4 @@
-"""Several stores read as one: the layer baked into the image, a mirror, then the store that is written."""
+"""Reads several stores as one: a layer in the image, a mirror, then the store that is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("compile_cache")
 
 
 class LayeredStore(ReadOnly):
-    """Reads from all layers, the first one first. A layer that fails is left out; `problems` names it."""
+    """Reads from all layers in order. A layer that fails is left out, and `problems` names it."""
 
     def __init__(self, layers: Sequence[ObjectStore]) -> None:
         self._layers = layers
@@ -26,12 +26,12 @@ class LayeredStore(ReadOnly):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why layers could not be listed the last time."""
+        """Why layers were left out of the last listing."""
         return tuple(self._problems.values())
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`: layer by layer, oldest first in each layer. An object of several
-        layers is listed once, with the first of them.
+        """All objects whose names begin with `prefix`, layer by layer, oldest first in each layer. An object in several
+        layers is listed once, with the first layer.
 
         Raises:
             StoreError: no layer could be listed.
@@ -57,11 +57,11 @@ class LayeredStore(ReadOnly):
         return list(found.values())
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes, from the layer that listed it, else from the first that has it.
+        """The object's bytes, from the layer that listed it, else from the first layer that has it.
 
         Raises:
-            StoreError: the error of the layer that listed the object. If none did, `ObjectNotFound` means that every
-                layer says so.
+            StoreError: the error of the layer that listed the object. If no layer listed it, `ObjectNotFound` means
+                that no layer has it.
         """
         origin = self._origins.get(name)
         layers = [origin] if origin is not None else []

@@ -19,15 +19,15 @@ from compile_cache.store.base import StoredObject
 log = logging.getLogger("compile_cache")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
-# A temporary file that nobody has written to for so long has no writer, on this host or another.
+# A temporary file that was not written for so long has no writer left, on this host or another.
 _LEFTOVER_AGE_S = 24 * 60 * 60
 
 
 class LocalStore:
-    """Objects are the regular files below `root`, and links to regular files. An object's name is its path."""
+    """Its objects are the regular files below `root`, and links to them. An object's name is its path."""
 
     def __init__(self, root: Path) -> None:
-        """`root` is made by the first put."""
+        """The first put makes `root`."""
         self._root = root
 
     @property
@@ -36,7 +36,7 @@ class LocalStore:
         return str(self._root)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first. A missing folder has none. A subfolder that this
+        """All objects whose names begin with `prefix`, oldest first. A missing folder has none. A subfolder that this
         user may not read is left out, with a warning."""
         folder = self._root / prefix.rpartition("/")[0]
         with _translated(f"list {folder}"):
@@ -50,7 +50,10 @@ class LocalStore:
     def _walk(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         def note(error: OSError) -> None:
             if isinstance(error, PermissionError) and error.filename != str(folder):
-                log.warning("store.unreadable folder=%s: its objects are not listed", error.filename)
+                log.warning(
+                    "store.unreadable folder=%s Its objects are not listed. Give this user access to the folder.",
+                    error.filename,
+                )
             elif not isinstance(error, FileNotFoundError):
                 raise error
 
@@ -59,13 +62,13 @@ class LocalStore:
                 path = Path(parent, name)
                 if name.startswith(TEMPORARY):
                     continue
-                with suppress(OSError):  # deleted since the folder was read, or a link that leads nowhere
+                with suppress(OSError):  # deleted since the folder was read, or a broken link
                     status = path.stat()
                     if stat.S_ISREG(status.st_mode):
                         yield path.relative_to(self._root).as_posix(), status
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The file's bytes from `start` on, at most `size_bytes` of them."""
+        """At most `size_bytes` of the file's bytes, from `start` on."""
         path = self._root / name
         with _translated(f"read {path}"), open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -74,7 +77,7 @@ class LocalStore:
             return file.read(size_bytes if size_bytes is not None else -1)
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Write beside the place and rename: a reader sees the whole object or none."""
+        """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""
         target = self._root / name
         with _translated(f"write {target}"):
             with replacing(target) as file:
@@ -82,8 +85,8 @@ class LocalStore:
             _remove_leftovers(target)
 
     def put_if_absent(self, name: str, content: bytes) -> None:
-        """Write beside the place and link: the first link wins (link(2) is atomic, on NFS too). Where the file system
-        has no links, look and then rename."""
+        """Write a temporary file beside the object and link it. The first link wins: link(2) is atomic, also on NFS. On
+        a file system without links, check and then rename."""
         target = self._root / name
         with _translated(f"write {target}"), temporary_beside(target) as file:
             _write(file, content)
@@ -99,13 +102,13 @@ class LocalStore:
                     os.replace(file.name, target)
 
     def delete(self, name: str) -> None:
-        """Remove the file. A missing one is no error."""
+        """Remove the file. A missing file is no error."""
         with _translated(f"delete {self._root / name}"):
             (self._root / name).unlink(missing_ok=True)
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. A FIFO, which blocks `open` until somebody writes to it, is opened without waiting."""
+    """Open a file without waiting. A FIFO would block `open` until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -118,11 +121,11 @@ def _write(file: IO[bytes], content: Path | bytes) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove old temporary files of killed writers beside `target`, a file written just now.
+    """Remove old temporary files of killed writers beside `target`, a file that was just written.
 
-    Both times are the file server's: another host's clock may be wrong by hours.
+    Both times come from the file server, because another host's clock may be wrong by hours.
     """
-    with suppress(OSError):  # the object is stored; somebody else may own the leftovers, or remove them as well
+    with suppress(OSError):  # the object is stored; another user may own the leftovers, or remove them too
         newest_s = target.stat().st_mtime - _LEFTOVER_AGE_S
         for path in target.parent.glob(f"{TEMPORARY}*"):
             if path.lstat().st_mtime < newest_s:
@@ -132,7 +135,7 @@ def _remove_leftovers(target: Path) -> None:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where the file system's errors become the store's."""
+    """Turn the file system's errors into the store's errors. Only here."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Stores by their URL."""
+"""Opens stores by URL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_stores(settings: Settings) -> Stores:
 
     Raises:
         StoreError: an endpoint is not a URL, or credentials cannot be read.
-        SettingsError: the scheme of a URL is unknown, or a package that it needs is not installed.
+        SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
     """
     writing = None if settings.store == "off" else open_url(settings.store, settings.s3_endpoint_url)
     layers = [open_url(layer, settings.s3_endpoint_url) for layer in settings.layers]
@@ -32,7 +32,7 @@ def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
 
     Raises:
         StoreError: the endpoint is not a URL, or credentials cannot be read.
-        SettingsError: the scheme is unknown, or a package that it needs is not installed.
+        SettingsError: the scheme is unknown, or the scheme's package is not installed.
     """
     scheme, rest = split_url(url)
     try:

@@ -1,4 +1,4 @@
-"""A store in an S3 bucket, or in another service with S3's interface: R2, MinIO, Ceph, Google's interoperability."""
+"""A store in an S3 bucket, or in a service with S3's interface: R2, MinIO, Ceph, Google's interoperability."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConf
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 _UNCONDITIONAL = frozenset({"501", "NotImplemented", "400", "InvalidArgument", "InvalidRequest"})
 
-# R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none: its name is a digest.
+# R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none, because its name is a digest.
 _CHECKSUMS: Literal["when_required"] = "when_required"
 _CONNECT_TIMEOUT_S = 3
 _READ_TIMEOUT_S = 10
@@ -35,7 +35,7 @@ _ATTEMPTS = 3
 
 
 class S3Store:
-    """Objects `<prefix>/<name>` in `bucket`. boto3 finds credentials and region as it always does."""
+    """Its objects are `<prefix>/<name>` in `bucket`. boto3 finds credentials and region in its usual ways."""
 
     def __init__(self, bucket: str, prefix: str, endpoint_url: str | None) -> None:
         self._bucket = bucket
@@ -45,7 +45,7 @@ class S3Store:
             self._client: S3Client = session.client(
                 "s3",
                 endpoint_url=endpoint_url,
-                # A bucket at another endpoint than Amazon's needs no region; S3 itself redirects to the right one.
+                # A bucket at a custom endpoint needs no region. S3 itself redirects to the right one.
                 region_name=session.region_name or ("auto" if endpoint_url else "us-east-1"),
                 config=Config(
                     connect_timeout=_CONNECT_TIMEOUT_S,
@@ -64,15 +64,15 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix} at {self._client.meta.endpoint_url}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects whose name begins with `prefix`, oldest first. One request per thousand."""
+        """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
         what = f"list {self.location}{prefix}"
         found = []
         with _translated(what):
             paginator = self._client.get_paginator("list_objects_v2")
             pages = iter(paginator.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix))
             while (page := within_limit(what, 0, lambda: next(pages, None))) is not None:
-                # Every listing says whether it goes on. botocore takes an empty body, or a web page of some proxy, for
-                # a listing of nothing; neither says so.
+                # Every listing says whether it goes on. An empty body or a proxy's web page does not, and botocore
+                # takes both for an empty listing.
                 if "IsTruncated" not in page:
                     raise StoreUnavailable(f"cannot {what}: the answer is not a listing")
                 for entry in page.get("Contents", ()):
@@ -81,7 +81,7 @@ class S3Store:
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes from `start` on, at most `size_bytes` of them: one ranged GET."""
+        """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
         if size_bytes == 0:
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         what = f"get {name} from {self.location}"
@@ -96,17 +96,17 @@ class S3Store:
             if _code(error) in _BEYOND_THE_END:
                 return b""
             raise
-        with closing(answer["Body"]) as body:  # which ends the connection if the server sends more than was asked for
-            # Unnoticed, another part of the object would look like a damaged pack.
+        with closing(answer["Body"]) as body:  # ends the connection if the server sends more than requested
+            # Without this check, another part of the object would look like a damaged pack.
             if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 raise StoreUnavailable(f"cannot {what}: the server answered with another range")
             content = body.read(size_bytes)
             if size_bytes is not None and len(content) < size_bytes:
-                body.read()  # at the end, botocore compares the length with the one that was stated
+                body.read()  # at the end, botocore compares the length with the stated one
             return content
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """One PUT, of up to 5 GB. A transfer manager's upload would start threads, which fails at exit."""
+        """Upload in one PUT of up to 5 GB. A transfer manager would start threads, which fails at exit."""
         with _translated(f"put {name} into {self.location}"):
             if isinstance(content, bytes):
                 self._put(name, content, len(content))
@@ -115,7 +115,7 @@ class S3Store:
                     self._put(name, body, os.fstat(body.fileno()).st_size)
 
     def put_if_absent(self, name: str, content: bytes) -> None:
-        """One PUT with `If-None-Match: *`. Where the store does not know this condition, look and then put."""
+        """Upload in one PUT with `If-None-Match: *`. If the store does not know this condition, check and then put."""
         with _translated(f"put {name} into {self.location}"):
             try:
                 self._put(name, content, len(content), IfNoneMatch="*")
@@ -132,7 +132,7 @@ class S3Store:
         within_limit(f"put {name} into {self.location}", size_bytes, request)
 
     def delete(self, name: str) -> None:
-        """Remove an object. S3 accepts a missing one."""
+        """Remove an object. S3 accepts a missing object."""
         what = f"delete {name} from {self.location}"
         with _translated(what):
             within_limit(what, 0, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name))
@@ -144,7 +144,7 @@ def _code(error: ClientError) -> str:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where botocore's errors become the store's."""
+    """Turn botocore's errors into the store's errors. Only here."""
     try:
         yield
     except (NoCredentialsError, PartialCredentialsError) as error:
@@ -165,7 +165,7 @@ def _translated(what: str) -> Iterator[None]:
         ) from error
     except BotoCoreError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error
-    except ValueError as error:  # what botocore raises for an endpoint that is not a URL
+    except ValueError as error:  # botocore raises it for an endpoint that is not a URL
         raise StoreError(f"cannot {what}: {error}; check COMPILE_CACHE_S3_ENDPOINT_URL") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error

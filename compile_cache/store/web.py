@@ -1,4 +1,4 @@
-"""A store that is a folder behind a web server, only read: a mirror, a content delivery network, a static site."""
+"""A read-only store: a folder behind a web server, such as a mirror or a content delivery network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 class WebStore(ReadOnly):
-    """Objects `<url>/<name>`, listed in `<url>/index.json`. User and password of the URL are sent to its host only."""
+    """Its objects are `<url>/<name>`, listed in `<url>/index.json`. Only the URL's host gets its user and password."""
 
     def __init__(self, url: str) -> None:
         """Connects to nothing yet.
@@ -45,11 +45,11 @@ class WebStore(ReadOnly):
             parsed = parse_url(url)
             if parsed.scheme not in ("https", "http") or not parsed.host or parsed.query or parsed.fragment:
                 raise ValueError
-        except ValueError:  # its message could show a password
+        except ValueError:  # the message could show a password
             raise SettingsError("a layer is not the URL of a folder: give https://host/path, without ? and #") from None
         self._url = parsed._replace(auth=None, path=(parsed.path or "").rstrip("/") + "/").url
         self._session = _open_session()
-        # Those of SSL_CERT_FILE, or of the system. requests brings a list of its own.
+        # Use SSL_CERT_FILE or the system's certificates. requests would use its own list.
         certificates = ssl.get_default_verify_paths()
         self._certificates = certificates.cafile or certificates.capath or True
         if parsed.auth:
@@ -64,7 +64,7 @@ class WebStore(ReadOnly):
         return self._url
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """All objects of the index whose name begins with `prefix`, oldest first."""
+        """All objects of the index whose names begin with `prefix`, oldest first."""
         content = self._get(INDEX, {}, None, lambda answer: _read_body(answer, 0, MOST_INDEX_BYTES + 1))
         try:
             found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
@@ -73,8 +73,8 @@ class WebStore(ReadOnly):
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """The object's bytes from `start` on, at most `size_bytes` of them. A server without ranges sends the bytes
-        before `start` as well; they are dropped."""
+        """At most `size_bytes` of the object's bytes, from `start` on. A server without ranges also sends the bytes
+        before `start`, which are dropped."""
         if size_bytes == 0:
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         end = "" if size_bytes is None else start + size_bytes - 1
@@ -95,12 +95,16 @@ class WebStore(ReadOnly):
     def _note_no_ranges(self) -> None:
         if not self._without_ranges:
             self._without_ranges = True
-            log.warning("mirror.no_ranges url=%s: each read of a pack transfers all bytes before it", self._url)
+            log.warning(
+                "mirror.no_ranges url=%s Each read of a pack transfers all bytes before it. Use a server that knows "
+                "ranges.",
+                self._url,
+            )
 
     def _get(
         self, name: str, headers: dict[str, str], size_bytes: int | None, take: Callable[[requests.Response], bytes]
     ) -> bytes:
-        """What `take` makes of the answer. Tried again where the server or the network may do better next time."""
+        """The result of `take` for the answer. A request is repeated after a failure that may pass."""
         what = f"get {self._url}{name}"
 
         def get() -> bytes:
@@ -119,7 +123,7 @@ class WebStore(ReadOnly):
         return within_limit(what, size_bytes, get_at_last)
 
     def _request(self, name: str, headers: dict[str, str]) -> requests.Response:
-        """The answer, its body unread."""
+        """The answer, with its body unread."""
         return self._session.get(
             self._url + quote(name),
             headers=headers,
@@ -130,8 +134,8 @@ class WebStore(ReadOnly):
 
 
 def _open_session() -> requests.Session:
-    """Connections through the proxies that the environment names. requests follows redirects, and sends the user's
-    password to no other host."""
+    """A session that uses the environment's proxies. requests follows redirects, and sends the password to no other
+    host."""
     session = requests.Session()
     session.max_redirects = _MOST_REDIRECTS
     session.headers["Accept-Encoding"] = "identity"
@@ -140,9 +144,9 @@ def _open_session() -> requests.Session:
         target = session.get_redirect_target(answer)
         if target is None:
             return
-        answer.close()  # requests would read the body, however long
+        answer.close()  # requests would read the whole body
         if answer.url.startswith("https:") and not urljoin(answer.url, target).lower().startswith("https:"):
-            url = answer.url.partition("?")[0]  # a query can hold a signature
+            url = answer.url.partition("?")[0]  # a query can have a signature
             raise StoreError(f"cannot get {url}: it is redirected from https:// to another scheme")
 
     session.hooks["response"].append(check_redirect)
@@ -163,7 +167,7 @@ def _check_status(status: int, what: str, name: str) -> None:
 
 
 def _read_part(answer: requests.Response, start: int, size_bytes: int | None) -> bytes:
-    """The body of an answer that says which part of the object it is."""
+    """The body of an answer with a range, checked against the request."""
     stated = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if stated is None or int(stated[1]) != start:
         raise ValueError(f"asked for bytes from {start} on, got {answer.headers.get('Content-Range')!r:.100}")
@@ -176,7 +180,7 @@ def _read_part(answer: requests.Response, start: int, size_bytes: int | None) ->
 
 
 def _read_body(answer: requests.Response, skip_bytes: int, size_bytes: int | None) -> bytes:
-    """At most `size_bytes` of the body after the first `skip_bytes`, which are never in memory together."""
+    """At most `size_bytes` of the body after the first `skip_bytes`, which are read in pieces and dropped."""
     parts = []
     while size_bytes is None or size_bytes > 0:
         limit = _CHUNK_BYTES if size_bytes is None else min(_CHUNK_BYTES, skip_bytes + size_bytes)
@@ -192,16 +196,16 @@ def _read_body(answer: requests.Response, skip_bytes: int, size_bytes: int | Non
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where the errors of requests and urllib3 become the store's."""
+    """Turn the errors of requests and urllib3 into the store's errors. Only here."""
     try:
         yield
-    except (requests.exceptions.InvalidURL, LocationValueError):  # its message could show a password
+    except (requests.exceptions.InvalidURL, LocationValueError):  # the message could show a password
         raise StoreError(
             f"cannot {what}: a proxy or redirect is not a URL; check http_proxy, https_proxy and all_proxy"
         ) from None
     except requests.TooManyRedirects as error:
         raise StoreError(f"cannot {what}: it is redirected more than {_MOST_REDIRECTS} times") from error
-    except ValueError as error:  # InvalidSchema of requests, too
+    except ValueError as error:  # also requests' InvalidSchema
         raise StoreError(f"cannot {what}: {error}") from error
     except (HTTPError, OSError) as error:  # OSError: all other errors of requests
         if "CERTIFICATE_VERIFY_FAILED" in str(error):

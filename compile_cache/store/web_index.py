@@ -1,4 +1,4 @@
-"""The listing of a folder behind a web server. Servers list folders in many ways, or not at all.
+"""The listing of a folder behind a web server, in a file, because servers list folders in many ways or not at all.
 
 <folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
 """
@@ -24,7 +24,7 @@ _LATEST_S = 1 << 53
 def write_index(folder: Path) -> int:
     """List a local store's objects in its `index.json`, so that a web server can serve the folder.
 
-    Returns the number of objects. Objects that are put later need a new index.
+    Returns the number of objects. Objects that are stored later need a new index.
 
     Raises:
         StoreError: the folder is missing, or cannot be read or written.
@@ -38,10 +38,10 @@ def write_index(folder: Path) -> int:
 
 
 def parse_index(content: bytes) -> list[StoredObject]:
-    """The objects of an index. Anybody may have written it.
+    """The objects of an index, which anybody may have written.
 
     Raises:
-        ValueError: it is not an index; the message says why.
+        ValueError: `content` is not an index. The message says why.
     """
     if len(content) > MOST_INDEX_BYTES:
         raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
@@ -53,7 +53,7 @@ def parse_index(content: bytes) -> list[StoredObject]:
         raise ValueError("its `objects` are not a list")
     found = [_parse_entry(entry) for entry in objects]
     if len({entry.name for entry in found}) < len(found):
-        raise ValueError("it has two objects of one name")
+        raise ValueError("it has two objects with the same name")
     return found
 
 
