@@ -2,26 +2,26 @@
 
 CompileCacheError
 ├── SettingsError            a setting is unknown or has an invalid value
-├── NotAModuleError          boot.compile() was given something that is no torch.nn.Module
+├── NotAModuleError          the argument of boot.compile() is no torch.nn.Module
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
-│   └── PackForbidden        a pack may be intact, but these settings, or its place, forbid its use
-│       ├── ManifestTooLarge it names more than the limits allow
+│   └── PackForbidden        a pack may be intact, but the settings or its place forbid its use
+│       ├── ManifestTooLarge its manifest names more than the limits allow
 │       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
-├── NotHandedOver            a call holds something that no other process can rebuild
+├── NotHandedOver            a call has an object that no other process can rebuild
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 ├── StateNotTaken            the server is in a state that another process cannot have
-├── StateNotMade             the compiling process cannot be brought into the server's state
+├── StateNotMade             the compiling process cannot get the server's state
 ├── ProcessDied              the compiling process ended before it answered
-│   └── ProcessNotReady      it ended, or took too long, before it could take a job
+│   └── ProcessNotReady      it ended, or took too long, before its first job
 ├── JobTimedOut              the compiling process did not answer in time, and was ended
 ├── JobFailed                the compiling process answered that the job raised an error
 └── StoreError               a request to the object store failed
-    ├── StoreUnavailable     it did not answer, or not in time
-    ├── StoreAccessDenied    it answered that these credentials may not
-    └── ObjectNotFound       the object, or the bucket itself, is not there
+    ├── StoreUnavailable     the store did not answer, or not in time
+    ├── StoreAccessDenied    the store does not permit the request with these credentials
+    └── ObjectNotFound       the object or the bucket does not exist
 
 Each message says what happened, where, and what to do about it. A boot raises only `SettingsError`, because settings
 are the user's own input. Every other error costs speed, not the boot.
@@ -37,7 +37,7 @@ class SettingsError(CompileCacheError, ValueError):
 
 
 class NotAModuleError(CompileCacheError, TypeError):
-    """`boot.compile()` was given something that is no `torch.nn.Module`. The boot serves it eager."""
+    """The argument of `boot.compile()` is no `torch.nn.Module`. The boot serves it eager."""
 
 
 class CacheDirectoryError(CompileCacheError):
@@ -45,11 +45,11 @@ class CacheDirectoryError(CompileCacheError):
 
 
 class PackError(CompileCacheError):
-    """A pack is damaged, foreign or hostile. Nothing of it has been used."""
+    """A pack is damaged, foreign or hostile. No part of it was used."""
 
 
 class PackForbidden(PackError):
-    """A pack may be intact, but these settings, or its place in the store, forbid its use."""
+    """A pack may be intact, but the settings or its place in the store forbid its use."""
 
 
 class ManifestTooLarge(PackForbidden):
@@ -57,7 +57,7 @@ class ManifestTooLarge(PackForbidden):
 
 
 class TooManyPacks(PackForbidden):
-    """The other packs of its key leave no room for it within the limits."""
+    """The limits leave no room for a pack beside the other packs of its key."""
 
 
 class NotPrecompilable(CompileCacheError):
@@ -69,11 +69,11 @@ class UnseenCallError(CompileCacheError):
 
 
 class NotHandedOver(CompileCacheError):
-    """A call cannot be handed over to another process, or not be rebuilt there. The message names the attribute."""
+    """A call cannot be handed over to another process, or cannot be rebuilt there. The message names the attribute."""
 
 
 class ArtifactError(CompileCacheError):
-    """A precompiled region is damaged, or does not belong here. It has not been unpickled, or is not used."""
+    """A precompiled region is damaged, or does not belong here. It is not used."""
 
 
 class StateNotTaken(CompileCacheError):
@@ -81,24 +81,27 @@ class StateNotTaken(CompileCacheError):
 
 
 class StateNotMade(CompileCacheError):
-    """The compiling process cannot be brought into the server's state. The message names what differs."""
+    """The compiling process cannot get the server's state. The message names the difference."""
 
 
 class ProcessDied(CompileCacheError):
-    """The compiling process ended before it answered. Nothing of it is left."""
+    """The compiling process ended before it answered. Its whole process group is gone."""
 
 
 class ProcessNotReady(ProcessDied):
-    """The compiling process ended, or took too long, before it could take a job. No job is to blame."""
+    """The compiling process ended, or took too long, before its first job. No job is to blame."""
 
 
 class JobTimedOut(CompileCacheError):
-    """The compiling process did not answer in time. It was ended, with all that it had started."""
+    """The compiling process did not answer in time. It was ended, with all processes that it had started."""
 
 
 class JobFailed(CompileCacheError):
-    """The job raised an error in the compiling process, which lives on. `error_type` has its module, unless built in.
-    `may_succeed_afresh`: memory had run out, or the GPU's context is broken, so a new process may do the same job."""
+    """The job raised an error in the compiling process, which lives on.
+
+    `error_type` has the error's module, unless it is built in. `may_succeed_afresh`: memory ran out, or the GPU's
+    context is broken, so a new process may do the same job.
+    """
 
     def __init__(self, error_type: str, message: str, may_succeed_afresh: bool) -> None:
         super().__init__(f"{error_type}: {message}" if message else error_type)
@@ -115,11 +118,11 @@ class StoreUnavailable(StoreError):
 
 
 class StoreAccessDenied(StoreError):
-    """The store answered that these credentials may not do this."""
+    """The store does not permit the request with these credentials."""
 
 
 class ObjectNotFound(StoreError):
-    """The object, or the bucket itself, is not there."""
+    """The object or the bucket does not exist."""
 
 
 def first_line(error: BaseException) -> str:

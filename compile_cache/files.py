@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-# A process that is killed leaves its temporary file behind, under a hidden name.
+# A killed process leaves its temporary file behind, under a hidden name.
 TEMPORARY = ".tmp-"
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which replaces `target` when the block ends. If the block raises, `target` stays as it was.
+    """A file to write, which replaces `target` when the block ends. If the block raises, `target` stays unchanged.
 
     Raises:
         OSError: the folder cannot be made or written.

@@ -27,7 +27,7 @@ _CUDA_GRAPHS_REFUSED = {
 }
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-# Inductor calls the C++ compiler with one line of text, which these characters take apart.
+# Inductor calls the C++ compiler with one line of text. These characters would split it.
 _NOT_IN_A_COMMAND = re.compile(r"[\s'\"\\]")
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
@@ -37,7 +37,7 @@ class Settings:
     """The settings of a boot. The defaults suit `cog run` in a project folder."""
 
     store: str = ".compile-cache"
-    layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may hold a password
+    layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may have a password
     s3_endpoint_url: str | None = None
     signing_key: str | None = field(default=None, repr=False)
     trusted_keys: tuple[str, ...] = ()
@@ -62,11 +62,11 @@ class Settings:
     report: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work, naming the variables.
+        """Check that the settings can work together.
 
         Raises:
-            SettingsError: the mode does not suit the scope, the directory's path cannot be used, a store is unknown, or
-                a key is not one.
+            SettingsError: the mode does not suit the scope, the directory's path cannot be used, or a store or a key is
+                invalid. The message names the variables.
         """
         problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
@@ -81,12 +81,12 @@ class Settings:
             )
         if _NOT_IN_A_COMMAND.search(self.dir):
             problems.append(
-                f"{PREFIX}DIR={self.dir!r} has a space, quote or backslash, with which torch's C++ compiler commands "
-                "fail. Give a path without them."
+                f"{PREFIX}DIR={self.dir!r} has a space, quote or backslash, and torch's C++ compiler commands fail "
+                "with these. Give a path without them."
             )
         if not self.precompile and "background" in (self.cold_start, self.unseen):
             problems.append(
-                f"{PREFIX}PRECOMPILE=false leaves nothing to compile in the background: remove it, or set "
+                f"{PREFIX}PRECOMPILE=false leaves nothing to compile in the background. Unset it, or set "
                 f"{PREFIX}COLD_START and {PREFIX}UNSEEN to block or eager."
             )
         if not _is_store(self.store, STORE_SCHEMES):
@@ -108,8 +108,8 @@ class Settings:
             return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
         if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
             return (
-                f"{PREFIX}LAYERS: code from {shown!r} can be changed on its way, and is executed here. Use https://, "
-                f"or set {PREFIX}TRUSTED_KEYS."
+                f"{PREFIX}LAYERS: anybody on the network can change code from {shown!r}, which is executed here. "
+                f"Use https://, or set {PREFIX}TRUSTED_KEYS."
             )
         return None
 
@@ -130,17 +130,17 @@ class Settings:
             return [*problems, f"{PREFIX}TRUSTED_KEYS: {error}"]
         if signer and trusted and signer.public_key not in trusted.texts:
             problems.append(
-                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse the packs that it publishes: add "
+                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
                 f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
             )
         return problems
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
-        """Read every `COMPILE_CACHE_*` variable; an empty one counts as not set.
+        """Read every `COMPILE_CACHE_*` variable. An empty variable counts as not set.
 
         Raises:
-            SettingsError: names every unknown variable and every bad value, all in one message.
+            SettingsError: a variable is unknown, or a value is invalid. One message names all of them.
         """
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value.strip()}
         known = {PREFIX + setting.name.upper(): setting.name for setting in fields(cls)}
@@ -161,17 +161,17 @@ class Settings:
 
     @property
     def may_publish(self) -> bool:
-        """Whether a boot publishes. False too where packs must be signed and there is no key to sign with."""
+        """Whether a boot publishes. It does not if packs must be signed and there is no signing key."""
         return self.publish and self.store != "off" and not (self.trusted_keys and not self.signing_key)
 
     @property
     def enabled(self) -> bool:
-        """False where the scope is `off`: nothing is compiled, restored or published."""
+        """Whether anything is compiled, restored or published. Nothing is if the scope is `off`."""
         return self.scope != "off"
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Scheme and the rest; a local path has the scheme `file`."""
+    """The scheme and the rest of a URL. A local path has the scheme `file`."""
     scheme, separator, rest = url.partition("://")
     return (scheme, rest) if separator else ("file", url)
 
@@ -197,7 +197,7 @@ def _boolean(value: str) -> bool:
 
 
 def _dynamic(value: str) -> bool | None:
-    """`auto` is torch.compile's `dynamic=None`: static first, dynamic where a second size appears."""
+    """`auto` is torch.compile's `dynamic=None`: static first, dynamic once a second size appears."""
     return None if value == "auto" else _boolean(value)
 
 

@@ -1,1 +1,1 @@
-"""What compiled code depends on, known before torch is imported: environment, model version, key."""
+"""The names of everything that compiled code depends on, before torch is imported: environment, model version, key."""

@@ -1,6 +1,6 @@
-"""The cache key: environment + model name + model version, known before torch is imported.
+"""The cache key: environment, model name and model version, known before torch is imported.
 
-A boot makes it from its settings, the model's files and the machine, and `compile-cache explain` does the same.
+Boots and `compile-cache explain` make it from the settings, the model's files and the machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """The key that a pack belongs to. Packs of one key add up; packs of different keys never mix.
+    """The key of a pack. Packs of one key add up. Packs of different keys never mix.
 
-    `environment` is the digest of the machine and software that code was compiled for, `model_name` groups the versions
-    of one model in a shared bucket, `model_version` names the model's code and weights.
+    `environment` is the digest of the machine and the software for which code was compiled. `model_name` groups the
+    versions of a model in a shared bucket. `model_version` names the model's code and weights.
     """
 
     environment: str
@@ -34,17 +34,17 @@ class CacheKey:
 
     @classmethod
     def of(cls, environment: Environment, model_name: str, model_version: str) -> CacheKey:
-        """The key with each part fit for an object's name: `org/FLUX.1` → `org--FLUX.1`."""
+        """The key, with each part made valid in an object's name: `org/FLUX.1` → `org--FLUX.1`."""
         return cls(environment.digest, object_name(model_name), object_name(model_version))
 
     @property
     def environment_prefix(self) -> str:
-        """Where the objects of this environment are: `v1/<environment>/`."""
+        """The prefix of this environment's objects: `v1/<environment>/`."""
         return f"v{FORMAT_VERSION}/{self.environment}/"
 
     @property
     def prefix(self) -> str:
-        """Where the packs of this key are: `v1/<environment>/<model name>/<model version>/`."""
+        """The prefix of this key's packs: `v1/<environment>/<model name>/<model version>/`."""
         return f"{self.environment_prefix}{self.model_name}/{self.model_version}/"
 
 
@@ -56,19 +56,19 @@ def environment_for(settings: Settings, cache_directory: Path, environ: Mapping[
 
 
 def version_for(settings: Settings, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
-    """The model's version: the one that is set, else the digest of everything that its graphs are made from.
+    """The model's version: the configured version, else the digest of everything from which its graphs are made.
 
     Raises:
-        SettingsError: one of `sources` is not there.
+        SettingsError: a path in `sources` does not exist.
     """
     return settings.model_version or model_version(model, sources, environ)
 
 
 def key_for(settings: Settings, environment: Environment, model: str, version: str) -> CacheKey:
-    """The key under which a boot looks and publishes."""
+    """The key under which a boot restores and publishes."""
     return CacheKey.of(environment, settings.model_name or model_name(model), version)
 
 
 def object_name(text: str) -> str:
-    """`text` as one path segment of an object's name, never empty, never `.` or `..`."""
+    """`text` as one path segment of an object's name: never empty, `.` or `..`."""
     return _NOT_A_NAME.sub("--", text).strip(".-")[:128] or "unnamed"

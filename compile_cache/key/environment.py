@@ -1,4 +1,4 @@
-"""The environment: everything a compiled artifact depends on that the model's version does not name.
+"""The environment: everything that a compiled artifact depends on, besides the model's version.
 
 It is read from package files, the CUDA driver and /proc before torch is imported, so that the restore can start at
 once. It is compared with torch's own values before any restored file is used.
@@ -19,7 +19,7 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
-# Variables with these prefixes change generated code, except those that decide only where or how fast.
+# Variables with these prefixes change generated code, except those that only decide where or how fast it is compiled.
 _CODE_VARIABLES = ("TORCHINDUCTOR_", "TRITON_", "INDUCTOR_", "TORCH_COMPILE_")
 _NEUTRAL_VARIABLES = frozenset(
     {
@@ -36,7 +36,7 @@ _NEUTRAL_VARIABLES = frozenset(
         "TORCH_COMPILE_DEBUG",
     }
 )
-# The flags from which a C++ compiler generates instructions under `-march=native`, with which Inductor calls it.
+# Inductor calls the C++ compiler with `-march=native`, which generates instructions from these flags.
 _INSTRUCTION_FLAGS = re.compile(
     r"^(pni|ssse3|sse\w*|avx\w*|amx\w*|fma4?|f16c|bmi\d|abm|lzcnt|popcnt|movbe|adx|gfni|xop|tbm|asimd\w*|sve\w*|i8mm|bf16)$"
 )
@@ -44,10 +44,10 @@ _INSTRUCTION_FLAGS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One value a field; an empty string where a field does not apply (no GPU, no Triton).
+    """The environment, one value in each field. A field that does not apply is empty (no GPU, no Triton).
 
-    The CPU's instruction set and thread count count on a CPU alone. One GPU model is found beside many processors, and
-    artifacts that contain C++ code record both themselves.
+    The CPU's instruction set and thread count are left out if there is a GPU: the same GPU is found beside many
+    processors, and artifacts with C++ code record both themselves.
     """
 
     torch: str
@@ -69,7 +69,7 @@ class Environment:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits that name this environment in a store."""
+        """The environment's name in a store: 32 hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
@@ -77,7 +77,7 @@ class Environment:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def differences(self, other: Environment) -> tuple[str, ...]:
-        """A line for each field that differs, as `torch 2.11.0 → 2.13.0`; of long lists, the new and the missing
+        """A line for each field that differs, such as `torch 2.11.0 → 2.13.0`. Long lists show new and missing
         parts."""
         return tuple(
             f"{_LABELS.get(field.name, field.name.replace('_', ' '))} {_difference(ours, theirs)}"
@@ -110,8 +110,8 @@ def _difference(ours: Any, theirs: Any) -> str:
 
 
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
-    """The environment as far as it can be known without importing torch. Takes milliseconds; where there is a GPU, also
-    the CUDA driver's initialisation, which torch then need not do."""
+    """The environment, as far as it is known without importing torch. Takes milliseconds. With a GPU, it also
+    initialises the CUDA driver, which torch then need not do."""
     torch_build = _installed_torch()
     gpu = _cuda_device() if torch_build["cuda"] else _NO_GPU
     return Environment(
@@ -134,7 +134,7 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
 
 
 def observe_environment(detected: Environment) -> Environment:
-    """`detected` with torch's own value in every field that torch knows. Imports torch."""
+    """`detected`, with torch's own values in all fields that torch knows. Imports torch."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -152,9 +152,9 @@ def observe_environment(detected: Environment) -> Environment:
 
 
 def cpu_threads(environ: Mapping[str, str]) -> int:
-    """The number of threads that torch will use on the CPU: the variables' number, else the physical cores available.
+    """The number of threads that torch will use on the CPU: from variables, else the available physical cores.
 
-    Inductor puts the number into every CPU lookup, so a boot with a wrong number finds nothing. On x86 torch takes the
+    Inductor's lookups of CPU code have this number, so a boot with a wrong number finds nothing. On x86 torch takes the
     number from MKL. MKL prefers its own variable, and uses at most the machine's cores unless `MKL_DYNAMIC` is off.
     """
     with_mkl = platform.machine() == "x86_64"
@@ -171,7 +171,7 @@ def _cores(cpus: Iterable[int]) -> int:
 
 
 def _core_of(cpu: int) -> str:
-    """The CPUs that share a core, as the kernel lists them; the CPU itself where the kernel does not say."""
+    """The CPUs of a core, as the kernel lists them; the CPU itself if the kernel does not tell."""
     try:
         with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
             return file.read().strip()
@@ -180,9 +180,9 @@ def _core_of(cpu: int) -> str:
 
 
 def _installed_torch() -> dict[str, str]:
-    """Version and build of the torch on the path, read from its `version.py` without importing it.
+    """The version and build of the installed torch, read from its `version.py` without importing it.
 
-    The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides what can be loaded.
+    The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides which artifacts can be loaded.
     """
     from importlib.util import find_spec
 
@@ -213,8 +213,8 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
 
 @functools.cache
 def _cuda_device() -> dict[str, str]:
-    """Name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES as
-    torch will. Initialises the driver, without the GIL; makes no context."""
+    """The name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES
+    like torch. Initialises the driver without the GIL, and makes no context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -233,7 +233,7 @@ def _cuda_device() -> dict[str, str]:
 
 @functools.cache
 def instruction_flags() -> str:
-    """The CPU's instruction set extensions, sorted. CPU artifacts are built for exactly these."""
+    """The CPU's instruction set extensions, sorted. CPU artifacts are compiled for exactly these."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = [line for line in file if line.startswith(("flags", "Features"))]
@@ -255,7 +255,7 @@ def environment_from_record(record: Mapping[str, Any]) -> Environment:
     """The inverse of `Environment.to_json`, for explaining a miss.
 
     Raises:
-        KeyError, TypeError: the record is not one of this format.
+        KeyError, TypeError: the record has another format.
     """
     values = {field.name: record[field.name] for field in fields(Environment)}
     return Environment(**{**values, "variables": tuple(values["variables"])})

@@ -1,4 +1,4 @@
-"""The model's name and version, from its files, without reading whole weights and without torch."""
+"""The model's name and version, from its files. Reads no whole weights, and imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from compile_cache.errors import SettingsError
 log = logging.getLogger("compile_cache")
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
-_LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; a larger file is weights
+_LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; larger files are weights
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Folders that are called so in many projects, and snapshots in the hub's cache, which are called by their commit.
+# Names of folders in many projects, and of snapshots in the hub's cache, which are named after their commit.
 _COMMON_NAME = re.compile(r"(models?|weights|checkpoints?|ckpt|src|[0-9a-f]{40})", re.IGNORECASE)
-# Stands for the content of a path that is no file: a link to nowhere, or a folder read under another name before.
+# The content of a path that is no file: a broken link, or a folder that was read under another name before.
 _NO_FILE = b"\0no file"
-# Their code is traced into the compiled graphs; torch and Triton are in the environment.
+# Code of these packages is traced into the compiled graphs. torch and Triton are in the environment.
 _TRACED_PACKAGES = ("diffusers", "transformers", "accelerate", "peft")
 _HUB_TIMEOUT_S = 5
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -44,19 +44,22 @@ def model_name(model: str) -> str:
 
 
 def has_common_name(model: str) -> bool:
-    """Whether `model` is a folder whose name other projects' models have as well, such as `weights`."""
+    """Whether `model` is a folder with a name that other projects use too, such as `weights`."""
     return os.path.isdir(model) and _COMMON_NAME.fullmatch(model_name(model)) is not None
 
 
 def model_version(model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
-    """A digest (32 hexadecimal digits) of everything that a compiled graph of this model was made from.
+    """A digest (32 hexadecimal digits) of everything from which a compiled graph of this model is made.
 
-    For a folder: its small files, and each weight file's name, size and safetensors header. For a hub id (`org/name`):
-    its commit. For any other name: the name. For all: the project's own `sources` (files, or folders of Python files)
-    and the packages that are traced.
+    | model | ingredients |
+    | --- | --- |
+    | folder | its small files, and each weight file's name, size and safetensors header |
+    | hub id (`org/name`) | its commit |
+    | any other name | the name |
+    | all | the project's own `sources` (files, or folders of Python files), and the traced packages |
 
     Raises:
-        SettingsError: one of `sources` is not there.
+        SettingsError: a path in `sources` does not exist.
     """
     digest = hashlib.sha256()
     for name, content in _ingredients(model, sources, environ):
@@ -71,7 +74,11 @@ def _ingredients(model: str, sources: Sequence[str | Path], environ: Mapping[str
     elif _HUB_ID.fullmatch(name):
         yield name, hub_commit(name, revision or "main", environ).encode()
     else:
-        log.info("model_version.plain_name model=%s: no folder and no hub id, so sources and packages decide", name)
+        log.info(
+            "model_version.plain_name model=%s This is no folder and no hub id, so only sources and packages decide "
+            "the version.",
+            name,
+        )
         yield name, (revision or "").encode()
     for source in sources:
         yield from _source_ingredients(Path(source))
@@ -102,7 +109,7 @@ def _weights_identity(path: Path) -> bytes:
 
 def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
     if not source.exists():
-        raise SettingsError(f"{source}, named as a source of the model, is not there. Give paths from {Path.cwd()}.")
+        raise SettingsError(f"the model's source {source} does not exist. Relative paths start at {Path.cwd()}.")
     for path in [source] if source.is_file() else _paths(source, ".py"):
         name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()
         yield name, path.read_bytes() if path.is_file() else _NO_FILE
@@ -119,8 +126,8 @@ def _package_ingredients(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]
 
 
 def _paths(folder: Path, suffix: str = "") -> list[Path]:
-    """The visible files below `folder`, sorted, hidden ones and `__pycache__` left out. Links are followed. A folder
-    that several links lead to is read once, and is a path itself the other times."""
+    """The visible files below `folder`, sorted, without `__pycache__`. Links are followed. A folder that several links
+    lead to is read once. The other links count as paths themselves."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -136,9 +143,8 @@ def _paths(folder: Path, suffix: str = "") -> list[Path]:
 
 
 def hub_commit(name: str, revision: str, environ: Mapping[str, str]) -> str:
-    """The commit that `revision` of a hub repository stands for: `revision` itself if it is one, else the commit in the
-    local hub cache, else the hub's answer. Where neither knows it, `revision`: torch's own keys then tell graphs of
-    different commits apart."""
+    """The commit of a hub repository's `revision`: `revision` itself if it is a commit, else from the local hub cache,
+    else from the hub. If neither knows it, `revision`: then torch's own keys tell graphs of different commits apart."""
     if _COMMIT.fullmatch(revision):
         return revision
     home = environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
@@ -154,6 +160,6 @@ def _commit_at_hub(name: str, revision: str) -> str | None:
         from huggingface_hub import HfApi
 
         return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
-    except Exception as error:  # not installed, offline, not found, or what the HTTP client of its version raises
+    except Exception as error:  # not installed, offline, not found, or an error of its HTTP client
         log.info("model_version.unresolved model=%s revision=%s error=%s", name, revision, error)
         return None
