@@ -473,7 +473,7 @@ def test_a_push_needs_a_store_that_can_be_written(run, variables, root, local, k
     variables.setenv("COMPILE_CACHE_LAYERS", str(root))
     found = run("push", "--from", root)
     assert found.code == 1
-    assert found.err.startswith("error: this store can only be read: set COMPILE_CACHE_STORE")
+    assert found.err.startswith("error: this store is read-only: set COMPILE_CACHE_STORE")
 
 
 # prune
@@ -498,7 +498,7 @@ def test_prune_without_apply_says_that_nothing_was_removed_and_removes_nothing(r
     assert found.code == 0
     assert found.lines[1].split()[:2] == ["org--model", "old"]
     assert found.lines[1].endswith("not used for 40 days")
-    assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to do it."
+    assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to remove them."
     size = output.size_text(len(local.read(aged[0])))
     assert found.lines[-2].startswith(f"would remove 1 version, {size}, from {root}")
     assert names(local) == set(aged)
@@ -531,7 +531,7 @@ def test_prune_names_what_was_used_meanwhile(run, local, key, aged, monkeypatch)
 def test_prune_that_cannot_fit_because_of_what_is_in_use_says_so(run, local, aged):
     found = run("prune", "--max-bytes", "1B", "--apply")
     assert names(local) == {aged[1]}
-    assert found.err.startswith("warning: what is in use has ")
+    assert found.err.startswith("warning: the versions in use take ")
 
 
 def test_prune_finds_nothing_to_do(run, root, local, aged):

@@ -178,7 +178,7 @@ def test_a_store_that_is_only_read_is_refused(run, local, key, monkeypatch):
     monkeypatch.setenv("COMPILE_CACHE_LAYERS", str(local.location))
     done = run("withdraw", "org--model/version-1", "--yes")
     assert done.code == 1
-    assert done.err.startswith("error: this store can only be read")
+    assert done.err.startswith("error: this store is read-only")
 
 
 def test_a_pack_of_a_layer_is_withdrawn_in_the_written_store(run, tmp_path, local, key, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_withdrawal_in_a_layer_is_not_reinstated_and_the_exit_code_is_1(run, t
     monkeypatch.setenv("COMPILE_CACHE_LAYERS", baked.location)
     done = run("reinstate", digest_of(name))
     assert done.code == 1
-    assert done.err.startswith(f"still withdrawn by a layer that is only read: {name}; ")
+    assert done.err.startswith(f"still withdrawn by a read-only layer: {name}. ")
 
 
 def test_packs_with_the_same_bytes_are_named(run, local, key):
@@ -296,7 +296,7 @@ def test_readers_of_a_mirror_see_the_withdrawal_and_the_way_back(run, tmp_path, 
     with serving_folder(mirror, ranges=True) as served:
         assert in_use(served.url) == [name]
         done = run("withdraw", digest_of(name), "--store", mirror, "--yes")
-        assert done.err == f"listed anew in {mirror}/index.json\n"
+        assert done.err == f"renewed {mirror}/index.json\n"
         assert in_use(served.url) == []
         run("reinstate", digest_of(name), "--store", mirror)
         assert in_use(served.url) == [name]

@@ -8,7 +8,7 @@ _NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command. The library itself needs neither Typer nor rich, so they may not be installed."""
+    """Run the command. The library itself needs neither Typer nor rich, so they may be missing."""
     try:
         from compile_cache.cli.app import app
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`python -m compile_cache.cli`: the command where the library is a folder of an image and not installed."""
+"""`python -m compile_cache.cli`: the command, for a library that is a folder in an image and not installed."""
 
 from compile_cache.cli import main
 

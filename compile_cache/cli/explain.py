@@ -1,4 +1,4 @@
-"""`explain`: what a boot on this machine would find, or what a boot has reported."""
+"""`explain`: what a boot on this machine would find, or the report of a boot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def print_explanation(settings: Settings, store: ObjectStore, found: Explanation
     out.print_line(f"model        {found.key.model_name}")
     out.print_line(f"version      {found.key.model_version}")
     if found.assumes_no_sources:
-        out.print_line("sources      none given: if the predictor names sources, its version is another one (--source)")
+        out.print_line(
+            "sources      none given: if the predictor names sources, give them with --source, because they change "
+            "the version"
+        )
     out.print_line(f"environment  {found.key.environment}: {out.environment_text(found.environment)}")
     out.print_line(f"store        {store.location}")
     if versions := [out.short_version(version) for version in found.stored_versions]:

@@ -31,7 +31,7 @@ _COLUMNS = ("region", "step", "kinds>", "graphs>", "made>", "loaded>", "error", 
 def fill_store(
     model: str | None, predictor: str | None, store: str | None, to: Path | None, explain: bool, as_json: bool
 ) -> bool:
-    """Fill `store`, the folder `to`, or the configured store, and print the answer; whether nothing is missing.
+    """Fill `store`, the folder `to`, or the configured store, and print the answer. Returns whether nothing is missing.
 
     Raises:
         CompileCacheError: there is no predictor or no store, the setup failed, or the store cannot be read.
@@ -56,7 +56,7 @@ def fill_store(
 
 
 def _run(reference: str, settings: Settings, explain: bool) -> tuple[list[FilledBoot], Findings | None]:
-    """Set the predictor up. What it prints goes to stderr: stdout is for the answer."""
+    """Set the predictor up. Its output goes to stderr, because stdout is for the answer."""
     with contextlib.redirect_stdout(sys.stderr), _one_line(reference):
         predictor = load_predictor(reference, Path.cwd())
         if not explain:
@@ -70,7 +70,7 @@ def _run(reference: str, settings: Settings, explain: bool) -> tuple[list[Filled
 
 @contextlib.contextmanager
 def _one_line(reference: str) -> Iterator[None]:
-    """The border to the predictor's own code: its traceback, and then a line as for all errors."""
+    """The border to the predictor's own code: print its traceback, then one line as for all errors."""
     try:
         yield
     except CompileCacheError:
@@ -141,11 +141,11 @@ def _explanation(region: RegionReport, found: Sequence[Finding]) -> Iterator[str
             f"{region.speedup:.2f} x eager's speed"
         )
     elif not region.is_left_eager:
-        yield "not timed: only functions that this boot compiled ahead of time are"
+        yield "not timed: only functions that this boot compiled ahead of time are timed"
 
 
 def _print_end(location: str, boots: Sequence[FilledBoot], problems: Sequence[Problem]) -> None:
-    """What is missing, on stderr, and the last line."""
+    """Print the problems on stderr, and the last line."""
     for problem in problems:
         out.print_note(f"missing: {problem}")
     artifacts = out.count_text(sum(filled.stored.artifacts for filled in boots), "artifact")
@@ -155,7 +155,7 @@ def _print_end(location: str, boots: Sequence[FilledBoot], problems: Sequence[Pr
 
 
 def _devices(boots: Sequence[FilledBoot]) -> str:
-    """For which machines: artifacts of a CPU are of no use to a GPU."""
+    """The machines that can use the artifacts, in words: a CPU's artifacts are of no use to a GPU."""
     records = [filled.stored.environment for filled in boots if filled.stored.environment]
     names = dict.fromkeys(record.gpu or f"CPUs only ({record.machine}), not for a GPU" for record in records)
     return f", for {' and for '.join(names)}" if names else ""
@@ -168,7 +168,7 @@ def _document(
     findings: Findings | None,
     problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """The answer as JSON; `findings` are null without --explain."""
+    """The answer as JSON. `findings` are null without --explain."""
     known = [filled.stored.environment for filled in boots]
     return {
         "predictor": predictor,

@@ -1,4 +1,4 @@
-"""Options that several commands have, and the stores and versions that they select."""
+"""The common options of commands, and the stores and versions that they select."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from compile_cache.versions.catalog import Version as StoredVersion
 
 Store = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="This store alone, instead of COMPILE_CACHE_STORE and COMPILE_CACHE_LAYERS."),
+    typer.Option(metavar="URL", help="Read only this store, not COMPILE_CACHE_STORE and COMPILE_CACHE_LAYERS."),
 ]
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only this model: org/name, or a folder's name.")]
 Version = Annotated[str | None, typer.Option("--version", metavar="VERSION", help="Only this version.")]
 Environment = Annotated[
-    str | None, typer.Option(metavar="DIGEST", help="Only environments whose digest begins with this.")
+    str | None, typer.Option(metavar="DIGEST", help="Only environments whose digest begins with DIGEST.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Copy from this store alone.")]
+From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Copy only from this store.")]
 FromFolder = Annotated[
     Path, typer.Option("--from", metavar="FOLDER", exists=True, file_okay=False, help="Copy from this local store.")
 ]
@@ -40,7 +40,7 @@ def read_settings(store: str | None) -> Settings:
     """The settings of a boot. If `store` is given, it replaces the boot's store and layers.
 
     Raises:
-        SettingsError: a setting is wrong, or there is no store.
+        SettingsError: a setting is wrong, or no store is set.
     """
     settings = Settings.from_env(os.environ)
     if store is not None and split_url(store)[0] in STORE_SCHEMES:
@@ -48,7 +48,7 @@ def read_settings(store: str | None) -> Settings:
     elif store is not None:
         settings = replace(settings, store="off", layers=(store,))
     if settings.store == "off" and not settings.layers:
-        raise SettingsError("there is no store: set COMPILE_CACHE_STORE, or name one here")
+        raise SettingsError("there is no store: set COMPILE_CACHE_STORE, or give one on the command line")
     return settings
 
 
@@ -61,11 +61,11 @@ def open_writing(settings: Settings) -> ObjectStore:
     """The store that a boot writes.
 
     Raises:
-        StoreError: there is none.
+        StoreError: no store is written.
     """
     writing = open_stores(settings).writing
     if writing is None:
-        raise StoreError("this store can only be read: set COMPILE_CACHE_STORE, or name one here that can be written")
+        raise StoreError("this store is read-only: set COMPILE_CACHE_STORE, or give a store that can be written")
     return writing
 
 
@@ -93,23 +93,23 @@ class Selection:
 
     @property
     def text(self) -> str:
-        """The selection for people; empty if it is everything."""
+        """The selection in words; empty if it has all versions."""
         asked = {"model": self.model, "version": self.version, "environment": self.environment}
         named = [f"{name} {value}" for name, value in asked.items() if value]
         return f" of {', '.join(named)}" if named else ""
 
 
 def find_version(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> StoredVersion:
-    """The one version that `text` names (`find_versions`).
+    """The only version that `text` names (`find_versions`).
 
     Raises:
-        CompileCacheError: there is none.
-        Exit: there are several, which are named on stderr.
+        CompileCacheError: `text` names no version.
+        Exit: `text` names several versions. They are listed on stderr.
     """
     found = find_versions(versions, text, withdrawn)
     if not found:
         state = "withdrawn" if withdrawn else "stored"
-        raise CompileCacheError(f"nothing {state} begins with {text}: `compile-cache ls` lists what there is")
+        raise CompileCacheError(f"nothing {state} begins with {text}: `compile-cache ls` lists the stored versions")
     if len(found) > 1:
         print_note(f"error: {text} is ambiguous; use more characters:")
         for version in found:
@@ -119,9 +119,12 @@ def find_version(versions: Sequence[StoredVersion], text: str, withdrawn: bool =
 
 
 def find_versions(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> list[StoredVersion]:
-    """The versions that `text` may name: by the beginning of `[environment/]model/version`, where the environment's
-    digest may be cut as well, or by the beginning of a pack's name. A version named in full is found alone, even if
-    other names begin with its name. With `withdrawn`, only withdrawals count, whose packs may be gone."""
+    """The versions that `text` may name.
+
+    `text` is the beginning of `[environment/]model/version` (the environment's digest may be cut too), or of a pack's
+    name. A full name finds only that version, even if other names begin with it. With `withdrawn`, only withdrawals
+    count; their packs may be gone.
+    """
     parts = text.removeprefix("v1/").rstrip("/").split("/")
     stored = [version for version in versions if (version.withdrawals if withdrawn else version.all_packs)]
     if len(parts) == 1:

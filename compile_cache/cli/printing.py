@@ -1,4 +1,4 @@
-"""The answers of the commands about stores, for people and as JSON (`explain` has its own module)."""
+"""Prints the answers of the commands about stores, for people and as JSON (`explain` has its own module)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def refusal_records(refusals: Sequence[Refusal]) -> list[dict[str, str]]:
 
 
 def print_refusals(label: str, refusals: Sequence[Refusal]) -> None:
-    """A line for each kind of call that is served eager: `Block(float32[4, 16] on cpu): why, since 2026-11-22`."""
+    """Print a line for each kind of call that is served eager: `Block(float32[4, 16] on cpu): why, since
+    2026-11-22`."""
     for refusal in refusals:
         out.print_line(f"{label}{refusal.class_name}({refusal.inputs}): {refusal.reason}, since {refusal.created}")
 
@@ -156,7 +157,7 @@ def _withdrawal_record(withdrawal: Withdrawal | None) -> dict[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """A logical key's kind: its folder, or the suffix of a file in a folder of two letters, which is code."""
+    """A logical key's kind: its folder; for code, which lies in a folder of two letters, the file's suffix."""
     folder, _, name = key.partition("/")
     if len(folder) > 2 and name:
         return folder
@@ -172,12 +173,12 @@ def _signature(pack: VerifiedPack) -> str:
     if pack.signed_by:
         return f"signed by {pack.signed_by}"
     if pack.head and pack.head.signed_by:
-        return f"says it is signed by {pack.head.signed_by}, which was not checked: cryptography is not installed"
+        return f"claims to be signed by {pack.head.signed_by}, which was not checked: cryptography is not installed"
     return "not signed"
 
 
 def _time(time_s: float) -> str:
-    """A manifest may claim any time."""
+    """A manifest's time in words. A manifest may claim any time."""
     try:
         return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -222,7 +223,7 @@ def print_copied(copied: Copied, target: ObjectStore) -> None:
 
 
 def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned: Pruned | None, as_json: bool) -> None:
-    """Print the answer of `prune`; `pruned` is None in a dry run."""
+    """Print the answer of `prune`. `pruned` is None in a dry run."""
     if as_json:
         removals = [{**version_record(r.version), "reason": r.reason} for r in plan.removals]
         leftovers = [version.key.prefix for version in plan.leftovers]
@@ -257,7 +258,7 @@ def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned:
         what = f"{out.count_text(pruned.versions, 'version')}, {out.count_text(pruned.packs, 'pack')}"
         out.print_line(f"removed {what}, {out.size_text(pruned.freed_bytes)}, from {store.location}")
     if policy.most_bytes is not None and plan.kept_bytes > policy.most_bytes:
-        out.print_note(f"warning: what is in use has {out.size_text(plan.kept_bytes)}, more than --max-bytes")
+        out.print_note(f"warning: the versions in use take {out.size_text(plan.kept_bytes)}, more than --max-bytes")
 
 
 def _print_dry_run(store: ObjectStore, plan: PrunePlan) -> None:
@@ -266,7 +267,7 @@ def _print_dry_run(store: ObjectStore, plan: PrunePlan) -> None:
         return
     what = f"{out.count_text(len(plan.removals), 'version')}, {out.size_text(plan.freed_bytes)}"
     out.print_line(f"would remove {what}, from {store.location}, and keep {out.size_text(plan.kept_bytes)}")
-    out.print_line("This was a dry run: nothing was removed. Add --apply to do it.")
+    out.print_line("This was a dry run: nothing was removed. Add --apply to remove them.")
 
 
 def _pruned_record(pruned: Pruned | None) -> dict[str, Any] | None:
@@ -275,7 +276,7 @@ def _pruned_record(pruned: Pruned | None) -> dict[str, Any] | None:
 
 def print_keys(private: str, public: str) -> None:
     """Print the answer of `keygen`: lines of a file of variables."""
-    out.print_line("# Signs what this boot publishes. A secret: for nobody who should not publish.")
+    out.print_line("# A secret. It signs the packs of a boot: give it only to those who may publish.")
     out.print_line(f"COMPILE_CACHE_SIGNING_KEY={private}")
-    out.print_line("# Only packs signed with one of these, separated by commas, are used.")
+    out.print_line("# Boots use only packs signed with one of these keys. Separate several by commas.")
     out.print_line(f"COMPILE_CACHE_TRUSTED_KEYS={public}")

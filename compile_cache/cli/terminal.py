@@ -1,7 +1,7 @@
-"""Sizes, ages, tables and progress, as a terminal shows them. Results go to stdout, everything else to stderr.
+"""Prints sizes, ages, tables and progress. Results go to stdout, everything else to stderr.
 
-Names, creators and records come from a store that others may write. So escape codes in them are written out, and none
-of them is read as rich's markup.
+Names, creators and records come from a store that others may write. So escape codes in them are written out, and rich
+does not read them as markup.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _AGES = (("year", 365 * 86_400), ("month", 30 * 86_400), ("day", 86_400), ("hour
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12
 _LONGEST_VALUE = 60
-# A pipe has no width: a table is then as wide as its content.
+# A pipe has no width, so a table is as wide as its content.
 _PIPE_WIDTH = 10_000
 
 
 def printable(text: str) -> str:
-    """`text` with escape codes, line ends and other characters that do not print written out, as Python writes them."""
+    """`text`, with unprintable characters (escape codes, line ends) written out as in Python."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -44,14 +44,14 @@ def size_text(size_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """`10GB`, `1.5 TB`, `512MiB` or a number of bytes.
+    """The bytes of `10GB`, `1.5 TB`, `512MiB` or a plain number.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: `text` is no size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no size: give one such as 10GB")
+        raise ValueError(f"{text!r} is no size: give a size such as 10GB")
     exponent = " KMGT".index(found["unit"].upper() or " ")
     return int(float(found["number"]) * (1024 if found["binary"] else 1000) ** exponent)
 
@@ -74,41 +74,41 @@ def count_text(count: int, noun: str) -> str:
 
 
 def short(digest: str) -> str:
-    """The first digits of an environment's or a pack's name, which are enough for people."""
+    """The first digits of an environment's or a pack's name, for people."""
     return digest[:_DIGEST_DIGITS]
 
 
 def short_version(version: str) -> str:
-    """A version for people: a digest is cut, a name that somebody chose is not."""
+    """A version for people: a digest is cut, a chosen name is not."""
     return short(version) if _DIGEST.fullmatch(version) else version
 
 
 def environment_text(record: Environment | None) -> str:
     """The main points of an environment's record."""
     if record is None:
-        return "no record that can be read"
+        return "no readable record"
     device = record.gpu or f"CPU {record.machine}, {count_text(record.threads, 'thread')}"
     parts = (f"torch {record.torch}", device, record.python, record.options)
     return ", ".join(printable(str(part))[:_LONGEST_VALUE] for part in parts if part)
 
 
 def print_line(text: str = "") -> None:
-    """One line on stdout."""
+    """Print a line on stdout."""
     sys.stdout.write(printable(text) + "\n")
 
 
 def print_note(text: str) -> None:
-    """One line on stderr."""
+    """Print a line on stderr."""
     sys.stderr.write(printable(text) + "\n")
 
 
 def print_json(document: Any) -> None:
-    """The one document that `--json` prints. It is ASCII, so it has no escape codes."""
+    """Print the single document of `--json`. It is ASCII, so it has no escape codes."""
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table without lines; columns whose name ends with `>` are aligned to the right."""
+    """Print a table without lines. Columns whose names end with `>` are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
@@ -125,8 +125,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with bytes and rate, if stderr is a terminal. Call what it yields with the bytes done and all
-    bytes."""
+    """Show a bar with bytes and rate on stderr, if that is a terminal. Call the yielded function with the bytes done
+    and the total."""
     if not sys.stderr.isatty():
         yield lambda done_bytes, total_bytes: None
         return

@@ -1,4 +1,4 @@
-"""`withdraw` and `reinstate`: taking a pack or a version out of use for every boot, and back."""
+"""`withdraw` and `reinstate`: take a pack or a version out of use for every boot, and bring it back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="The beginning of model/
 def withdraw_command(
     key: Key,
     store: opt.Store = None,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for people: one line.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason in one line, for people.")] = "",
     yes: Annotated[bool, typer.Option("--yes", help="Withdraw without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
@@ -42,7 +42,7 @@ def withdraw_command(
     version = opt.find_version(versions, key)
     named = _named_packs(version.key.model_name, [pack.name for pack in version.all_packs], key)
     rules = Rules.of(settings)
-    Withdrawal("", 0.0, reason)  # a reason that cannot be stored is refused before anything is asked
+    Withdrawal("", 0.0, reason)  # refuse an invalid reason before any question
     plan = plan_withdrawal(reading, version, named, rules)
     if not plan.packs:
         _print_withdrawn(writing, plan, Withdrawn(), reason, json)
@@ -59,7 +59,7 @@ def withdraw_command(
 
 
 def reinstate_command(key: Key, store: opt.Store = None, json: opt.Json = False) -> None:
-    """Bring withdrawn packs back into use: all of a version, or one."""
+    """Bring all withdrawn packs of a version, or one pack, back into use."""
     settings = opt.read_settings(store)
     reading, writing = opt.open_reading(settings), opt.open_writing(settings)
     versions = read_catalog(reading).versions
@@ -75,7 +75,7 @@ def reinstate_command(key: Key, store: opt.Store = None, json: opt.Json = False)
 
 
 def _named_packs(model_name: str, packs: Sequence[str], text: str) -> list[str] | None:
-    """The one pack whose name begins with `text`; None if `text` names the version.
+    """The pack whose name begins with `text`, as a list; None if `text` names the version.
 
     Raises:
         Exit: `text` is ambiguous.
@@ -92,12 +92,12 @@ def _named_packs(model_name: str, packs: Sequence[str], text: str) -> list[str] 
 
 
 def _renew_index(store: ObjectStore) -> None:
-    """List a folder that a web server serves anew: else the mirror's readers would not see the change."""
+    """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
     from compile_cache.store.web_index import INDEX, write_index
 
     if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
         write_index(Path(store.location))
-        out.print_note(f"listed anew in {store.location}/{INDEX}")
+        out.print_note(f"renewed {store.location}/{INDEX}")
 
 
 def _text(version: Version) -> str:
@@ -113,7 +113,7 @@ def _record(store: ObjectStore, version: Version) -> dict[str, Any]:
 
 def _print_withdrawn(store: ObjectStore, plan: WithdrawalPlan, done: Withdrawn, reason: str, as_json: bool) -> None:
     for pack in done.left:
-        out.print_note(f"still in use, because it was published meanwhile: {pack.name}; repeat the command")
+        out.print_note(f"still in use, because it was published meanwhile: {pack.name}. Repeat the command.")
     if as_json:
         names = {"withdrawn": [pack.name for pack in done.packs], "left": [pack.name for pack in done.left]}
         shared = [{"name": found.pack, "shared": found.shared, "files": found.files} for found in done.shared]
@@ -133,7 +133,7 @@ def _print_withdrawn(store: ObjectStore, plan: WithdrawalPlan, done: Withdrawn, 
 
 def _print_reinstated(store: ObjectStore, version: Version, done: Reinstated, as_json: bool) -> None:
     for name in done.withdrawn_elsewhere:
-        out.print_note(f"still withdrawn by a layer that is only read: {name}; reinstate it in that store (--store)")
+        out.print_note(f"still withdrawn by a read-only layer: {name}. Reinstate it in that layer with --store.")
     if as_json:
         names = {"reinstated": done.packs, "missing": done.missing, "withdrawn_elsewhere": done.withdrawn_elsewhere}
         out.print_json({**_record(store, version), **names})
@@ -141,5 +141,5 @@ def _print_reinstated(store: ObjectStore, version: Version, done: Reinstated, as
     for name in done.packs:
         out.print_line(f"reinstated {name}")
     for name in done.missing:
-        out.print_line(f"no longer withdrawn, and not stored any more: {name}")
+        out.print_line(f"no longer withdrawn, but the pack is no longer stored: {name}")
     out.print_line(f"reinstated {out.count_text(len(done.packs), 'pack')} in {store.location}")
