@@ -1,4 +1,4 @@
-"""The warm-up: run every planned input as a prediction, until nothing compiles any more."""
+"""The warm-up: run every planned input like a prediction, until nothing more compiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compile_cache import Boot
 
 
 class WarmUpModel(Protocol):
-    """A model of any family, as the warm-up needs it."""
+    """A model of any family: the part that the warm-up needs."""
 
     def run(self, inputs: Any) -> Any:
         """One prediction."""

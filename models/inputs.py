@@ -1,7 +1,7 @@
-"""The values that a prediction's inputs take.
+"""The valid values of a prediction's inputs.
 
-Cog validates them by its schema before it calls `run()`. A predictor without that schema, as in a server started by
-hand, gets whatever a request contains.
+Cog validates inputs by its schema before it calls `run()`. A predictor without that schema, for example in a server
+started by hand, gets unchecked inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text"}
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values of one input: texts, or numbers from `least` to `most`, both included."""
+    """The valid values of one input: texts, or numbers from `least` to `most`, both included."""
 
     kind: type[int] | type[float] | type[str]
     least: float | None = None
@@ -46,7 +46,7 @@ def check_inputs(inputs: object, bounds: Mapping[str, Bounds]) -> None:
     """Check the attributes of `inputs` that are named in `bounds`.
 
     Raises:
-        ValueError: names each input that is out of its bounds.
+        ValueError: an input is out of its bounds. The message names each such input.
     """
     given = {name: getattr(inputs, name) for name in bounds}
     wrong = [

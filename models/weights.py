@@ -1,7 +1,7 @@
-"""Weights from safetensors files to the GPU, at the speed of the page cache and PCIe.
+"""Moves weights from safetensors files to the GPU, at the speed of the page cache and PCIe.
 
-On the CPU, `from_pretrained` maps the files into memory and reads next to nothing. It decides which weights there are,
-of which type, tied or computed. `move` then takes them to the GPU as `nn.Module.to` does, but reads and copies many
+On the CPU, `from_pretrained` maps the files into memory and reads almost nothing. It decides which weights exist, their
+types, and which are tied or computed. Then `move` moves them to the GPU like `nn.Module.to`, but reads and copies many
 pieces at a time (benchmarks/weights.py).
 """
 
@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-# The names that diffusers and transformers give weights. With ".index.json" appended: the list of shards.
+# The names of weight files in diffusers and transformers. With ".index.json" appended, they name the list of shards.
 _WEIGHT_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -31,7 +31,7 @@ _PIECE_BYTES = 8 << 20
 def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
     """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
 
-    `from_pretrained` casts, quantizes or unpickles all others, on the CPU and in memory.
+    `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
     try:
         return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
@@ -40,7 +40,7 @@ def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The weight files of a model or of a pipeline's components, as from_pretrained finds them.
+    """The weight files of a model or of a pipeline's components, found like in `from_pretrained`.
 
     Raises:
         OSError: a component has no safetensors files.
@@ -72,7 +72,7 @@ def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
 
 
 def move(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move modules as `module.to(device)` does, several times as fast for large weights on the CPU.
+    """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.

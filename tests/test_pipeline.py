@@ -120,8 +120,8 @@ def test_a_negative_prompt_uses_the_guidance_asked_for(parts, asked, scale):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("FluxKontextPipeline", "only the aspect ratio from the size asked for: it draws about 1048576 pixels"),
-        ("HunyuanDiTPipeline", "may replace the size asked for"),
+        ("FluxKontextPipeline", "only the aspect ratio from the requested size: it draws about 1048576 pixels"),
+        ("HunyuanDiTPipeline", "may replace the requested size"),
         ("QwenImagePipeline", "ignores guidance_scale without a negative_prompt"),
         ("HunyuanImagePipeline", "ignores guidance_scale: it has no such parameter"),
     ],

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # predict.py imports this module before the restore starts
     from PIL import Image
 
-# Cog reads the files after run() has returned: the folders of this prediction and of the one before stay.
+# Cog reads the files after run() has returned. So the folders of this prediction and of the one before stay.
 _KEPT_FOLDERS = 2
 
 
 class PictureFiles:
-    """A folder for each prediction. A new prediction deletes older folders than its predecessor's."""
+    """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
 
     def __init__(self) -> None:
         self._folders: deque[str] = deque()

@@ -57,7 +57,7 @@ class ImageRequest:
         """Check every input.
 
         Raises:
-            ValueError: names each input that is out of its bounds.
+            ValueError: an input is out of its bounds. The message names each such input.
         """
         check_inputs(self, BOUNDS)
 

@@ -14,8 +14,8 @@ DEMO_MODEL = "demo/flux-digits"
 class ImageSettings:
     """`model` is a folder or `org/name@revision`.
 
-    Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the first
-    size is warmed up.
+    Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the warm-up
+    draws the first size.
     """
 
     model: str = DEMO_MODEL
@@ -24,10 +24,10 @@ class ImageSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ImageSettings:
-        """Read `MODEL`, `IMAGE_SIZES` and `WARM_UP_SIZES`; an empty variable counts as not set.
+        """Read `MODEL`, `IMAGE_SIZES` and `WARM_UP_SIZES`. An empty variable counts as not set.
 
         Raises:
-            ValueError: names the variable and its mistake.
+            ValueError: a value is invalid. The message names the variable and its mistake.
         """
         image_sizes = parse_sizes("IMAGE_SIZES", environ.get("IMAGE_SIZES", ""))
         warm_up_sizes = parse_sizes("WARM_UP_SIZES", environ.get("WARM_UP_SIZES", ""))

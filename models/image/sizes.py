@@ -1,4 +1,4 @@
-"""Picture sizes. A model draws a fixed list of sizes and is compiled once for each."""
+"""Picture sizes. A model draws a fixed list of sizes, and is compiled once for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
     """Read sizes such as `1024x1024,1344x768`.
 
     Raises:
-        ValueError: names `variable` and the part that is not a size.
+        ValueError: a part of `text` is not a size. The message names `variable` and that part.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in parts]
@@ -45,7 +45,7 @@ def native_sizes(resolution: int) -> tuple[Size, ...]:
         return max(1, round(length / _NATIVE_STEP)) * _NATIVE_STEP
 
     def size(ratio: float) -> Size:
-        # The longer side is computed from the rounded shorter one. Rounding each alone can miss the ratio by 6 %.
+        # The longer side is computed from the rounded shorter side. Rounding both separately can miss the ratio by 6 %.
         if ratio < 1:
             return Size(size(1 / ratio).height, size(1 / ratio).width)
         height = step(resolution / math.sqrt(ratio))
@@ -58,7 +58,7 @@ def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | No
     """Choose one of `sizes`: exactly `width` x `height` if given, else the nearest to `aspect_ratio`, else the first.
 
     Raises:
-        ValueError: there is no such size. The error lists the sizes that there are.
+        ValueError: there is no such size. The message lists the available sizes.
     """
     available = "this model draws " + ", ".join(map(str, sizes))
     if width is not None or height is not None:

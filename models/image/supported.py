@@ -1,6 +1,6 @@
-"""Which pipelines draw a picture from a prompt alone, and which inputs they ignore.
+"""Decides whether a pipeline draws a picture from a prompt alone, and which inputs it ignores.
 
-A pipeline's signature and configuration decide; there is no list of pipelines.
+The pipeline's signature and configuration decide. There is no list of pipelines.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import nn
 
 # The names that pipelines give the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
-# Parameters that only pipelines which start from a picture have. `strength` is how far they may leave it.
+# Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
 _OF_PICTURES = ("mask_image", "control_image", "strength")
 
 
 def check_pipeline(pipeline: type[Any]) -> None:
-    """Refuse a class of pipelines that does not draw from a prompt alone.
+    """Check that a class of pipelines draws from a prompt alone.
 
     Raises:
-        ValueError: names the class and what it needs.
+        ValueError: it does not. The message names the class and the inputs that it needs.
     """
     parameters = inspect.signature(pipeline.__call__).parameters
     if "prompt" not in parameters:
@@ -42,7 +42,7 @@ def find_denoiser(pipeline: Any) -> nn.Module:
     """The network that a pipeline calls once a step.
 
     Raises:
-        ValueError: names the pipeline's class and its parts.
+        ValueError: there is none. The message names the pipeline's class and its parts.
     """
     for name in _DENOISERS:
         network = getattr(pipeline, name, None)
@@ -55,12 +55,13 @@ def find_denoiser(pipeline: Any) -> nn.Module:
 
 
 def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
-    """The inputs that the pipeline ignores or changes, a sentence for each."""
+    """One sentence for each input that the pipeline ignores or changes."""
     parameters = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
     found = []
     if "true_cfg_scale" in parameters:
-        # There, guidance_scale is an input of the network, if it was trained with one; Qwen-Image's was not.
+        # In these pipelines, guidance_scale is an input of the network, if that was trained with it. Qwen-Image's was
+        # not.
         is_taken = getattr(getattr(denoiser, "config", None), "guidance_embeds", False)
         if "guidance_scale" not in parameters or not is_taken:
             found.append(f"{name} ignores guidance_scale without a negative_prompt: its network takes no guidance")
@@ -68,7 +69,7 @@ def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
         found.append(f"{name} ignores guidance_scale: it has no such parameter")
     if "max_area" in parameters:
         area = parameters["max_area"].default
-        found.append(f"{name} takes only the aspect ratio from the size asked for: it draws about {area} pixels")
+        found.append(f"{name} takes only the aspect ratio from the requested size: it draws about {area} pixels")
     if "use_resolution_binning" in parameters:
-        found.append(f"{name} may replace the size asked for by one that it was trained for (use_resolution_binning)")
+        found.append(f"{name} may replace the requested size by a size of its training (use_resolution_binning)")
     return found

@@ -1,8 +1,8 @@
 """A custom operator: attention of one token over the filled part of a static cache.
 
-On a GPU, a Triton kernel splits the filled part among many programs and joins their results, because one program for
-each head leaves most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The
-kernel reads the filled length on the device, so that one recorded CUDA graph serves every length.
+On a GPU, a Triton kernel splits the filled part among many programs and joins their results. One program for each head
+would leave most of a GPU idle (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The kernel
+reads the filled length on the device, so one recorded CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from models.kernels.launch import can_overlap, kernel, launch_options, power_of_
 
 # The keys of a head are split into this many parts.
 _PARTS = 16
-# Tokens that a program multiplies at once, and blocks that it loads ahead: as many as shared memory holds.
+# The tokens that a program multiplies at once, and the blocks that it loads ahead. More do not fit into shared memory.
 _BLOCK_TOKENS, _STAGES = 64, 3
 _LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
-# The least rows that a tensor core multiplies.
+# The fewest rows that a tensor core multiplies.
 _LEAST_ROWS = 16
 
 
@@ -34,8 +34,8 @@ def decode_attention(
     """Attention of the token at `position` over the tokens up to and including itself.
 
     query: [1, heads, 1, size], key: [1, key-value heads, tokens, size], value: [1, key-value heads, tokens, value
-    size], position: [1]; result: [1, heads, 1, value size]. `window` is the number of last tokens that count; 0 is all.
-    `softcap` bounds the scores; 0.0 does not.
+    size], position: [1]; result: [1, heads, 1, value size]. `window` is the number of last tokens that count, or 0 for
+    all. `softcap` bounds the scores; 0.0 does not.
     """
     if query.is_cuda:
         return _on_gpu(query, key, value, position, scale, window, softcap)

@@ -1,4 +1,4 @@
-"""How our Triton kernels are launched."""
+"""Launching our Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OVERLAPPING_CAPABILITY = (9, 0)
 
 @cache
 def kernel(name: str) -> Any:
-    """A kernel of triton_kernels.py, which is imported late: it needs Triton, and a CPU has none."""
+    """A kernel of triton_kernels.py. That module is imported late, because it needs Triton, which a CPU lacks."""
     from models.kernels import triton_kernels
 
     return getattr(triton_kernels, name)

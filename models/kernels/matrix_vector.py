@@ -17,13 +17,13 @@ from models.kernels.launch import can_overlap, kernel, launch_options, power_of_
 
 
 class Block(NamedTuple):
-    """The part of a matrix that a program multiplies at once: its elements, and its columns at most."""
+    """The part of a matrix that a program multiplies at once: its number of elements, and its most columns."""
 
     elements: int
     most_columns: int
 
 
-# The fastest by benchmarks/matrix_vector.py: for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
+# The fastest in benchmarks/matrix_vector.py: for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
 BLOCK = Block(4096, 2048)
 BLOCK_OF_8_BITS = Block(2048, 1024)
 GATED_BLOCK = Block(4096, 1024)
@@ -110,7 +110,7 @@ def multiply_on_gpu(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Launch the kernel of all operators above, for one to three matrices. Arguments by name need a single matrix."""
+    """Launch the kernel of all operators above, for one to three matrices. Keyword arguments need a single matrix."""
     columns = matrices[0].shape[1]
     block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns

@@ -1,6 +1,6 @@
 """A pass over torch.compile's graphs that joins operators of a token: sums after products, and products of one vector.
 
-It finds them in every model, however the layers are written. torch keeps the interface of such passes private.
+It finds these operators in every model, however the layers are written. torch's interface for such passes is private.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if not hasattr(config, "post_grad_custom_pre_pass"):
 def join_operators() -> None:
     """Let torch.compile apply the pass to every graph that the calling thread compiles.
 
-    The pass changes only operators of models/kernels. A pass that somebody else has set is kept instead. On torch 2.13,
-    each thread has settings of its own.
+    The pass changes only operators of models/kernels. A pass that other code has set is kept instead. On torch 2.13,
+    each thread has its own settings.
     """
     if config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = JoinOperators()
@@ -36,7 +36,7 @@ class JoinOperators(CustomGraphPass):
     """Joins `residual + matrix_vector(…)`, then the products of several plain matrices with the same vector."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change a graph in place. torch.compile has differentiated it before."""
+        """Change a graph in place, after torch.compile has differentiated it."""
         for node in _products(graph):
             _join_sum(node)
         together: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
@@ -108,9 +108,9 @@ def _described(origin: Node, value: Any) -> dict[str, Any]:
 
 
 def _join_products(nodes: list[Node]) -> None:
-    """Replace several products by one operator, at the place of the first one.
+    """Replace several products by one operator, at the place of the first product.
 
-    Biases become sums after it: they are added to products that are rounded already.
+    Biases become sums after the operator, because they are added to rounded products.
     """
     if len(nodes) < 2:
         return

@@ -1,4 +1,4 @@
-"""What a process needs before it compiles the steps of a language model: the server, and the process that compiles."""
+"""Prepares a process to compile the steps of a language model: the server, and the compiling process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def prepare_process() -> None:
     """Register the attention of the static cache and, for a model on a GPU, join operators.
 
-    The compiling process calls this first. The server finds its artifacts only if it has set the same passes.
+    The compiling process calls this first. The server finds its artifacts only with the same passes set.
     """
     AttentionInterface.register(ATTENTION, attend)
     if torch.cuda.is_available():
@@ -23,10 +23,11 @@ def prepare_process() -> None:
 
 
 def join_operators() -> None:
-    """Join operators in whatever this thread compiles, where torch has the names for it. Imports torch's compiler."""
+    """Join operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
+    compiler."""
     try:
         from models.kernels.token_graph import join_operators as join
     except ImportError as error:  # the module needs private names of torch
-        log.warning("operators of a step are not joined, which costs speed: %s", error)
+        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
         return
     join()

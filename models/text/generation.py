@@ -1,8 +1,8 @@
 """Generation, one sequence at a time: a prefill for each size of prompt, and a decode step.
 
-On a GPU, each of them is recorded as one CUDA graph, sampling included. Any thread can replay these graphs; the graphs
-that torch.compile records belong to one thread. The host queues steps before it reads the tokens of earlier ones, so
-that the GPU never waits for the host.
+On a GPU, each step is recorded as one CUDA graph, with sampling. Any thread can replay these graphs; torch.compile's
+own graphs belong to one thread. The host queues steps before it reads the tokens of earlier steps, so the GPU never
+waits for the host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from models.text.token_layers import use_token_layers
 
 log = logging.getLogger(__name__)
 
-# Steps that are queued on the GPU while the host reads a token. They are wasted after the last token.
+# The number of steps queued on the GPU while the host reads a token. After the last token, they are wasted.
 _STEPS_AHEAD = 2
-# One token of the prompt, and one of the answer.
+# One token for the prompt, and one for the answer.
 _LEAST_TOKENS = 2
 
 
@@ -45,7 +45,7 @@ class Request:
 
 
 class Generator:
-    """A model, its cache and its two steps. It serves one request at a time."""
+    """A model, its cache and its two steps. Serves one request at a time."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
         """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
@@ -83,7 +83,7 @@ class Generator:
         self.decode = DecodeStep(model, self._cache, self._sampler)
         self._allocate(model)
 
-    @torch.no_grad()  # no other mode may write to tensors that inference mode allocates
+    @torch.no_grad()  # in inference mode, the allocated tensors could not be written later
     def _allocate(self, model: PreTrainedModel) -> None:
         """Run a short prompt, so that each layer of the cache learns its shapes and allocates its keys and values.
 
@@ -138,13 +138,15 @@ class Generator:
         """Check that a request can be served.
 
         Raises:
-            ValueError: names the limit that the request exceeds.
+            ValueError: the request exceeds a limit. The message names it.
         """
         prompt = len(request.prompt)
         if not prompt:
             raise ValueError("the prompt is empty")
         if (largest := max(request.prompt)) >= self._vocabulary:
-            raise ValueError(f"the prompt has the token {largest}, and the model has embeddings for {self._vocabulary}")
+            raise ValueError(
+                f"the prompt has the token {largest}, but the model has embeddings for {self._vocabulary} tokens"
+            )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be 1 or more")
         if prompt + request.max_new_tokens > self.cache_tokens:
@@ -198,7 +200,7 @@ class Generator:
         self._cache.position.add_(1)
 
     def _join_operators(self) -> None:
-        """Join operators in whatever this thread compiles. Before the compiler is imported, nothing can be."""
+        """Join operators in the graphs that this thread compiles, if the compiler is imported."""
         if self._token.is_cuda and "torch._inductor.config" in sys.modules:
             join_operators()
 
@@ -210,10 +212,10 @@ class Generator:
 
     @torch.inference_mode()
     def renew(self, has_arrived: Callable[..., bool]) -> None:
-        """Call each step for which code has arrived, as predictions do, and forget how it was recorded.
+        """Call each step for which code has arrived, like a prediction, and drop its recording.
 
-        `has_arrived` takes a step and its inputs. The steps compute what is left of the last request, in a cache that
-        counts as full. Call it while no request is served. It may be broken off, and called again.
+        `has_arrived` takes a step and its inputs. The steps compute with the remains of the last request, in a cache
+        that counts as full. Call it while no request is served. It may be broken off, and called again.
         """
         self._join_operators()
         for bucket, prompt in self._prompts.items():
@@ -230,16 +232,16 @@ class Generator:
 
     @torch.inference_mode()
     def record(self, counter: CallCounter | None = None) -> None:
-        """Record, as CUDA graphs, what is not recorded of the step and the prefill of each bucket, as they are compiled
-        now. `counter` counts what serves the calls.
+        """Record the step and the prefill of each bucket as CUDA graphs, if they are not recorded yet. `counter` counts
+        the calls by the code that serves them.
 
-        Without a GPU, this does nothing. If the step cannot be recorded, nothing is; if one prefill cannot, none is.
-        What could not be recorded is tried again after `renew` has called something. Call it while no request is
-        served.
+        Without a GPU, this does nothing. If the step cannot be recorded, nothing is recorded. If one prefill cannot be
+        recorded, no prefill is. Failed recordings are tried again after `renew` has called a step. Call it while no
+        request is served.
         """
         if not self._token.is_cuda or not self._is_to_record:
             return
-        # The values of the last request may exceed the smallest bucket, or point behind the end of the cache.
+        # The last request's values may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()
         self._record_prompts(counter)
@@ -249,7 +251,7 @@ class Generator:
         self._is_to_record = False
 
     def _record_prompts(self, counter: CallCounter | None) -> None:
-        if self._prompt_recorder is None or not self._prompt_graphs:  # the memory of no graph cannot be shared
+        if self._prompt_recorder is None or not self._prompt_graphs:  # without graphs, there is no memory to share
             self._prompt_recorder = Recorder(self._token.device)
         buckets = [bucket for bucket in self.buckets if bucket not in self._prompt_graphs]
         prompts = [functools.partial(self._prompt, bucket) for bucket in buckets]
@@ -262,13 +264,13 @@ class Generator:
         stream = torch.cuda.current_stream()
         try:
             return [recorder.record(call, self._sampler.generator, counter) for call in calls]
-        except BaseException as error:  # a request that pays for a recording may be cancelled
-            # A recording that fails leaves its stream current and its generator in recording mode. All recordings draw
+        except BaseException as error:  # the request that waits for a recording may be cancelled
+            # A failed recording leaves its stream current and its generator in recording mode. All recordings draw
             # from that generator.
             torch.cuda.set_stream(stream)
             self._sampler.generator = torch.Generator(self._token.device)
             self._graph, self._prompt_graphs = None, {}
             if not isinstance(error, RuntimeError):
                 raise
-            log.warning("%s cannot be recorded as a CUDA graph, which costs speed: %s", what, error)
+            log.warning("%s cannot be recorded as a CUDA graph, so answers are slower: %s", what, error)
             return []

@@ -38,7 +38,7 @@ class TextInputs:
         """Check every input.
 
         Raises:
-            ValueError: names each input that is out of its bounds.
+            ValueError: an input is out of its bounds. The message names each such input.
         """
         check_inputs(self, BOUNDS)
         if not isinstance(self.stop_sequences, list | tuple):

@@ -31,7 +31,7 @@ _WARM_UP_TOKENS = 4
 # The files that from_pretrained reads. A repository may also have other formats.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _OTHER_FILES = ("consolidated*", "original/*")
-# Settings of a generation_config.json that `generate` follows and this does not, and their neutral values.
+# Settings of generation_config.json that `generate` follows but this module ignores, and their neutral values.
 _IGNORED = (
     "min_p",
     "top_h",
@@ -66,7 +66,7 @@ def import_model(model: str, revision: str | None) -> None:
 
 
 class Answer:
-    """Text in pieces of whole characters, generated during the one iteration over it; and its number of tokens."""
+    """An answer: iterating over it, once, generates its text in pieces of whole characters, and counts its tokens."""
 
     def __init__(self, prompt_tokens: int, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
         self.prompt_tokens = prompt_tokens
@@ -115,8 +115,8 @@ class TextModel:
             OSError: there is no such folder or repository.
             ValueError: the model cannot be served.
         """
-        # The model comes first. Precompiled regions load at the same time, and need registries of transformers that
-        # making a model fills.
+        # The model comes first, because making it fills registries of transformers. Precompiled regions load at the
+        # same time, and need them.
         loaded = load_model(model, revision)
         if settings.quantize:
             quantize(loaded, settings.quantize)
@@ -141,7 +141,7 @@ class TextModel:
         return list(self.generator.tokens(request))
 
     def answer(self, inputs: TextInputs) -> Answer:
-        """The text that follows. Iterating over it generates it.
+        """The answer to a prompt. Iterating over it generates the text.
 
         Raises:
             ValueError: the model cannot take an input.
@@ -195,8 +195,8 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ValueError(
-            f"{model} is quantized already ({method}), for kernels that cannot be compiled here: serve the original "
-            "model with QUANTIZE=int8 or fp8"
+            f"{model} is quantized already ({method}), for kernels that cannot be compiled here. Serve the original "
+            "model with QUANTIZE=int8 or fp8."
         )
     if not torch.cuda.is_available():
         return AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32).eval()
@@ -211,9 +211,9 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
 
 
 def _is_converted(config: Any) -> bool:
-    """Whether from_pretrained makes weights, such as those of experts, from several stored ones.
+    """Whether `from_pretrained` makes weights, such as those of experts, from several stored weights.
 
-    On a CPU, it does so slowly and in memory.
+    On a CPU, this is slow and takes memory.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -230,7 +230,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def default_buckets(cache_tokens: int) -> tuple[int, ...]:
-    """128, 512, 2048 … below the length of the cache, and that length."""
+    """128, 512, 2048 … below the length of the cache, and the length of the cache."""
     buckets = []
     size = 128
     while size < cache_tokens:

@@ -1,4 +1,5 @@
-"""Weights of 8 bits, made by torchao: half the bytes of bf16, and other numbers than the model's authors published."""
+"""Weights of 8 bits, made by torchao: half the bytes of bf16, but not the numbers that the model's authors
+published."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def quantize(model: nn.Module, quantization: str) -> None:
         if capability < _LEAST_FP8_CAPABILITY:
             name = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
             raise ValueError(f"QUANTIZE=fp8 needs compute capability 8.9; this is {name}. Use int8.")
-    # torchao would otherwise change Inductor's settings of the process, which are in the key already.
+    # Otherwise torchao would change Inductor's settings in this process, which the key already has.
     config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
     output = model.get_output_embeddings()  # type: ignore[operator]
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output)
@@ -44,7 +45,7 @@ def quantize(model: nn.Module, quantization: str) -> None:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that keeps a weight of torchao's class as the plain tensors inside it.
+    """A linear layer that keeps a weight of torchao's class as plain tensors.
 
     torch can store guards on plain tensors, but not on that class. So a region with this layer can be precompiled.
     """
@@ -65,13 +66,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The tensor of torchao's class."""
+        """The weight in torchao's class."""
         parts = {name: getattr(self, name) for name in self._names}
         weight: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
         return weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Inputs of any shape but for the last dimension."""
+        """inputs and result: [..., size]."""
         if self._is_scaled_matrix and inputs.numel() == self._columns and inputs.dim() == 3:
             return matrix_vector(inputs, self.qdata, self.scale, self.bias)
         return F.linear(inputs, self.weight, self.bias)

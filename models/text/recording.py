@@ -1,4 +1,4 @@
-"""CUDA graphs of calls, and tokens on their way to the host."""
+"""Records calls as CUDA graphs, and reads tokens from the device."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import torch
 
 
 class Served(Protocol):
-    """Calls that are being counted."""
+    """A running count of calls."""
 
     def served(self) -> dict[str, Counter[str]]:
-        """By module class and by what served them."""
+        """The number of calls by module class and by the code that served them."""
 
 
 class CallCounter(Protocol):
-    """Counts what serves calls, as a `compile_cache.Boot` does."""
+    """Counts calls by the code that serves them. `compile_cache.Boot` is one."""
 
     def prediction(self) -> Served:
-        """Begin to count."""
+        """A new count."""
 
     def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
-        """Count calls once more."""
+        """Add calls that were counted before once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A call as a CUDA graph, and what served its modules when it was recorded."""
+    """A call as a CUDA graph, and the code that served its modules when it was recorded."""
 
     graph: torch.cuda.CUDAGraph
     served: Mapping[str, Mapping[str, int]]
     counter: CallCounter | None
 
     def replay(self) -> None:
-        """Queue the call. It calls no module, and is counted here."""
+        """Queue the call. A replay calls no module, so it is counted here."""
         self.graph.replay()
         if self.counter is not None:
             self.counter.count_again(self.served)
@@ -58,10 +58,10 @@ class Recorder:
         """Record one call, which draws random numbers from `generator`.
 
         Raises:
-            RuntimeError: CUDA cannot record something in the call.
+            RuntimeError: CUDA cannot record a part of the call.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # the first call allocates memory, which must not be recorded
+        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
             call()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
@@ -88,7 +88,7 @@ class Reading:
             self._arrived.record()
 
     def wait(self) -> int:
-        """Wait for the token, and for no work that was queued after it."""
+        """Wait for the token, but not for work that was queued after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._token)

@@ -1,6 +1,6 @@
 """Rotary embeddings from a table: the cosines and sines of all positions, computed once.
 
-torch.compile takes a cosine for a cheap operation and copies it to its users, so that every head of every layer would
+torch.compile treats a cosine as a cheap operation and copies it to its users. So every head of every layer would
 compute it again.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from models.text.token_layers import is_as_its_class
 
-# An embedding that gives the same type for both inputs does not round to the type of its input.
+# An embedding whose results have the same type for both of these inputs does not round to its input's type.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -27,9 +27,9 @@ class _Table(NamedTuple):
 
 
 def use_rotary_tables(model: nn.Module, tokens: int) -> None:
-    """Replace the rotary embeddings of `model` that depend on the position alone, for positions 0 to `tokens` - 1.
+    """Replace the rotary embeddings of `model` that depend only on the position, for positions 0 to `tokens` - 1.
 
-    Call it when the model is on its device. Call it again for another number of positions.
+    Call it when the model is on its device, and again for another number of positions.
     """
     for parent in list(model.modules()):
         if isinstance(parent, RotaryTable):
@@ -41,7 +41,7 @@ def use_rotary_tables(model: nn.Module, tokens: int) -> None:
 
 
 class RotaryTable(nn.Module):
-    """Gives the same as a rotary embedding of transformers, and has its settings, which models read."""
+    """Gives the same results as a rotary embedding of transformers, and has its settings, which models read."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -64,8 +64,8 @@ class RotaryTable(nn.Module):
 
 
 def _is_rotary(module: Any) -> bool:
-    """Whether a module is called as transformers' rotary embeddings are, with frequencies that stay the same
-    (`supported.settle_rope`), and without hooks."""
+    """Whether a module has the call of transformers' rotary embeddings, constant frequencies (`supported.settle_rope`)
+    and no hooks."""
     return (
         isinstance(getattr(module, "rope_type", None), str)
         and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
@@ -76,7 +76,7 @@ def _is_rotary(module: Any) -> bool:
 
 @torch.no_grad()
 def _table(rotary: Any, tokens: int) -> _Table | None:
-    """The cosines and sines; None if the embedding gives something else."""
+    """The cosines and sines; None if the embedding has other results."""
     device = rotary.inv_freq.device
     positions = torch.arange(tokens, device=device)[None]
     exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-# Scores divided by less leave the range of float32. By then, the likeliest token has all the probability.
+# Scores divided by a smaller temperature leave the range of float32. The likeliest token then has all the probability.
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-9
 # One program of a GPU compares this many probabilities.
@@ -30,10 +30,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning.
+        """Check the values.
 
         Raises:
-            ValueError: names the value.
+            ValueError: a value has no meaning. The message names it.
         """
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
@@ -49,7 +49,7 @@ class Sampling:
 def running_sum(values: torch.Tensor) -> torch.Tensor:
     """`values.cumsum(0)`, hidden from Inductor. values and result: [values].
 
-    On a GPU, Inductor of torch 2.11 joins it with a sum over the same values, and fails ("NYI TritonSplitDimKernel
+    On a GPU, torch 2.11's Inductor would join it with a sum over the same values, and fail ("NYI TritonSplitDimKernel
     reductions").
     """
     return values.cumsum(0)
@@ -63,8 +63,8 @@ def _(values: torch.Tensor) -> torch.Tensor:
 class Sampler(nn.Module):
     """Chooses `chosen` from logits, with the options of the last `set` and the tokens of every `see` since.
 
-    It runs inside compiled steps, where the same call twice must do the same. So random numbers are drawn outside, by
-    `draw`.
+    It runs inside compiled steps, where repeating a call must give the same result. So `draw` draws the random numbers
+    outside.
     """
 
     temperature: torch.Tensor
@@ -83,7 +83,7 @@ class Sampler(nn.Module):
         buffers = {
             "temperature": torch.ones(1),
             "top_p": torch.ones(1),
-            # The place of the last of the top k, so that 0 is valid: a process that only compiles has nothing but 0.
+            # The place of the last of the top k. 0 is valid here: a process that only compiles has only zeros.
             "last_kept": torch.full((1,), vocabulary - 1),
             "repetition_penalty": torch.ones(1),
             "is_greedy": torch.ones(1, dtype=torch.bool),
@@ -99,7 +99,7 @@ class Sampler(nn.Module):
         is_greedy = sampling.temperature < _LEAST_TEMPERATURE
         self.is_greedy.fill_(is_greedy)
         self.temperature.fill_(1.0 if is_greedy else sampling.temperature)
-        # By rounding, sums of probabilities reach 1 before the last token. The first token always stays.
+        # Because of rounding, sums of probabilities reach 1 before the last token. The first token always stays.
         self.top_p.fill_(max(sampling.top_p, _LEAST_TOP_P) if sampling.top_p < 1 else float("inf"))
         self.last_kept.fill_(min(sampling.top_k or self._vocabulary, self._vocabulary) - 1)
         self.repetition_penalty.fill_(sampling.repetition_penalty)
@@ -120,7 +120,7 @@ class Sampler(nn.Module):
         scores = logits[0].float()
         penalty = self.repetition_penalty
         scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-        # A greedy request has temperature 1, so that the first in this order is the first of the likeliest.
+        # A greedy request has temperature 1. Then the first token in this order is the first of the likeliest tokens.
         ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
         # Ties with the last of the top k stay, as in TopKLogitsWarper.
         is_kept = ordered >= ordered.gather(0, self.last_kept)

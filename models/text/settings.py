@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 DEMO_MODEL = "demo/llama-adder"
 QUANTIZATIONS = ("int8", "fp8")
-# A prompt of one token would be taken for a token that is decoded.
+# A prompt of one token would look like a token to decode.
 _LEAST_BUCKET = 2
 
 
@@ -15,8 +15,8 @@ _LEAST_BUCKET = 2
 class TextSettings:
     """`model` is a folder or `org/name@revision`.
 
-    The defaults: `cache_tokens` is the model's number of positions, at most 4096; `prompt_buckets` are 128, 512, 2048 …
-    and the whole cache; weights are not quantized.
+    By default, `cache_tokens` is the model's number of positions, at most 4096. `prompt_buckets` are 128, 512, 2048 …
+    and the whole cache. Weights are not quantized.
     """
 
     model: str = DEMO_MODEL
@@ -26,10 +26,10 @@ class TextSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> TextSettings:
-        """Read `MODEL`, `CACHE_TOKENS`, `PROMPT_BUCKETS` and `QUANTIZE`; an empty variable counts as not set.
+        """Read `MODEL`, `CACHE_TOKENS`, `PROMPT_BUCKETS` and `QUANTIZE`. An empty variable counts as not set.
 
         Raises:
-            ValueError: names the variable and its mistake.
+            ValueError: a value is invalid. The message names the variable and its mistake.
         """
         cache = _tokens("CACHE_TOKENS", environ.get("CACHE_TOKENS", ""))
         if len(cache) > 1:

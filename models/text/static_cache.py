@@ -1,6 +1,6 @@
 """A static key-value cache: allocated once for one sequence, written in place, reused by every request.
 
-Its attention is registered with transformers as `ATTENTION`. It builds no mask and reads only the filled part.
+Its attention is registered with transformers as `ATTENTION`. It builds no mask, and reads only the filled part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StaticCache(Cache):  # type: ignore[misc]
 
     def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
-        # The position of the token that is decoded next. All layers share this tensor.
+        # The position of the next token to decode. All layers share this tensor.
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])
 
@@ -47,7 +47,7 @@ class _Layer(StaticLayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a prompt from the beginning, or one token at the position; return the keys and values to attend to.
 
-        A prompt attends to itself alone.
+        A prompt attends only to itself.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -61,15 +61,15 @@ class _Layer(StaticLayer):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Refuse: models are given the positions."""
-        raise NotImplementedError("it asks the cache for its length, although it is given the positions")
+        """Refuse, because models get the positions as inputs."""
+        raise NotImplementedError("it asks the cache for its length, although it gets the positions")
 
 
 def use_static_cache(model: PreTrainedModel) -> None:
     """Let `model` attend over a StaticCache. Each call of the model then needs `position=`, the cache's tensor.
 
     Raises:
-        ValueError: the model would compute something else than without the cache.
+        ValueError: the model would give other results than without the cache.
     """
     check_model(model)
     AttentionInterface.register(ATTENTION, attend)
@@ -116,7 +116,7 @@ def attend(
     if position is None:
         raise ValueError(f"{type(module).__name__} does not pass its arguments on to the attention function")
     if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
-        raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which is not supported")
+        raise ValueError(f"{type(module).__name__} uses {', '.join(unknown)}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:
         attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
@@ -136,7 +136,7 @@ def _attend_prompt(
     tokens = query.shape[2]
     is_windowed = window is not None and window < tokens
     is_plain = not softcap and not is_windowed
-    # CUDA's fast kernels take groups of heads only without a mask, and only for these sizes.
+    # CUDA's fast kernels accept groups of heads only without a mask, and only for these sizes.
     takes_groups = is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE
     if not takes_groups:
         groups = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""The two steps of generation, which torch.compile compiles: a whole prompt, and one token."""
+"""The two steps of generation that torch.compile compiles: a whole prompt, and one token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from models.text.static_cache import StaticCache
 
 
 class Step(nn.Module):
-    """What both steps hold. In another process, which gets a step pickled, it makes the model's class known to
-    transformers, as the making of a model does: compiled code depends on the registries that this fills."""
+    """The common part of both steps.
+
+    Unpickled in another process, it registers the model's class with transformers, as making a model does. Compiled
+    code depends on these registries.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
         super().__init__()
@@ -25,8 +28,8 @@ class Step(nn.Module):
         """Restore a pickled step."""
         super().__setstate__(state)
         config = self.model.config
-        plain = type(config).from_dict(config.to_dict())  # without the attention, which may not be registered yet
-        with torch.device("meta"):  # a model without memory, which is dropped
+        plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
+        with torch.device("meta"):  # this model takes no memory and is dropped
             type(self.model)(plain)
 
 
@@ -45,7 +48,7 @@ class Prefill(Step):
 
 
 class DecodeStep(Step):
-    """Runs one token through the model. It leaves the position as it is: the same call twice does the same."""
+    """Runs one token through the model. It does not change the position, so a repeated call has the same result."""
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
         """Write `token` at the cache's position and choose the next token; return the logits of the choice.

@@ -1,4 +1,4 @@
-"""Text from tokens as they are generated: whole characters only, and no part of a stop sequence."""
+"""Turns generated tokens into text: whole characters only, and no part of a stop sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-# It stands for bytes that are no character.
+# This character replaces bytes that are no character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most four bytes (RFC 3629). Four tokens without a whole character never make one.
 _MOST_PARTS = 4
@@ -15,14 +15,14 @@ _CONTEXT = 6
 
 
 class TextStream:
-    """Turns tokens, one at a time, into text that will not change any more.
+    """Turns tokens, one at a time, into text that will not change later.
 
     The bytes of a character may be spread over several tokens. Text that may begin a stop sequence is held back. Once a
     stop sequence is complete, `has_stopped` is true; the sequence and the text after it are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
-        """`prompt` are the tokens before: a leading space may depend on them.
+        """`prompt` has the earlier tokens: a leading space may depend on them.
 
         Raises:
             ValueError: a stop sequence is empty.
@@ -35,7 +35,7 @@ class TextStream:
         self._decoder = _Decoder(tokenizer, prompt)
 
     def add(self, token: int) -> str:
-        """The text that this token completes; often empty."""
+        """The text that this token completes, which is often empty."""
         if self.has_stopped:
             return ""
         self._held += self._decoder.add(token)
@@ -46,7 +46,7 @@ class TextStream:
         return self._release(len(self._held) - self._beginning())
 
     def end(self) -> str:
-        """The text that was held back. A character that is not whole is left out."""
+        """The text that was held back, without an incomplete character."""
         return "" if self.has_stopped else self._release(len(self._held))
 
     def _beginning(self) -> int:
@@ -65,7 +65,7 @@ class TextStream:
 class _Decoder:
     """Whole characters from tokens.
 
-    `DecodeStream` of tokenizers 0.23 repeats a prompt that ends in U+FFFD, and raises where bytes are no character.
+    `DecodeStream` of tokenizers 0.23 repeats a prompt that ends in U+FFFD, and raises if bytes are no character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

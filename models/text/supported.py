@@ -1,6 +1,6 @@
-"""Which models compute the same with a static cache as without one. The others would give wrong tokens silently.
+"""Checks that a model computes the same with a static cache as without. Other models would silently give wrong tokens.
 
-Tests compare whole families of models with `generate`; the checks refuse the families that differed.
+Tests compare whole families of models with `generate`. The checks refuse the families that differed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Layers of other types keep something else than the keys and values of all tokens.
+# Layers of other types do not keep the keys and values of all tokens.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -23,10 +23,10 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that keeps something else than keys and values, or attends to later tokens.
+    """Check that a model keeps only keys and values, and does not attend to later tokens.
 
     Raises:
-        ValueError: names the model and the reason.
+        ValueError: it does. The message names the model and the reason.
     """
     text = model.config.get_text_config(decoder=True)
     name = type(model).__name__
@@ -36,19 +36,19 @@ def check_model(model: PreTrainedModel) -> None:
     if unknown := sorted(map(str, kinds - _LAYER_TYPES)):
         raise ValueError(f"{name} has layers of type {', '.join(unknown)}, which have no static cache")
     if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a state of its own between tokens")
+        raise ValueError(f"{name} keeps its own state between tokens")
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
-        raise ValueError(f"{name} attends to later tokens as well")
+        raise ValueError(f"{name} attends to later tokens too")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} has its own attention, which cannot use a static cache")
 
 
 def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[int | None]) -> None:
-    """Refuse a model whose sliding window is in its mask alone. `passed` has the window that each layer passes to its
-    attention.
+    """Check that a model's sliding window is not only in its mask. `passed` has the window that each layer passes to
+    its attention.
 
     Raises:
-        ValueError: names the model.
+        ValueError: it is. The message names the model.
     """
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
@@ -57,13 +57,14 @@ def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[in
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(passed)
     if any(kind == "sliding_attention" and not given for kind, given in zip(kinds, passed, strict=False)):
         raise ValueError(
-            f"{type(model).__name__} has a sliding window of {window} tokens that it does not pass to its "
-            f"attention: set CACHE_TOKENS to {window} at most"
+            f"{type(model).__name__} has a sliding window of {window} tokens, but does not pass it to its attention. "
+            f"Set CACHE_TOKENS to at most {window}."
         )
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """The number of tokens for which a model's rotary embeddings stay the same; None if its configuration has none."""
+    """The number of tokens up to which a model's rotary embeddings stay the same; None if its configuration has
+    none."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
     for parameters in _rope_parameters(text):
@@ -75,7 +76,7 @@ def most_positions(config: PreTrainedConfig) -> int | None:
 def settle_rope(model: PreTrainedModel) -> None:
     """Fix rotary embeddings to their values for up to `most_positions` tokens.
 
-    Otherwise every call chooses them by its largest position, and cannot be compiled in one piece.
+    Otherwise every call would choose them by its largest position, and could not be compiled in one piece.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

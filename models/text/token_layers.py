@@ -1,4 +1,4 @@
-"""Layers that replace those of a model: same weights, same results, with our own operators for a single token.
+"""Replacements for a model's layers: same weights, same results, with our own operators for a single token.
 
 A class of transformers is recognised by the source of its `forward`, because models have copies of the same code.
 """
@@ -34,7 +34,7 @@ return self.weight * hidden_states.to(input_dtype)
 
 
 def use_token_layers(model: nn.Module) -> None:
-    """Replace the plain linear layers of `model`, the feed-forward parts made of them, and the norms."""
+    """Replace the plain linear layers of `model`, the feed-forward parts with such layers, and the norms."""
     _replace(model, _is_plain, TokenLinear)
     _replace(model, _is_gated, GatedMLP)
     _replace(model, _is_norm, TokenNorm)
@@ -49,7 +49,7 @@ class TokenLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Inputs of any shape but for the last dimension."""
+        """inputs and result: [..., size]."""
         if _is_one_token(inputs, self.in_features):
             return matrix_vector(inputs, self.weight, None, self.bias)
         return F.linear(inputs, self.weight, self.bias)
@@ -85,7 +85,7 @@ class TokenNorm(nn.Module):
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Inputs of any shape but for the last dimension."""
+        """inputs and result: [..., size]."""
         if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return normalize(hidden_states, self.weight, self.variance_epsilon)
@@ -96,7 +96,7 @@ def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
 
 
 def is_as_its_class(module: nn.Module) -> bool:
-    """Whether a call of a module does only what its class says: the instance has no hooks and no `forward` of its own.
+    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`.
 
     torch keeps the hooks of a call in private attributes such as `_forward_pre_hooks`.
     """
