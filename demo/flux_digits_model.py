@@ -36,13 +36,13 @@ FILLERS = (
 
 
 def word_list() -> list[str]:
-    """Return every word that the tokenizers hold whole; the digits' names come first."""
+    """Return every word that is one token; the digits' names come first."""
     words = [*DIGIT_WORDS, *(word for template in TEMPLATES for word in template.split()), *FILLERS.split()]
     return [word for word in dict.fromkeys(words) if word != "{}"]
 
 
 def build_clip_tokenizer() -> CLIPTokenizer:
-    """Byte-pair tokenizer: all bytes, and merges that grow each word letter by letter."""
+    """Byte-pair tokenizer: all bytes, and merges that build each word letter by letter."""
     symbols = sorted(ByteLevel.alphabet())
     vocab = [*symbols, *(symbol + "</w>" for symbol in symbols)]
     merges = []
@@ -74,7 +74,7 @@ def filler_prompt(name: str, rng: random.Random) -> str:
 
 
 def prompts_for(digit: int, rng: random.Random) -> list[str]:
-    """Return the training prompts of one digit; the number is the same for each digit."""
+    """Return the training prompts of one digit. Each digit has equally many."""
     names = (DIGIT_WORDS[digit], str(digit))
     prompts = [template.format(name) for template in TEMPLATES for name in names]
     prompts += [prompt[0].upper() + prompt[1:] for prompt in prompts]

@@ -1,8 +1,8 @@
 """Read the digit in a drawn picture, with a classifier fitted on real handwriting.
 
 The reader is a support vector machine fitted on the 1797 pictures of
-``sklearn.datasets.load_digits`` (8x8 pixels, ink from 0 to 16). A drawn canvas
-of any size is brought to that form before it is read.
+``sklearn.datasets.load_digits`` (8x8 pixels, ink from 0 to 16). It converts a
+canvas of any size to that form first.
 """
 
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ def crop_digit(image: Image.Image) -> Image.Image:
 
 
 def has_light_paper(image: Image.Image) -> bool:
-    """Tell from the outermost pixels whether the picture is dark ink on light paper."""
+    """Tell whether the picture is dark ink on light paper. The outermost pixels decide."""
     grey = np.asarray(image.convert("L"))
     edge = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
     return bool(edge.mean() > 127.5)
 
 
 def shrink_to_grid(image: Image.Image) -> np.ndarray:
-    """Return the digit as a real picture would hold it: (8, 8), ink from 0 to 16."""
+    """Return the digit in the form of a real picture: (8, 8), ink from 0 to 16."""
     small = crop_digit(image).convert("L").resize((GRID, GRID), Image.Resampling.BOX)
     light = np.asarray(small, dtype=np.float32) / 255
     return FULL_INK * (1 - light if has_light_paper(image) else light)
@@ -66,5 +66,5 @@ def read_digit(image: Image.Image) -> int:
 
 
 def share_read(images: Sequence[Image.Image], digits: Sequence[int]) -> float:
-    """Return the share of the pictures that are read as the digit asked for."""
+    """Return the share of the pictures that are read as the requested digit."""
     return float(np.mean(np.equal(read_digits(images), digits)))

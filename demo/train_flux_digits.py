@@ -27,13 +27,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 CANVASES = ((64, 64), (96, 64), (64, 96))  # width, height
 TEXT_LENGTHS = (512, 512, 256, 128, 64, 64)  # picked at random; 512 is the pipeline's default
-TEXT_TOKENS = 2**15  # at most so many text tokens in a training batch: long texts get smaller batches
+TEXT_TOKENS = 2**15  # the most text tokens in a training batch: long texts get smaller batches
 DROP_PROMPT = 0.1  # share of training pictures with an empty prompt, for guidance
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What may differ between a full training and a quick trial."""
+    """The differences between a full training and a quick trial."""
 
     vae_steps: int = 800
     flow_steps: int = 6000
@@ -64,7 +64,7 @@ def to_images(pictures: Tensor) -> list[Image.Image]:
 
 
 def one_cycle(model: torch.nn.Module, peak: float, steps: int) -> tuple[torch.optim.Optimizer, OneCycleLR]:
-    """Return an optimizer and a rate that warms up to its peak and falls to nought."""
+    """Return an optimizer and a rate that warms up to its peak and falls to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.99), weight_decay=0.01)
     return optimizer, OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=0.05)
 
@@ -103,13 +103,13 @@ def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Pack latents (N, 4, h, w) as the pipeline does: (N, h/2 * w/2, 16)."""
+    """Pack latents (N, 4, h, w) like the pipeline: (N, h/2 * w/2, 16)."""
     return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The encoded training prompts: P for each of the ten digits, then the empty one."""
+    """The encoded training prompts: P for each of the ten digits, then the empty prompt."""
 
     per_digit: int
     pooled: Tensor  # (10 * P + 1, 64)
@@ -134,7 +134,7 @@ def encode_prompts(pipe: FluxPipeline, seed: int) -> Prompts:
 
 
 def latents_by_canvas(pipe: FluxPipeline, digits: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Return for each canvas the digits' latents (N, h/2 * w/2, 16), scaled as the pipeline has them."""
+    """Return the digits' latents (N, h/2 * w/2, 16) for each canvas, scaled like the pipeline's."""
     config = pipe.vae.config
     return {
         canvas: pack((encode(pipe.vae, draw_real(digits, *canvas)) - config.shift_factor) * config.scaling_factor)
@@ -197,7 +197,7 @@ def draw_ten(pipe: FluxPipeline, seed: int, width: int, height: int, steps: int,
 
 
 def check(pipe: FluxPipeline, rounds: int, width: int, height: int, steps: int, template: str) -> float:
-    """Draw each digit ``rounds`` times; return the share that is read as the digit asked for."""
+    """Draw each digit ``rounds`` times. Return the share that is read as the requested digit."""
     images = [draw_ten(pipe, seed, width, height, steps, template) for seed in range(rounds)]
     return share_read(list(itertools.chain.from_iterable(images)), list(range(10)) * rounds)
 
@@ -215,10 +215,10 @@ def report(folder: Path, device: str, dtype: torch.dtype, rounds: int) -> None:
 
 
 def save(pipe: FluxPipeline, folder: Path) -> None:
-    """Save the pipeline; the two trained models in bfloat16, which halves the folder.
+    """Save the pipeline, with the two trained models in bfloat16, which halves the folder.
 
-    The text encoders stay in float32: loaded without a ``dtype`` they take the one
-    on disk, while the other two models are then loaded as float32.
+    The text encoders stay in float32. Loaded without a ``dtype``, they keep the type
+    on disk, but the other two models load as float32.
     """
     for model in (pipe.vae, pipe.transformer):
         for weight in model.parameters():

@@ -3,10 +3,10 @@
     python demo/train_llama_adder.py --out demo/llama-adder
 
 writes a folder that plain ``AutoModelForCausalLM.from_pretrained`` and
-``AutoTokenizer.from_pretrained`` load. Asked "23+45=" it answers "68" and the
-end of the sequence, for operands from 0 to 999. It is trained from scratch on
-sums drawn here; the seed is fixed, and the sums it is tested on were never
-trained on (``sums.py``). Exits 1 when fewer than 99 % of those come out right.
+``AutoTokenizer.from_pretrained`` load. The model answers "23+45=" with "68" and
+the end of the sequence, for operands from 0 to 999. It is trained from scratch
+on sums drawn here, with a fixed seed, and tested on unseen sums (``sums.py``).
+Exits 1 if fewer than 99 % of the test's sums come out right.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from transformers import (
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 POSITIONS = 256
-ROPE_THETA = 100.0  # the longest sum has 14 tokens, over which the default's slow rotations hardly turn
+ROPE_THETA = 100.0  # the default's slow rotations hardly turn over 14 tokens, the longest sum
 ANSWER_TOKENS = 5  # four digits and the end of the sequence
 CHECK_BATCH = 500
 CARRIES = 0.25  # share of training sums drawn to carry far, where the mistakes are
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What may differ between a full training and a quick trial."""
+    """The differences between a full training and a quick trial."""
 
     steps: int = 4000
     batch: int = 256
@@ -67,7 +67,7 @@ class Settings:
 def byte_symbols() -> list[str]:
     """Return the byte-level alphabet in the order of the bytes, so that a byte is its own token id.
 
-    A printable byte stands for itself; the others are moved, in order, to characters from 256 on.
+    A printable byte is its own character. The other bytes become, in order, the characters from 256 on.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     printable = {ord(symbol): symbol for symbol in alphabet if ord(symbol) < 256}
@@ -133,7 +133,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def draw_carry(rng: random.Random) -> tuple[int, int]:
-    """Draw a sum close to a round hundred: its first digit hangs on a carry from the last ones."""
+    """Draw a sum close to a round hundred: its first digit depends on a carry from the last digits."""
     while True:
         a = draw_operand(rng)
         b = 100 * rng.randint(1, 19) + rng.randint(-5, 5) - a
@@ -142,7 +142,7 @@ def draw_carry(rng: random.Random) -> tuple[int, int]:
 
 
 def training_sums(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Draw sums without end, but for those kept for the test."""
+    """Draw sums without end, except those held out for the test."""
     while True:
         pair = draw_carry(rng) if rng.random() < CARRIES else (draw_operand(rng), draw_operand(rng))
         if not is_unseen(*pair):
@@ -168,7 +168,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> Iterator[
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
-    """Train with a rate that warms up to its peak and falls to nought."""
+    """Train with a rate that warms up to its peak and falls to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_rate, betas=(0.9, 0.99), weight_decay=0.01)
     rate = OneCycleLR(optimizer, max_lr=settings.peak_rate, total_steps=settings.steps, pct_start=0.05)
     start = time.monotonic()
@@ -202,7 +202,7 @@ def build_and_train(settings: Settings) -> tuple[LlamaForCausalLM, PreTrainedTok
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save both; the weights in bfloat16, which halves the folder."""
+    """Save the model and the tokenizer, with the weights in bfloat16, which halves the folder."""
     model.to("cpu", torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
