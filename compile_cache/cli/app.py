@@ -34,7 +34,7 @@ from compile_cache.versions.verify import PackState, list_withdrawn, verify_all,
 
 
 class _Commands(TyperGroup):
-    """The one place where a known error becomes a line on stderr."""
+    """Turns a known error into one line on stderr. Only here."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -68,13 +68,13 @@ def _start(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    # The library logs what its errors say: stderr would have it twice.
+    # The library also logs its errors. stderr would have them twice.
     logging.getLogger("compile_cache").addHandler(_silent)
 
 
 @app.command()
 def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False) -> None:
-    """List the stored versions of models, the one used last first."""
+    """List the stored versions of models, the last used version first."""
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
@@ -111,7 +111,7 @@ def verify(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Read every pack in use whole and verify it. The exit code is 1 if a pack is not sound, or if there is none."""
+    """Read and verify every pack in use. The exit code is 1 if a pack is not sound, or if there are no packs."""
     settings = opt.read_settings(store)
     looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
     versions = [v for v in read_catalog(looked_at).versions if opt.Selection(model).takes(v.key)]
@@ -188,14 +188,14 @@ def prune(
     store: opt.Store = None,
     unused_days: Annotated[float | None, typer.Option(min=0, help="Remove versions not used for so many days.")] = None,
     keep_versions: Annotated[
-        int | None, typer.Option(min=1, help="Of each model and environment, keep the N versions used last.")
+        int | None, typer.Option(min=1, help="Keep the N last used versions of each model and environment.")
     ] = None,
     max_bytes: Annotated[
         int | None,
         typer.Option(
             parser=out.parse_size,
             metavar="SIZE",
-            help="Remove versions used longest ago until all fit: 10GB.",
+            help="Remove the least recently used versions until all fit: 10GB.",
         ),
     ] = None,
     in_use_days: Annotated[float, typer.Option(min=0, help="Keep versions used in the last days.")] = 2.0,
