@@ -87,7 +87,8 @@ class _Maker:
         return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if is_tuned else made
 
     def _run(self, made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Load an artifact, run it, which records tuning's choice, and time it. Returns why that failed, else ""."""
+        """Load an artifact, run it, which records tuning's choice, and time it. Returns why that failed; empty if it
+        did not."""
         try:
             function = made.load()
             if misfit := function.misfit(module, args, kwargs):

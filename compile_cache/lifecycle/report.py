@@ -31,7 +31,7 @@ class RestoreReport:
     | `miss` | the store has nothing for this key |
     | `failed` | the store or the packs could not be used |
     | `discarded` | torch contradicted the environment of the key |
-    | `off` | no store is set |
+    | `off` | there is no store, or no cache directory |
 
     `reason` says why in one line. `waited_for_peer_s` is the time spent waiting for another boot that compiled for the
     same key. `problems` names the layers that could not be read.

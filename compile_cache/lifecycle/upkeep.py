@@ -23,7 +23,7 @@ class Upkeep:
     """Marks the key as used, once a day and after each publish, and merges its packs if there are more than
     `most_packs`.
 
-    `most_packs` of 0 merges never. `closing` ends a merge.
+    With `most_packs` 0, packs are never merged. Set `closing` to stop a merge.
     """
 
     def __init__(

@@ -286,8 +286,8 @@ class Region:
         return self.ordering.is_due(module, args, kwargs) and self.stored.fitting(module, args, kwargs) is None
 
     def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
-        """Let later boots serve such calls eager. Do not if this process compiles them now: then its own result
-        decides, because one wrong artifact does not mean that the code is wrong."""
+        """Let later boots serve such calls eager, unless this process compiles them now: then its own result decides,
+        because one wrong artifact does not mean that the code is wrong."""
         if not (self.watched and self.may_compile and self.cold == "block"):
             self.stored.refuse(module, args, kwargs, reason)
 

@@ -83,7 +83,7 @@ class Generator:
         self.decode = DecodeStep(model, self._cache, self._sampler)
         self._allocate(model)
 
-    @torch.no_grad()  # in inference mode, the allocated tensors could not be written later
+    @torch.no_grad()  # tensors allocated in inference mode cannot be written in other modes
     def _allocate(self, model: PreTrainedModel) -> None:
         """Run a short prompt, so that each layer of the cache learns its shapes and allocates its keys and values.
 
