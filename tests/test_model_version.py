@@ -158,7 +158,7 @@ def test_beside_source_only_visible_python_files_count(folder, source, name):
 
 
 def test_a_source_that_is_not_there_is_named(folder, tmp_path):
-    with pytest.raises(SettingsError, match=r"missing\.py.* is not there"):
+    with pytest.raises(SettingsError, match=r"missing\.py.* does not exist"):
         version(folder, tmp_path / "missing.py")
 
 

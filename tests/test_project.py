@@ -35,7 +35,7 @@ def test_a_cog_yaml_that_is_none_is_named(tmp_path, content):
 
 def test_a_class_or_a_file_that_is_not_there_is_named(tmp_path):
     (tmp_path / "one_predictor.py").write_text("class Predictor: pass\n")
-    with pytest.raises(ProjectError, match=r"missing_predictor\.py is not there"):
+    with pytest.raises(ProjectError, match=r"missing_predictor\.py does not exist"):
         load_predictor("missing_predictor.py:Predictor", tmp_path)
     with pytest.raises(ProjectError, match="has no Other"):
         load_predictor("one_predictor.py:Other", tmp_path)
