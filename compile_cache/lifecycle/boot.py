@@ -1,8 +1,7 @@
 """One boot: restore while torch and the weights load, compile, warm up, report, publish.
 
 This module catches the failures of the other parts, logs them, and goes on with a slower boot. Background threads hand
-their failures over. A region that cannot be compiled falls back by itself. Errors of the caller's own code pass
-through.
+their failures over. A region falls back by itself. Errors of the caller's own code pass through.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     """
     settings = resolve_cold_start(Settings.from_env(environ))
     if missing := [str(source) for source in sources if not Path(source).exists()]:
-        raise SettingsError(
-            f"boot(sources=...) has paths that do not exist: {', '.join(missing)}. They start at {Path.cwd()}."
-        )
+        raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
     begun = Boot(settings, model, sources, environ)
     if _observed is not None:
         _observed.append(begun)
@@ -260,10 +257,7 @@ class Boot(Serving):
                 after = read_counts()
                 if after.misses == before.misses:
                     return
-            self._warn(
-                f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles. Predictions may compile "
-                "too."
-            )
+            self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles; so may predictions")
 
     def wait_published(self, timeout_s: float) -> bool:
         """Wait until the warm-up's artifacts are in the store, or publishing them failed; False after `timeout_s`."""

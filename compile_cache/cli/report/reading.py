@@ -112,7 +112,7 @@ def _report_of(record: Any, path: Path) -> BootReport:
 
 def _no_report(path: Path, reason: str) -> CompileCacheError:
     return CompileCacheError(
-        f"{path} is no boot report, as this version writes one to COMPILE_CACHE_REPORT: {reason}. Give a file that a "
+        f"{path} is no boot report of this version of compile_cache: {reason}. Give a file that a "
         "boot has written, or use the version of compile-cache that wrote it"
     )
 
