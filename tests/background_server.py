@@ -70,6 +70,7 @@ def serve(folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     if len(sys.argv) > 3:
         threading.Timer(float(sys.argv[3]), os.kill, (os.getpid(), signal.SIGKILL)).start()
     serve(Path(sys.argv[1]), sys.argv[2])
