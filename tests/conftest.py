@@ -17,12 +17,13 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from boots import Booted, boot_once, settings
+from boots import Booted, boot_once, python_path, settings
 from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
@@ -45,6 +46,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("COMPILE_CACHE_NICE", "0")
 # On a busy machine, a setup that compiles would run out of its time and leave the rest to the background.
 os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
+
+# Half of the time that a process takes to import torch's compiler: see python_start/sitecustomize.py.
+os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("python_start"))
+import_module("python_start.sitecustomize")
 
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)

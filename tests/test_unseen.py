@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from boots import python_path
 from precompiling import activated, boot, build, eager, loaded, only_report, tensor, warm_up
 from torch import nn
 
@@ -193,7 +194,7 @@ with activated(Path(sys.argv[1])) as directory:
 def test_a_server_that_ends_says_what_it_leaves_uncompiled(tmp_path, wait_s, calls):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path, wait_s],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": python_path(*filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=900,
