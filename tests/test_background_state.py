@@ -301,12 +301,11 @@ with torch.inference_mode():
 """
 
 
-def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for():
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for(process):
     done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
-    with StateProcess() as process:
-        assert process.ask("make_state", state)["within"] == server
+    assert process.ask("make_state", state)["within"] == server
 
 
 def test_state_is_taken_without_importing_anything():
@@ -315,8 +314,8 @@ def test_state_is_taken_without_importing_anything():
     assert set(sys.modules) == before
 
 
-def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(tmp_path):
-    with activated(tmp_path) as directory, StateProcess() as process:
+def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, tmp_path):
+    with activated(tmp_path) as directory:
         with (
             torch.inference_mode(),
             determinism(True, True),
