@@ -40,6 +40,11 @@ def settings(folder: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, **prefixed}
 
 
+def python_path(*folders: Path | str) -> str:
+    """PYTHONPATH with these folders, and with the folders that conftest.py has put there."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 def boot_once(environ: Mapping[str, str], *arguments: str, forked: bool = True) -> Booted:
     """Boot the toy model once; fails with the log if the process fails. See `run_boot`."""
     done = run_boot(environ, *arguments, forked=forked)

@@ -17,12 +17,13 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from boots import Booted, boot_once, settings
+from boots import Booted, boot_once, python_path, settings
 from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
@@ -46,23 +47,35 @@ os.environ.setdefault("COMPILE_CACHE_NICE", "0")
 # On a busy machine, a setup that compiles would run out of its time and leave the rest to the background.
 os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
 
+# Half of the time that a process takes to import torch's compiler: see python_start/sitecustomize.py.
+os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("python_start"))
+import_module("python_start.sitecustomize")
+
 # How fast an example runs is no property of the code, on a machine that does other things as well.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (
-    "test_background_faults",
+    "test_readme",
     "test_background_compile",
+    "test_background_faults",
     "test_background_server",
     "test_background_text",
-    "test_background_kills",
+    "test_fill",
     "test_text_server",
+    "test_planned_calls",
+    "test_unseen",
     "test_boot",
     "test_demo",
     "test_cog_server",
+    "test_toolchain",
+    "test_background_kills",
+    "test_background_jobs",
+    "test_background_state",
+    "test_boot_host",
+    "test_quantization",
     "test_toxic",
     "test_token_graph",
-    "test_quantization",
     "test_boot_fleet",
     "test_compiler",
     "test_boot_s3",
@@ -70,12 +83,17 @@ _LONGEST_FIRST = (
     "test_cache",
     "test_precompiled",
     "test_artifacts",
-    "test_fill",
-    "test_background_state",
-    "test_background_jobs",
     "test_background_process",
     "test_background_call",
+    "test_soak",
+    "test_hostile_memory",
+    "test_choose",
+    "test_fuzz",
+    "test_text",
     "test_withdraw_command",
+    "test_background_prepare",
+    "test_preload",
+    "test_cli",
 )
 
 _AWS_VARIABLES = {

@@ -19,6 +19,7 @@ import torch._inductor.compile_fx
 def requested_boot() -> dict[str, Any]:
     """Return in each forked process, with its request; in the parent, answer with the exit status of each boot."""
     assert torch.get_num_threads() == 1, "threads do not survive a fork"
+    torch._inductor.codecache.torch_key()  # the digest of torch's source, which every boot needs
     gc.freeze()  # else each child's collections copy the memory of all imported modules
     for line in sys.stdin:
         if (child := os.fork()) == 0:

@@ -16,6 +16,7 @@ from typing import Any
 import passes
 import torch
 from blocks import Block
+from boots import TESTS, python_path
 from precompiling import build, tensor
 
 from compile_cache.aot.artifacts import Artifacts
@@ -61,8 +62,7 @@ def make_artifact(state: ServerState, directory: Path) -> str:
 
 def environment() -> dict[str, str]:
     """This process's, for one that can import the library and the tests' modules."""
-    tests = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    return {**os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS)}
 
 
 class StateProcess:

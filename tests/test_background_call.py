@@ -17,6 +17,7 @@ from typing import Any
 import handed_over
 import pytest
 import torch
+from boots import python_path
 from handed_over import SIZE, Codes, Forgetful, description, shapes
 from handed_over_calls import CASES, Call, attributed, layers
 from hypothesis import given
@@ -41,7 +42,7 @@ def received(calls, tmp_path_factory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("calls")
     for name, call in calls.items():
         (folder / f"{name}.call").write_bytes(hand_over(*call))
-    path = os.pathsep.join(map(str, (PROJECT, PROJECT / "tests")))
+    path = python_path(PROJECT, PROJECT / "tests")
     done = subprocess.run(
         [sys.executable, handed_over.__file__, folder],
         env={**os.environ, "PYTHONPATH": path},
@@ -239,7 +240,7 @@ print(made(*args).shape)
 
 @pytest.mark.skipif(not TORCHAO.is_dir(), reason="torchao is not in .venv/quantize: make test puts it there")
 def test_weights_that_torchao_has_quantized_travel():
-    path = os.pathsep.join(map(str, (TORCHAO, PROJECT, PROJECT / "tests")))
+    path = python_path(TORCHAO, PROJECT, PROJECT / "tests")
     environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", _TORCHAO], env=environ, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["True", "True True", "torch.Size([2, 32])"], done.stderr

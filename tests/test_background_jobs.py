@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from background_handlers import job
 from background_marks import PATIENCE_S, wait_for
+from boots import python_path
 
 from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.process import CompilingProcess
@@ -303,7 +304,7 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
         time.sleep(0.01)
     print(started[0].pid)
     """
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**os.environ, "PYTHONPATH": python_path(*filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env=environ,

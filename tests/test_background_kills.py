@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from background_marks import PATIENCE_S, Marked, shared_memory, wait_for
+from boots import python_path
 
 SERVER = Path(__file__).with_name("background_server.py")
 KILLS = 50
@@ -31,7 +32,7 @@ def marked() -> Iterator[Marked]:
 
 def serve(folder: Path, marked: Marked, mode: str, *wrapper: str, life_s: str = "") -> subprocess.Popen[str]:
     command = [*wrapper, sys.executable, str(SERVER), str(folder), mode, *filter(None, [life_s])]
-    environ = {**marked.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**marked.environ, "PYTHONPATH": python_path(*filter(None, sys.path))}
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
 
 

@@ -62,6 +62,7 @@ NOT_HANDED_OVER: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("kind", NOT_HANDED_OVER)
 def test_what_belongs_to_this_process_is_named_and_refused(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))

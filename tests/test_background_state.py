@@ -305,7 +305,7 @@ def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for()
     done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
-    with StateProcess() as process:
+    with StateProcess() as process:  # without the packages of this process, which the server does not have
         assert process.ask("make_state", state)["within"] == server
 
 
@@ -315,8 +315,8 @@ def test_state_is_taken_without_importing_anything():
     assert set(sys.modules) == before
 
 
-def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(tmp_path):
-    with activated(tmp_path) as directory, StateProcess() as process:
+def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, tmp_path):
+    with activated(tmp_path) as directory:
         with (
             torch.inference_mode(),
             determinism(True, True),

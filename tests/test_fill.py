@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from boots import stored
+from boots import run_boot, stored
 from cog_server import PROJECT
 from validating_server import ValidatingServer
 
@@ -89,10 +89,14 @@ class Network(nn.Module):
 BROKEN_LINE = 1 + NETWORK.splitlines().index("        torch._dynamo.graph_break()  # here")
 
 
-def fill(folder: Path, *arguments: str, project: Path = PROJECT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The finished command, with a cache directory in `folder`; `variables` as they are."""
+def fill(
+    folder: Path, *arguments: str, project: Path = PROJECT, forked: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The finished command, with a cache directory in `folder`; `variables` as they are. `forked`: see `run_boot`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
     environ |= {"COMPILE_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
+    if forked:
+        return run_boot(environ, str(project), *arguments, program="fill_project")
     return subprocess.run(
         [*COMMAND, "fill", *arguments], cwd=project, env=environ, capture_output=True, text=True, timeout=500
     )
@@ -109,7 +113,7 @@ def small_project(folder: Path, predict: str = PREDICT) -> Path:
 def demo(tmp_path_factory):
     """A folder for an image, filled with the demo model of this project's cog.yaml."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, fill(folder, "--to", str(folder / "baked"), "--json", WARM_UP_SIZES="64x64")
+    return folder, fill(folder, "--to", str(folder / "baked"), "--json", forked=False, WARM_UP_SIZES="64x64")
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +257,7 @@ def test_a_store_that_cannot_be_written_is_a_problem(tmp_path, incomplete):
 
 def test_a_model_that_the_predictor_does_not_read_is_a_problem(tmp_path):
     project = small_project(tmp_path, "class Predictor:\n    def setup(self):\n        pass\n")
-    done = fill(tmp_path, "--json", project=project)
+    done = fill(tmp_path, "--json", project=project, forked=False)
     assert done.returncode == 1
     assert [problem["what"] for problem in json.loads(done.stdout)["problems"]] == ["boot"]
 
@@ -262,7 +266,7 @@ def test_a_setup_that_fails_ends_the_command_with_its_traceback_and_a_line(tmp_p
     project = small_project(
         tmp_path, "class Predictor:\n    def setup(self):\n        raise ValueError('my mistake')\n"
     )
-    done = fill(tmp_path, project=project)
+    done = fill(tmp_path, project=project, forked=False)
     assert done.returncode == 1
     assert "in setup" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: predict.py:Predictor could not be set up")
@@ -276,7 +280,7 @@ def test_a_setup_that_fails_ends_the_command_with_its_traceback_and_a_line(tmp_p
     ],
 )
 def test_a_fill_that_could_not_fill_anything_does_not_begin(tmp_path, variables, said):
-    done = fill(tmp_path, project=small_project(tmp_path, "raise SystemError"), **variables)
+    done = fill(tmp_path, project=small_project(tmp_path, "raise SystemError"), forked=False, **variables)
     assert done.returncode == 1
     assert said in done.stderr
     assert "SystemError" not in done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from boots import python_path
 
 PROJECT = Path(__file__).parent.parent
 # Beside the virtual environment's own packages, where `make` puts it.
@@ -28,10 +29,9 @@ block = model.generator.decode.model.model.layers[0].mlp
 
 def run(quantization: str, script: str) -> list[str]:
     """What a script prints after the demo model was loaded and quantized."""
-    path = os.pathsep.join(map(str, (TORCHAO, PROJECT, PROJECT / "demo")))
     done = subprocess.run(
         [sys.executable, "-c", _LOAD.format(quantization=quantization) + script],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": python_path(TORCHAO, PROJECT, PROJECT / "demo")},
         cwd=PROJECT,
         capture_output=True,
         text=True,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from boots import run_boot
 from precompiling import activated, all_refusals, boot, build, eager, loaded, only_report, tensor, warm_up
 from torch import nn
 
@@ -190,13 +189,7 @@ with activated(Path(sys.argv[1])) as directory:
 
 @pytest.mark.parametrize(("wait_s", "calls"), [("0", 1), ("600", 0)], ids=["unfinished", "finished"])
 def test_a_server_that_ends_says_what_it_leaves_uncompiled(tmp_path, wait_s, calls):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path, wait_s],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_boot(os.environ, PROGRAM, str(tmp_path), wait_s, program="run_source")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("background.unfinished")]
     assert [line.split()[1] for line in lines] == [f"calls={calls}"] * bool(calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,10 +309,10 @@ def test_readers_of_a_mirror_see_the_withdrawal_and_the_way_back(run, tmp_path, 
 # Boots.
 
 
-def test_a_boot_does_without_a_withdrawn_version_compiles_publishes_and_hits_it_when_reinstated(run, tmp_path):
-    environ, store = settings(tmp_path), LocalStore(tmp_path / "store")
-    cold = boot_once(environ)
-    assert_fully_warm(boot_once(environ))
+def test_a_boot_does_without_a_withdrawn_version_compiles_publishes_and_hits_it_when_reinstated(run, tmp_path, cold):
+    folder, cold = cold
+    shutil.copytree(folder / "store", tmp_path / "store")
+    environ, store = settings(tmp_path, dir=str(folder / "cache")), LocalStore(tmp_path / "store")
     (version,) = read_catalog(store).versions
     text = f"{version.key.model_name}/{version.key.model_version}"
     assert run("withdraw", text, "--yes", "--reason", "a trial").code == 0
