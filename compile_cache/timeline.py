@@ -34,18 +34,18 @@ class Timeline:
         _recording.append(self)
 
     def add(self, lane: str, name: str, began: float, seconds: float | None = None) -> None:
-        """Add work that began at `began`, by `time.perf_counter`, and took `seconds`; that ends now, if None."""
+        """Add work that began at `began`, by `time.perf_counter`. If `seconds` is None, it ends now."""
         seconds = time.perf_counter() - began if seconds is None else seconds
         if len(self.spans) < _MOST_SPANS and began >= self._origin:
             self.spans.append(Span(lane, name, began - self._origin, seconds))
 
 
-# The threads of a boot go on when nobody holds the boot any more.
+# A boot's threads work on after the caller has dropped the boot.
 _recording: deque[Timeline] = deque(maxlen=_MOST_BOOTS)
 
 
 def note(lane: str, name: str, began: float, seconds: float | None = None) -> None:
-    """Add work to the timelines of the last 16 boots of this process, as its counters count it. See `Timeline.add`."""
+    """Add work to the timelines of the last 16 boots of this process. See `Timeline.add`."""
     for timeline in list(_recording):
         timeline.add(lane, name, began, seconds)
 

@@ -23,7 +23,7 @@ _BUSY_S = 30.0
 
 
 class CogServer:
-    """`python -m cog.server.http` on a free port, its output in a log file. A context manager: its end is a SIGTERM.
+    """`python -m cog.server.http` on a free port, its output in a log file. A context manager: it ends with SIGTERM.
 
     `environ` is added to this process's environment; `wrapper` is a command that runs it as its only child, such as
     `unshare` with a PID namespace and tini.
@@ -62,12 +62,12 @@ class CogServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, once it was started."""
+        """Its address, once it was started."""
         return self._url
 
     @property
     def pid(self) -> int:
-        """Where a container's runtime would send its signals: the server, or the wrapper's child."""
+        """The process that a container's runtime would signal: the server, or the wrapper's child."""
         if not self._wrapper:
             return self.process.pid
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -104,7 +104,7 @@ class CogServer:
         deadline = time.monotonic() + timeout_s
         while (status := self.health().get("status")) != "READY":
             if status in ("SETUP_FAILED", "DEFUNCT") or self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server is not ready but {status}:\n{self.log.read_text()[-6000:]}")
+                raise RuntimeError(f"the server is {status}, not READY:\n{self.log.read_text()[-6000:]}")
             time.sleep(_POLL_S)
 
     def states_until_ready(self) -> set[str]:
@@ -133,8 +133,8 @@ class CogServer:
                     yield kind, json.loads(value)
 
     def _open_when_free(self, inputs: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
-        """Begin a prediction. Waits where the server says 409: after an answer, it takes a moment until it takes the
-        next request."""
+        """Begin a prediction. Wait while the server says 409: it is not ready for the next request right after an
+        answer."""
         deadline = time.monotonic() + _BUSY_S
         while True:
             try:
@@ -176,7 +176,7 @@ class CogServer:
 
 
 def write_schema(folder: Path, schema: Mapping[str, Any]) -> None:
-    """Leave the schema in a project as `cog build` does.
+    """Write the schema into a project, as `cog build` does.
 
     Cog's server reads it from its working directory. Without it, the server validates no input and streams nothing.
     """
@@ -185,7 +185,7 @@ def write_schema(folder: Path, schema: Mapping[str, Any]) -> None:
 
 
 def link_project(folder: Path) -> Path:
-    """Make `folder` this project, by links, without what its own `.cog` has; `folder` again."""
+    """Link this project's files into `folder`, except hidden ones and those that it has; return `folder`."""
     folder.mkdir(exist_ok=True)
     for path in PROJECT.iterdir():
         if not path.name.startswith(".") and not (folder / path.name).exists():
@@ -194,7 +194,7 @@ def link_project(folder: Path) -> Path:
 
 
 def streaming_project(folder: Path) -> Path:
-    """Make `folder` this project, with the mark of `@streaming` as its whole schema: no input is validated."""
+    """Link the project, with a schema that has only the mark of `@streaming`: no input is validated."""
     write_schema(link_project(folder), {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
     return folder
 

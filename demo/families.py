@@ -15,9 +15,9 @@ SUMS = unseen_sums(50)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was answered, the same after every compiled boot; a line on it; and how long a part of it took.
+    """A model's answer, the same after every compiled boot. `shown` describes it in a line.
 
-    `metrics` are those of the first prediction after READY.
+    `seconds` is the time of a part, `Family.timed`. `metrics` are those of the first prediction after READY.
     """
 
     answer: bytes
@@ -29,7 +29,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models: its predictor, its settings, what to ask it, and what `Prediction.seconds` are of."""
+    """A family of models: its predictor and settings, what to ask it, and which part of an answer is timed."""
 
     name: str
     predictor: str
@@ -51,7 +51,7 @@ def predict(server: CogServer, **inputs: Any) -> dict[str, Any]:
 
 
 def draw(server: CogServer, folder: Path) -> Prediction:
-    """A seven, left in the folder."""
+    """Draw a seven, and save it in the folder."""
     prediction = predict(server, prompt="a handwritten seven", seed=7, num_inference_steps=8, output_format="png")
     picture = files(prediction)[0]
     (folder / "picture.png").write_bytes(picture)
@@ -60,7 +60,7 @@ def draw(server: CogServer, folder: Path) -> Prediction:
 
 
 def add(server: CogServer, folder: Path) -> Prediction:
-    """Sums that the model was not trained on, left in the folder."""
+    """Ask for sums that the model was not trained on, and save them in the folder."""
     predictions = [predict(server, prompt=prompt(a, b)) for a, b in SUMS]
     answers = ["".join(prediction["output"]) for prediction in predictions]
     lines = [prompt(a, b) + found for (a, b), found in zip(SUMS, answers, strict=True)]

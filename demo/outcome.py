@@ -1,4 +1,4 @@
-"""What the demo's boots did: a table, a headline, and what went wrong."""
+"""Results of the demo's boots: a table, a headline, and failures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WHY_A_STEP_GAINS_LITTLE = (
 )
 WHY_THE_COLD_BOOTS_WAIT = (
     "The cold boots compiled before READY, because the demo sets COMPILE_CACHE_COLD_START=block. By default, a Cog "
-    "server is READY first, and compiles behind the predictions."
+    "server is READY first, and a second process compiles."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DemoBoot:
-    """What one boot did. `ready_s` is wall-clock, from the server's start to its READY."""
+    """One boot. `ready_s` is wall-clock, from the server's start to its READY."""
 
     name: str
     ready_s: float
@@ -67,7 +67,7 @@ def table(family: Family, boots: list[DemoBoot]) -> Table:
 
 
 def failures(cold: DemoBoot, restored: DemoBoot) -> list[str]:
-    """What the restored boot should have done and did not, in words."""
+    """What the restored boot did wrong, in words."""
     report, counts = restored.report, restored.report["counts"]
     anew = {name: counts[name] for name in ("fxgraph_misses", "aotautograd_misses", "kernels_compiled", "benchmarks")}
     below = {region["name"]: region["step"] for region in report["regions"] if region["step"] not in RESTORED_STEPS}

@@ -37,7 +37,7 @@ class Doing:
 
 
 def stage(log: str) -> str:
-    """What the last line that tells it says."""
+    """The stage by the last line of the log that names one."""
     for line in reversed(log.splitlines()):
         for pattern, text in _STAGES:
             if found := pattern.search(line):
@@ -46,7 +46,7 @@ def stage(log: str) -> str:
 
 
 def doing(log: Path, cache: Path) -> Doing:
-    """What the server with this log does, which compiles into `cache`."""
+    """What a server does that logs to `log` and compiles into `cache`."""
     now = stage(log.read_text(errors="replace"))
     kernels = (name.endswith(".so") for _, _, names in os.walk(cache) for name in names)
     return Doing(now, sum(kernels) if now.startswith(("compiling", "storing")) else 0)
@@ -54,8 +54,8 @@ def doing(log: Path, cache: Path) -> Doing:
 
 @contextlib.contextmanager
 def told(console: Console, title: str, look: Callable[[], Doing]) -> Iterator[None]:
-    """Say what `look` finds while the block runs: on a terminal in one line that changes, else in a line for each stage
-    and one after 15 s without any."""
+    """Print what `look` finds while the block runs: on a terminal in one line that changes, else a line for each stage,
+    and one after 15 s of silence."""
     is_over = threading.Event()
     started = time.monotonic()
 

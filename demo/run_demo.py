@@ -2,8 +2,8 @@
 
     make demo
 
-Exits non-zero unless the restored boots compiled nothing, with every region precompiled or cached, and gave the cold
-boots' answers.
+Exits with 1 unless the restored boots compiled nothing, with every region precompiled or cached, and gave the cold
+boots' answers, and 99 % of the sums are right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BOOTS = {
 
 
 def boot(family: Family, name: str, console: Console) -> DemoBoot:
-    """Start a server, predict, stop it; answers, report and log are left in `demo/output/<family>/<name>`."""
+    """Start a server, predict, stop it. Answers, report and log stay in `demo/output/<family>/<name>`."""
     work = OUTPUT / family.name.replace(" ", "-")
     folder, cache = work / name, work / "cache"
     folder.mkdir(parents=True)
@@ -45,7 +45,7 @@ def boot(family: Family, name: str, console: Console) -> DemoBoot:
         "COMPILE_CACHE_DIR": str(cache),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
         "COMPILE_CACHE_COLD_START": "block",
-        # However slow the machine is: all is compiled before READY.
+        # Compile everything before READY, also on a slow machine.
         "COMPILE_CACHE_SETUP_BUDGET_S": "0",
         "HF_HUB_OFFLINE": "1",
     }
@@ -61,7 +61,7 @@ def boot(family: Family, name: str, console: Console) -> DemoBoot:
 
 
 def show_pictures(boots: list[DemoBoot], folder: Path) -> str:
-    """Put the boots' pictures into one file; a sentence on them."""
+    """Put the boots' pictures into one file; return a sentence about them."""
     pictures = {entry.name: folder / entry.name / "picture.png" for entry in boots}
     labels = {
         entry.name: f"ready after {entry.ready_s:.1f} s, drawn in {entry.prediction.seconds * 1e3:.0f} ms"
@@ -69,8 +69,8 @@ def show_pictures(boots: list[DemoBoot], folder: Path) -> str:
     }
     side_by_side(pictures, labels, '"a handwritten seven", seed 7', PICTURES)
     difference = largest_difference(pictures["eager"], pictures["restored"])
-    alike = f"differ by at most {difference} of 255" if difference else "are the same to the pixel"
-    return f"Pictures side by side: {PICTURES.relative_to(PROJECT)}. Eager's and the restored one {alike}."
+    alike = f"differ by at most {difference} of 255" if difference else "are identical"
+    return f"Pictures side by side: {PICTURES.relative_to(PROJECT)}. The eager and the restored one {alike}."
 
 
 def failed(family: Family, boots: list[DemoBoot]) -> list[str]:

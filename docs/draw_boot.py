@@ -40,7 +40,7 @@ svg text.caption { fill: var(--faint) }
 
 
 def take_over(folder: Path) -> None:
-    """Copy the reports of three boots of the demo, with paths that say nothing of this machine."""
+    """Copy the reports of three boots of the demo, with relative paths."""
     REPORTS.mkdir(exist_ok=True)
     for name in TITLES:
         text = (folder / name / "report.json").read_text().replace(f"{folder.resolve()}/", "")

@@ -1,7 +1,7 @@
 """The project's image, as Cog builds it: the same steps in the same order, on a base made from Debian.
 
-Cog's own command makes this Dockerfile where its base image exists. Two things are different: pip installs, and not uv;
-and packages come from a folder of wheels that the host has downloaded, so that the image needs no access to an index.
+Two differences from Cog's Dockerfile: pip installs, not uv; and packages come from a folder of wheels that the host has
+downloaded, so the build needs no package index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RELEASE = "bookworm"
 PYTHON = "3.11"  # the release's own
 # As in Cog's base image. Inductor compiles C++ against Python's headers.
 BASE_PACKAGES = ("build-essential", "ca-certificates", "python3-dev", "python3-pip", "tini")
-# Of `pip install` in Cog's Dockerfile.
+# As Cog's Dockerfile sets it for `pip install`.
 CFLAGS = "-O3 -funroll-loops -fno-strict-aliasing -flto -S"
 ENTRYPOINT = 'ENTRYPOINT ["/sbin/tini", "--"]'
 
@@ -82,7 +82,7 @@ def _import_base(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _in_memory(folder: Path) -> Iterator[Path]:
-    """A file system in memory: dpkg synchronizes each file, which takes as long again on a disk."""
+    """A file system in memory: dpkg syncs each file, which doubles the time on a disk."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "dev,exec,suid", "tmpfs", folder], check=True)
     try:
@@ -113,7 +113,7 @@ def build(configuration: Mapping[str, Any], folder: Path, torch: str) -> None:
 
 
 def _add_schema(configuration: Mapping[str, Any], folder: Path) -> None:
-    """Build `IMAGE` anew, with the schema that the server validates by: Cog, too, adds it in a second build."""
+    """Build `IMAGE` again with the schema that the server validates by, as Cog does."""
     folder.mkdir(exist_ok=True)
     (folder / "openapi_schema.json").write_text(json.dumps(openapi_schema(configuration["run"], PROJECT)))
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY openapi_schema.json /src/{SCHEMA}\n")
@@ -162,7 +162,7 @@ def _sdk(configuration: Mapping[str, Any]) -> str:
 
 
 def _download(wheels: Path, *requirements: str | Path) -> None:
-    """Have pip put wheels for the image's Python into a folder, as it is configured on this host."""
+    """Download wheels for the image's Python into a folder, with this host's configuration of pip."""
     wheels.mkdir(exist_ok=True)
     kind = ("--only-binary", ":all:", "--python-version", PYTHON, "--dest", wheels)
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *kind, *requirements], check=True)

@@ -62,7 +62,7 @@ class Container(CogServer):
         return dict(json.loads(docker("inspect", self._name))[0])
 
     def refusal(self, **inputs: Any) -> str:
-        """The status and the body of an answer to inputs that are not let through; empty if they are."""
+        """The status and the body of the answer to refused inputs; empty if they are accepted."""
         try:
             self.predict(**REQUEST, **inputs)
         except urllib.error.HTTPError as error:
@@ -77,7 +77,7 @@ class Container(CogServer):
 
 
 def serve(folder: Path, environ: Mapping[str, str], options: Sequence[str] = ()) -> Served:
-    """Boot a container, draw one picture, stop it; report and log are left in `folder`.
+    """Boot a container, draw one picture, stop it. Report and log stay in `folder`.
 
     Raises:
         RuntimeError: it is not READY in time, or the prediction failed.

@@ -1,8 +1,8 @@
-"""The image that Cog builds, in containers: cold, warm from a store on the host, and under what runtimes impose.
+"""The image that Cog builds, in containers: cold, warm from a store on the host, and under limits of runtimes.
 
     make container
 
-It needs a Docker daemon, or root and dockerd to start one, and debootstrap; it skips without. CONTAINER_FOLDER names a
+It needs debootstrap, and a Docker daemon, or root and dockerd to start one; else it skips. CONTAINER_FOLDER names a
 folder that keeps the daemon's images for the next run; TORCH replaces the requirement torch==2.13.0.
 """
 
@@ -25,7 +25,7 @@ from container.served import Served, serve
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 pytestmark = pytest.mark.timeout(1800)
 
-# Options of `docker run`, and what they make of the container's HostConfig: Docker drops a limit that the kernel lacks.
+# Options of `docker run`, and what HostConfig then has: Docker drops limits that the kernel lacks.
 RUNTIMES = {
     "a user without a name": (("--user", "1000:1000"), {}),
     "a read-only root, and a tmpfs": (("--read-only", "--tmpfs", "/tmp:rw,exec"), {"ReadonlyRootfs": True}),

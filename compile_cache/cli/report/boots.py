@@ -88,7 +88,7 @@ def _row(stored: StoredReport, number: int, longest_s: float) -> Sequence[Cell]:
 def _folded(stored: StoredReport, number: int) -> Element:
     report = stored.report
     title = tag("h3", time_of(stored.time_s), f": {report.restore.outcome}, READY after {report.ready_s:.2f} s")
-    # A link opens the folded part where it leads into it.
+    # A link into the folded part opens it.
     return tag("details", tag("summary", title), tag("div", *_in_full(stored), id=_anchor(number)))
 
 
@@ -176,7 +176,7 @@ def _error_text(region: RegionReport) -> str:
 
 
 def _notes(report: BootReport) -> list[tuple[str, list[Cell]]]:
-    """What a reader should look at, by heading."""
+    """Problems of a boot, by heading."""
     restore = report.restore
     return [
         ("Why the restore was no hit", [restore.reason] if restore.reason and restore.outcome != "hit" else []),

@@ -18,7 +18,7 @@ from compile_cache.settings import Settings
 
 
 def write_report(paths: Sequence[Path], store: str | None, output: Path) -> None:
-    """Write the page, and say what it has.
+    """Write the page, and print what is on it.
 
     Raises:
         CompileCacheError: a report cannot be read, the store cannot be listed, or there is nothing to show.
@@ -28,7 +28,7 @@ def write_report(paths: Sequence[Path], store: str | None, output: Path) -> None
     content = _content(store, found)
     if not found.reports and (content is None or not content.versions):
         where = f"{content.location} has no versions" if content else "there is no store"
-        raise CompileCacheError(f"there is nothing to show: give boot reports, files or folders, because {where}")
+        raise CompileCacheError(f"there is nothing to show: {where}. Give boot reports: files, or folders")
     page = page_of(found, content, time.time())
     if output.is_dir():
         raise CompileCacheError(f"{output} is a folder: give the page's file, such as {output / 'report.html'}")
@@ -43,7 +43,7 @@ def write_report(paths: Sequence[Path], store: str | None, output: Path) -> None
 
 
 def _content(store: str | None, found: FoundReports) -> Content | None:
-    """What the store has; None where COMPILE_CACHE_STORE is off, and no other one is named."""
+    """What the store has; None if COMPILE_CACHE_STORE is off and `store` is None."""
     settings = Settings.from_env(os.environ)
     if store is None and settings.store == "off" and not settings.layers:
         return None

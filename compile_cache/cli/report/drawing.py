@@ -17,7 +17,7 @@ _LANE_GAP = 8.0
 _NAME_HEIGHT = 15.0
 _HEAD = 20.0
 _AXIS = 14.0
-# Of the fonts that a reader may have, at 11 px.
+# The width of a character, in the fonts that a reader may have, at 11 px.
 _CHARACTER = 6.3
 _MOST_ROWS = 6
 # A bar that is narrower shares its text with its neighbours.

@@ -1,4 +1,4 @@
-"""Boots by version, and by what became of them: how READY, hits and step times went."""
+"""Boots by version and kind: READY, hits, and times of calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from compile_cache.regions.ladder import RegionReport
 @dataclass(frozen=True, slots=True)
 class VersionHistory:
     """The boots of one key and one kind (`warm`, `cold` or `eager`), the newest first. `key` is None for boots that had
-    none, such as those with compiling off. `first` is the first boot of the key, as its packs remember it. `timed` are
-    the regions whose calls some boot has timed, as the newest of these boots did it."""
+    none, such as those with compiling off. `first` is the first boot of the key, as its packs remember it. `timed` has
+    each region that some boot timed, from the newest such boot."""
 
     key: CacheKey | None
     kind: str
@@ -40,7 +40,7 @@ class VersionHistory:
 
 
 def histories(reports: Sequence[StoredReport], first_boots: Mapping[CacheKey, PastBoot]) -> list[VersionHistory]:
-    """The histories of each version, the one that booted last first; then the versions that only the store knows."""
+    """The histories of each version, the latest boot's first; then of the versions that only the store knows."""
     boots: dict[CacheKey | None, dict[str, list[StoredReport]]] = {}
     for stored in reports:
         kinds = boots.setdefault(key_of(stored.report), {})

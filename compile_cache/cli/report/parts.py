@@ -15,8 +15,8 @@ Cell = Element | str
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], caption: str) -> Element:
     """A table in a box that scrolls by itself, without the columns that are empty. A column's name ends with `>` for
-    numbers, `_` for texts that do not wrap, `~` for long ones and `=` for gauges; `caption` is for readers who cannot
-    see it."""
+    numbers, `_` for texts that do not wrap, `~` for long ones and `=` for gauges; `caption` is for screen
+    readers."""
     rows = list(rows)
     filled = [number for number in range(len(columns)) if any(row[number] != "" for row in rows)]
     classes = {">": "number", "_": "fixed", "~": "long", "=": "gauges"}
@@ -55,23 +55,23 @@ def section(name: str, title: str, *parts: Element | None) -> Element:
 
 
 def time_of(time_s: float) -> Cell:
-    """A time, in seconds since 1970, to the second; a report and a store may claim any."""
+    """A time, in seconds since 1970, to the second. Reports and stores may have impossible ones."""
     try:
         at = datetime.fromtimestamp(time_s, UTC)
     except (ValueError, OverflowError, OSError):
-        return "a time that is none"
+        return "an impossible time"
     return tag("time", at.strftime("%Y-%m-%d %H:%M:%S UTC"), datetime=at.strftime("%Y-%m-%dT%H:%M:%SZ"))
 
 
 def kind_of_boot(report: BootReport) -> str:
-    """`warm`: nothing was compiled; `cold`: something was, or is being; `eager`: nothing is to be."""
+    """`eager`: nothing is to be compiled; `warm`: nothing had to be; `cold`: something was, or is being compiled."""
     if report.scope == "off" or not report.regions:
         return "eager"
     return "warm" if report.fully_cached else "cold"
 
 
 def verdict(report: BootReport) -> str:
-    """What became of a boot, in a sentence."""
+    """The result of a boot, in a sentence."""
     if report.scope == "off":
         return "Compiling was off."
     if not report.regions:
@@ -85,7 +85,7 @@ def verdict(report: BootReport) -> str:
         return f"When this was reported, {waiting} kinds of calls were served eager: a second process compiles them."
     made = sum(region.made for region in report.regions)
     compiled = f"{count_text(made, 'function')} compiled, also for the next boot" if made else "the regions say why"
-    return f"Not all of it came from the cache: {compiled}."
+    return f"Not everything came from the cache: {compiled}."
 
 
 def badge(report: BootReport) -> Element:

@@ -22,8 +22,8 @@ _NEEDED = ("restore", "regions", "phases", "ready_s")
 
 @dataclass(frozen=True, slots=True)
 class StoredReport:
-    """A report and its file. `time_s` is when the boot started, in seconds since 1970; of a report that does not say
-    it, when the file was written."""
+    """A report and its file. `time_s` is when the boot started, in seconds since 1970; for a
+    report that does not say so, when the file was written."""
 
     path: Path
     report: BootReport
@@ -99,7 +99,7 @@ def _is_meant_as_report(record: Any) -> bool:
 
 def _report_of(record: Any, path: Path) -> BootReport:
     if not isinstance(record, dict):
-        raise _no_report(path, "it is not an object")
+        raise _no_report(path, "it is not a JSON object")
     if missing := [name for name in _NEEDED if name not in record]:
         raise _no_report(path, f"it lacks {', '.join(missing)}")
     values = {name: value for name, value in record.items() if name not in _DERIVED}
@@ -118,7 +118,7 @@ def _no_report(path: Path, reason: str) -> CompileCacheError:
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
-    """`value` as a `kind`. Raises ValueError that says `where` it is not."""
+    """`value` as a `kind`. Raises ValueError that names `where`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         if value is None and NoneType in arguments:
@@ -133,11 +133,11 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return {name: _value(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
     if kind is float and where.endswith(".relative_error") and value == "Infinity":
         return math.inf  # JSON has no infinity: a report writes it as text
-    if kind is float and type(value) in (int, float) and abs(value) < 1e15:  # no infinity, and no number that is none
+    if kind is float and type(value) in (int, float) and abs(value) < 1e15:  # not infinite, not NaN
         return float(value)
     if kind in (int, bool, str) and type(value) is kind:
         return value
-    raise ValueError(f"{where.lstrip('.') or 'it'} has another type")
+    raise ValueError(f"{where.lstrip('.') or 'it'} has a wrong type")
 
 
 def _fields(kind: Any, record: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:

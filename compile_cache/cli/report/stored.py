@@ -1,4 +1,4 @@
-"""What a store says for the page: versions, environments, first boots, and why reported boots found nothing."""
+"""The page's facts from a store: versions, environments, first boots, and why reported boots found nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MOST_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Content:
     """A store's versions, the one used last first, and its environments' records by digest, None where none can be
-    read. `first_boots` are those that the packs remember, `today` says for the key of a report what a boot of it would
-    find now. `problems` are the layers that could not be listed."""
+    read. `first_boots` are those that the packs name. `today` says what a boot of a report's key would find
+    now. `problems` are the layers that could not be listed."""
 
     location: str
     versions: Sequence[Version] = ()
@@ -44,10 +44,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class _FirstBoot(Portion):
-    """Of a key's packs, the file that remembers the first boot alone."""
+    """Only the file about the key's first boot."""
 
     def of(self, selection: Selection) -> Selection:
-        """The same packs, of whose files only this one is chosen."""
+        """The same packs with only this file chosen."""
         return replace(selection, files={path: file for path, file in selection.files.items() if path == HISTORY})
 
 
@@ -83,7 +83,7 @@ def read_content(store: ObjectStore, settings: Settings, reports: Iterable[BootR
 
 
 class _PacksOf:
-    """Small files out of the packs of keys, verified as a restore verifies them."""
+    """Reads small files from packs, verified as a restore verifies them."""
 
     def __init__(self, store: ObjectStore, settings: Settings) -> None:
         self._store, self._rules = store, Rules.of(settings)
@@ -108,5 +108,5 @@ def _today(store: ObjectStore, catalog: Catalog, key: CacheKey) -> str:
         return f"now stored: {packs} {'pack' if packs == 1 else 'packs'} for this version and environment"
     environment = read_record(store, catalog, key.environment)
     if environment is None and any(version.key.model_name == key.model_name for version in catalog.versions):
-        return "the model is stored, but not for this version and environment; nothing says how they differ"
+        return "the model is stored, but not for this version and environment; no record says how they differ"
     return explain_miss(store, key, environment) if environment else f"no version of {key.model_name} is stored"
