@@ -1,4 +1,4 @@
-"""Boots with an empty store, compiled behind READY, against eager ones: what does a miss cost whom?
+"""Boots with an empty store, compiled after READY, against eager ones: what does a miss cost whom?
 
     python benchmarks/cold_start.py --model /tmp/flux1 --sizes 1024x1024 --store /tmp/cold --pairs 5 --bars
     python benchmarks/cold_start.py --model /tmp/llama --text --store /tmp/cold --pairs 1 --through-cog

@@ -102,7 +102,7 @@ WAYS = (
         "ours",
         "ours",
         "`predict.py`, `COMPILE_CACHE_COLD_START=background`",
-        "behind READY, and after each new size",
+        "after READY, and after each new size",
         _OURS_VERIFIED,
     ),
     Way(

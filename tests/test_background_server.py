@@ -1,4 +1,4 @@
-"""The demo image model in a Cog server with an empty store: READY at once, compiled behind it, then restored."""
+"""The demo image model in a Cog server with an empty store: READY at once, compiled after it, then restored."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_the_health_check_is_good_all_the_time(first, second):
         assert served.states <= {"READY", "BUSY"}  # BUSY: an answer's slot is not free yet
 
 
-def test_the_next_boot_finds_all_that_was_compiled_behind_ready(second):
+def test_the_next_boot_finds_all_that_was_compiled_after_ready(second):
     assert second.report["restore"]["outcome"] == "hit"
     assert second.report["fully_precompiled"], second.report
     assert second.report["counts"]["precompiled_loaded"] > 0

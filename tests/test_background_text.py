@@ -1,4 +1,4 @@
-"""The demo text model, compiled behind READY: between two answers, and never in the middle of one."""
+"""The demo text model, compiled after READY: between two answers, and never in the middle of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolves `COMPILE_CACHE_COLD_START=auto`: whether this boot compiles before READY or behind it."""
+"""Resolves `COMPILE_CACHE_COLD_START=auto`: whether this boot compiles before READY or after it."""
 
 from __future__ import annotations
 
