@@ -149,7 +149,7 @@ def test_prompt_and_answer_may_fill_the_cache():
     ("family", "changes", "reason"),
     [
         ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}, "asks the cache for its length"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "asks for s_aux"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "uses s_aux, which is not supported"),
         ("falcon", {}, "its own attention"),
         ("qwen3_next", {"head_dim": 16, "num_experts": 0}, "linear_attention"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 12}, "window of 12 tokens"),
