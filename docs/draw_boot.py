@@ -27,10 +27,7 @@ TITLES = {
     "cold": "Cold: the store is empty, so the boot compiles, and publishes",
     "restored": "Restored: another boot finds the compiled code in the store",
 }
-CAPTION = (
-    "The demo model on 2 CPU cores that did other work too, one boot each: imports differ by chance. "
-    "The cold boot goes on to the right."
-)
+CAPTION = "The demo model on 2 CPU cores, one boot each. The cold boot goes on to the right."
 WIDTH, PADDING = 900.0, 18.0
 LEFT, RIGHT = 96.0, WIDTH - PADDING
 CSS = """.paper { fill: var(--card); stroke: var(--line) }
