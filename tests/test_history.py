@@ -40,7 +40,13 @@ def test_a_restore_that_serves_nothing_is_named(tmp_path):
     assert compare_with_first(tmp_path, boot_of(4.0, outcome="miss", loaded=0)) == ""
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"own_s": "x"}', '{"own_s": NaN}', '{"own_s": -1}', "[" * 9000])
+HUGE = f'{{"own_s": 1{"0" * 400}}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"own_s": "x"}', '{"own_s": NaN}', '{"own_s": -1}', '{"own_s": 1e308}', HUGE, "[" * 9000],
+)
 def test_a_damaged_history_is_ignored(tmp_path, content):
     (tmp_path / HISTORY).parent.mkdir()
     (tmp_path / HISTORY).write_text(content)

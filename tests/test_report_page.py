@@ -273,6 +273,10 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
         ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "restore.files has a wrong type"),
         ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing 2 required"),
         ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "new": 1}', "it has the unknown field new"),
+        (
+            '{"restore": {"files": 1e9}, "regions": [], "phases": {}, "ready_s": 1}'.replace("e9", "0" * 400),
+            "files has a",
+        ),
         ("[" * 100_000, "it is not JSON"),
     ],
 )
@@ -321,3 +325,24 @@ def test_the_page_does_not_replace_a_folder(run, tmp_path):
     (tmp_path / "page.html").mkdir()
     (tmp_path / "report.json").write_text(BootReport(ready_s=1.0).to_json())
     assert run(tmp_path / "report.json").err.startswith(f"error: {tmp_path / 'page.html'} is a folder")
+
+
+@pytest.mark.parametrize(("name", "reason"), [("page.json", "may be a report"), ("pipe", "is not a regular file")])
+def test_the_page_replaces_neither_a_report_nor_a_device(run, tmp_path, name, reason):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "page.json").write_text(BootReport(ready_s=1.0).to_json())
+    found = run(tmp_path / "page.json", "-o", tmp_path / name)
+    assert found.code == 1
+    assert reason in found.err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_pipe_is_no_report(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is not a regular file" in run(tmp_path / "pipe").err
+
+
+def test_of_too_many_spans_the_first_are_drawn():
+    spans = [Span("setup", f"part {number}", 0.0, 1.0) for number in range(1000)]
+    (lane,) = lanes_of(BootReport(ready_s=4.0, spans=spans))
+    assert [bar.name for row in lane.rows for bar in row] == [f"part {number}" for number in range(256)]

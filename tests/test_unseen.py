@@ -14,6 +14,7 @@ from torch import nn
 
 from compile_cache.background import cold_start
 from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.errors import UnseenCallError
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
@@ -144,6 +145,33 @@ def test_a_warmed_up_call_that_an_earlier_boot_refused_stays_eager_after_ready(t
         assert read_counts().since(before).graphs == 0
         assert served(compiler) == {"eager": 2}
         assert compiler.waiting == 0
+
+
+def test_a_warmed_up_call_is_no_error_after_many_others(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        refuse(directory, block, 4)
+        compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        for rows in range(5, 75):
+            with pytest.raises(UnseenCallError):
+                answer(block, rows)
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+
+
+def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
+        compiler.open()
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        assert served(compiler)
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
 
 
 def test_a_new_call_that_an_earlier_boot_refused_is_not_compiled_on_request(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +21,8 @@ _LARGEST_BYTES = 1 << 16
 # kind they differ by seconds.
 _MUCH_LONGER = 3.0
 _MUCH_LONGER_S = 10.0
+# No boot takes a year.
+_LONGEST_S = 3.2e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def read_first(path: Path) -> PastBoot | None:
         return None
     try:
         own_s = float(json.loads(path.read_bytes()[:_LARGEST_BYTES])["own_s"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ArithmeticError, LookupError, ValueError, TypeError, RecursionError) as error:
         log.info("history.not_read error=%r", error)
         return None
-    return PastBoot(own_s) if math.isfinite(own_s) and own_s >= 0 else None
+    return PastBoot(own_s) if 0 <= own_s < _LONGEST_S else None

@@ -66,6 +66,11 @@ class Kind:
     paths: list[str] = field(default_factory=list)
     is_open: bool = False
 
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be forgotten: it waits for nothing, and is no call of the warm-up without an artifact."""
+        return not self.waiting and (not self.is_planned or bool(self.paths))
+
     def turn(self, module: nn.Module, generation: int) -> Turn:
         """The next step for a call of `module` when `generation` generations of artifacts have arrived."""
         if self.looked.get(module) != generation:
@@ -136,7 +141,7 @@ class Kinds:
             if count <= 0:
                 return []
             newest = next(reversed(self._kinds))
-            idle = [key for key, kind in self._kinds.items() if not kind.waiting and key != newest]
+            idle = [key for key, kind in self._kinds.items() if kind.may_go and key != newest]
             idle.sort(key=lambda key: (bool(self._kinds[key].paths), self._last_use(self._kinds[key])))
             gone = [self._kinds.pop(key) for key in idle[:count]]
             for kind in gone:

@@ -137,6 +137,8 @@ class Region:
                 self.ordering.give_up(kind, f"as an earlier boot found, {reason}")
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
+            if self.unseen == "error":  # which is not for calls of the warm-up, even if their compile fails
+                self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs).is_planned = True
             return self._serve_anew(module, args, kwargs, looked)
         return self._serve_found(looked, module, args, kwargs)
 
@@ -156,7 +158,8 @@ class Region:
             kind.looked[module] = self.ordering.generation
             kind.misfit = found
             reason = "" if kind.refused else self.stored.refusal(module, args, kwargs)
-            if reason and not (policy == "block" and reason.startswith(NOT_AHEAD)):
+            is_compiled = policy == "block" or (self._here is not None and self._here.knows(key))
+            if reason and not (is_compiled and reason.startswith(NOT_AHEAD)):
                 self.ordering.give_up(kind, reason)
             turn = kind.turn(module, self.ordering.generation)
         if policy == "block" and not (kind.is_planned or kind.refused):

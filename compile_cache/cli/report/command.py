@@ -30,6 +30,10 @@ def write_report(paths: Sequence[Path], store: str | None, output: Path) -> None
         where = f"{content.location} has no versions" if content else "there is no store"
         raise CompileCacheError(f"there is nothing to show: {where}. Give boot reports: files, or folders")
     page = page_of(found, content, time.time())
+    if output.exists() and not output.is_file() and not output.is_dir():
+        raise CompileCacheError(f"{output} is not a regular file: give the page's file, such as report.html")
+    if output.suffix == ".json":
+        raise CompileCacheError(f"{output} may be a report: give the page another name, such as report.html")
     if output.is_dir():
         raise CompileCacheError(f"{output} is a folder: give the page's file, such as {output / 'report.html'}")
     with replacing(output) as file:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from compile_cache.cli.terminal import printable
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.timeline import Span
+from compile_cache.timeline import MOST_SPANS, Span
 
 # In the order of a boot.
 _NAMES = ("setup", "regions", "preload", "restore", "publish", "second process")
@@ -61,7 +61,7 @@ class Lane:
 
 def lanes_of(report: BootReport) -> list[Lane]:
     """The lanes that have spans. Without spans, the report's phases stand one after the other."""
-    spans = report.spans or _phases_in_turn(report)
+    spans = report.spans[:MOST_SPANS] or _phases_in_turn(report)
     names = [*_NAMES, *sorted({span.lane for span in spans} - set(_NAMES))]
     found = {name: sorted((s for s in spans if s.lane == name), key=lambda span: span.start_s) for name in names}
     return [Lane(name, _rows([_bar(span) for span in spans])) for name, spans in found.items() if spans]

@@ -15,6 +15,7 @@ from compile_cache.lifecycle.report import BootReport
 
 MOST_REPORTS = 500
 _LARGEST_BYTES = 16 << 20
+_LARGEST_NUMBER = 1e15
 # The figures that a report derives from its others, and the fields that every report has.
 _DERIVED = ("compile_s", "fully_cached", "fully_precompiled")
 _NEEDED = ("restore", "regions", "phases", "ready_s")
@@ -82,6 +83,8 @@ def _stored(path: Path, report: BootReport) -> StoredReport:
 def _read_json(path: Path, strict: bool = True) -> Any:
     """The file's JSON. If not `strict`, None for a file that has none."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a regular file")
         if path.stat().st_size > _LARGEST_BYTES:
             raise ValueError(f"it is larger than {_LARGEST_BYTES >> 20} MiB")
         return json.loads(path.read_bytes())
@@ -133,11 +136,13 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return {name: _value(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
     if kind is float and where.endswith(".relative_error") and value == "Infinity":
         return math.inf  # JSON has no infinity: a report writes it as text
-    if kind is float and type(value) in (int, float) and abs(value) < 1e15:  # not infinite, not NaN
+    if kind is float and type(value) in (int, float) and abs(value) < _LARGEST_NUMBER:  # not infinite, not NaN
         return float(value)
-    if kind in (int, bool, str) and type(value) is kind:
+    if kind is int and type(value) is int and abs(value) < _LARGEST_NUMBER:
         return value
-    raise ValueError(f"{where.lstrip('.') or 'it'} has a wrong type")
+    if kind in (bool, str) and type(value) is kind:
+        return value
+    raise ValueError(f"{where.lstrip('.') or 'it'} has a wrong type or size")
 
 
 def _fields(kind: Any, record: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
