@@ -22,6 +22,9 @@ from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.versions.directory import CacheDirectory
 
+# The boots of an `activated` context, which ends with it.
+_BOOTED: list[Compiler] = []
+
 
 def build(module_class: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
     """A module with the same weights every time."""
@@ -39,6 +42,7 @@ def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | No
     """A boot's compiler, as in a new process, whose regions are `modules`."""
     torch._dynamo.reset()
     compiler = Compiler(settings or Settings(), directory)
+    _BOOTED.append(compiler)
     for module in modules:
         compiler.compile(module)
     return compiler
@@ -93,6 +97,9 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
             patch.setenv(name, "")
         directory.activate(os.environ)
         yield directory
+        while _BOOTED:
+            if backlog := _BOOTED.pop().backlog():
+                backlog._jobs.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 
 

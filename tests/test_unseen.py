@@ -43,8 +43,6 @@ def late(tmp_path):
         compiler.hurry(time.monotonic())
         warm_up(compiler, lambda: block(tensor(4, 16)))
         yield block, compiler
-        if backlog := compiler.backlog():
-            backlog._jobs.close()
 
 
 def answer(block: Product, rows: int) -> torch.Tensor:
