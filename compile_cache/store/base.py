@@ -6,6 +6,7 @@ the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,13 +63,13 @@ class Stores:
     writing: ObjectStore | None
 
 
-class ReadOnly:
+class ReadOnly(abc.ABC):
     """The writing half of `ObjectStore` for a read-only store: it refuses."""
 
     @property
+    @abc.abstractmethod
     def location(self) -> str:
         """The store's path or URL for people."""
-        raise NotImplementedError
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Refused."""
