@@ -16,7 +16,8 @@ _ALIKE_SHARE = 0.1
 
 WHY_A_STEP_GAINS_LITTLE = (
     "Compiled steps gain little here. On a CPU, compiled code leaves matrix products, attention and convolutions to "
-    "the same libraries as eager. On an H200, a compiled step of FLUX.1 takes 135 ms instead of 177 (benchmarks/README.md)."
+    "the same libraries as eager. On an H200, a compiled step of FLUX.1 takes 135 ms instead of 177 "
+    "(benchmarks/README.md)."
 )
 WHY_THE_COLD_BOOTS_WAIT = (
     "The cold boots compiled before READY, because the demo sets COMPILE_CACHE_COLD_START=block. By default, a Cog "
