@@ -67,6 +67,8 @@ class Plan:
         """The variables of a boot whose store and cache directory are in `work`."""
         sizes = SIZES if self.requests.is_text else {"IMAGE_SIZES": self.sizes, "WARM_UP_SIZES": self.sizes}
         environ = boot_environment(work, kind, work / "store", "regional")
+        if kind == "eager":  # as in a new container
+            environ["TRITON_CACHE_DIR"] = str(work / "triton")
         return {**sizes, **environ, "MODEL": self.model, "HF_HUB_OFFLINE": "1", VARIABLE: str(work / "observations")}
 
     def _run_cog(self, kind: str, requests: Requests, environ: dict[str, str], log: Path, timeout_s: float) -> Measured:

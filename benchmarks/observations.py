@@ -30,11 +30,12 @@ _WORKER = b"compile_cache.background.worker"
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The end of setup: `report` is the BootReport's JSON of this moment, `compiler` the imported modules of torch's
-    compiler."""
+    compiler, `kernels` what Triton has compiled so far, as it also does for an eager model with kernels of its own."""
 
     at_s: float
     report: dict[str, Any]
     compiler: list[str]
+    kernels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def observe(report: Callable[[], str], waiting: Callable[[], int]) -> None:
     if not (path := os.environ.get(VARIABLE)):
         return
     compiler = sorted(name for name in list(sys.modules) if name.startswith(_COMPILER))
-    ready = Ready(time.monotonic(), json.loads(report()), compiler)
+    kernels = sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", "")).rglob("*.cubin"))
+    ready = Ready(time.monotonic(), json.loads(report()), compiler, kernels)
     file = Path(path)
     _append(file, ready)
     threading.Thread(target=_look, args=(file, waiting), name="observer", daemon=True).start()
@@ -125,14 +127,15 @@ class _Memory(ctypes.Structure):
 
 
 def device_memory() -> Callable[[], int] | None:
-    """What tells the bytes in use on the first GPU, by all processes; None without a GPU. It asks the driver and not
-    CUDA, which would not let it while a graph is recorded."""
+    """What tells the bytes in use on this process's first GPU, by all processes; None without a GPU. It asks the driver
+    and not CUDA, which would not let it while a graph is recorded."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
     device = ctypes.c_void_p()
-    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+    number = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)):
         return None
 
     def used() -> int:

@@ -97,7 +97,7 @@ class OverHttp:
                 pieces.append(data["chunk"])
                 arrivals_s.append(time.monotonic() - begun_s)
         seconds = time.monotonic() - begun_s
-        if kind != "completed":
+        if kind != "completed" or data["status"] != "succeeded":
             raise RuntimeError(f"the answer ended with {kind or 'nothing'}: {data}")
         return _answer(begun_s, seconds, _digest(pieces), data["metrics"], tuple(arrivals_s))
 

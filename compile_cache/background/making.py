@@ -27,7 +27,6 @@ from compile_cache.background.order import Making, Order, Place
 from compile_cache.errors import CompileCacheError, NotHandedOver, StateNotMade
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
-from compile_cache.regions.inputs import Kept
 from compile_cache.regions.speed import Speed, compare_speed
 from compile_cache.regions.torch_settings import configure_torch
 from compile_cache.versions.directory import scan_folder
@@ -97,7 +96,7 @@ class _Maker:
         except CompileCacheError as error:
             return str(error)
         _free()
-        speed = attempt(compare_speed, function, module, Kept(module, args, kwargs))
+        speed = attempt(compare_speed, function, module, args, kwargs)
         self._speed = None if isinstance(speed, Failure) else speed
         return ""
 

@@ -35,6 +35,8 @@ _HANDLER = "compile_cache.background.making:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
+# torch's variables for its CUDA allocator. With expandable segments, less memory is held between two steps of a job.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Backlog:
@@ -106,6 +108,8 @@ class Backlog:
         self._workshop.prepare()
         path = str(self._workshop.path)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
+        if not any(name in environ for name in _ALLOCATOR):
+            environ[_ALLOCATOR[0]] = "expandable_segments:True"
         place = Place(self._settings, path)
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 

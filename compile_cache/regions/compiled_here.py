@@ -162,7 +162,7 @@ class CompiledHere:
         self.report.made += 1
         self._compared |= {(None, made.path), (module, "precompiled")}
         self.stored.take(made, function)
-        speed = attempt(compare_speed, function, module, unchanged)
+        speed = attempt(compare_speed, function, module, unchanged.args, unchanged.kwargs)
         if not isinstance(speed, Failure):
             self.report.note_speed(speed.compiled_ms, speed.eager_ms)
 

@@ -31,17 +31,17 @@ class Speed:
     eager_ms: float
 
 
-def compare_speed(compiled: Callable[..., Any], module: nn.Module, inputs: Kept) -> Speed:
-    """Time `compiled(module, args, kwargs)` and the same call eager, in turn. Each run has its own copies of
-    `inputs`, because a call may change them.
+def compare_speed(compiled: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Speed:
+    """Time `compiled(module, args, kwargs)` and the same call eager, in turn. Each run has its own copies of the
+    inputs, because a call may change them.
 
     Raises:
         Exception: the copies do not fit into memory, or a call fails.
     """
     compiled_ms, eager_ms = [], []
     for _ in range(_RUNS):
-        compiled_ms.append(_time_ms(compiled, module, Kept(module, inputs.args, inputs.kwargs)))
-        eager_ms.append(_time_ms(call_region, module, Kept(module, inputs.args, inputs.kwargs)))
+        compiled_ms.append(_time_ms(compiled, module, Kept(module, args, kwargs)))
+        eager_ms.append(_time_ms(call_region, module, Kept(module, args, kwargs)))
     return Speed(statistics.median(compiled_ms), statistics.median(eager_ms))
 
 
