@@ -23,6 +23,8 @@ VARIABLE = "OBSERVATIONS"
 _EVERY_S = 0.25
 # How long the driver may take to free the memory of a process that has ended.
 _FREED_S = 3.0
+# What a boot report counts as kernels.
+_KERNELS = (".so", ".cubin", ".hsaco")
 _COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 _WORKER = b"compile_cache.background.worker"
 
@@ -88,7 +90,8 @@ def observe(report: Callable[[], str], waiting: Callable[[], int]) -> None:
     if not (path := os.environ.get(VARIABLE)):
         return
     compiler = sorted(name for name in list(sys.modules) if name.startswith(_COMPILER))
-    kernels = sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", "")).rglob("*.cubin"))
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    kernels = sum(path.suffix in _KERNELS for path in folder.rglob("*"))
     ready = Ready(time.monotonic(), json.loads(report()), compiler, kernels)
     file = Path(path)
     _append(file, ready)

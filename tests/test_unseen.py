@@ -14,6 +14,7 @@ from torch import nn
 
 from compile_cache.background import cold_start
 from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.background.jobs import Done
 from compile_cache.errors import UnseenCallError
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
@@ -226,3 +227,37 @@ def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
     assert resolve_cold_start(Settings()).cold_start == "background"
     found = resolve_cold_start(replace(Settings(), precompile=False))
     assert (found.cold_start, found.unseen) == ("block", "block")
+
+
+@pytest.fixture
+def varied(tmp_path):
+    """A block that compiles in the background, and calls of five sizes before the second process begins."""
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        for rows in (5, 6, 7, 8):
+            answer(block, rows)
+        yield block, compiler
+
+
+def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
+    block, compiler = varied
+    assert compiler.waiting == 3  # two sizes, and the graph that fits the others too
+    compiler.release()
+    assert compiler.wait(600)
+    before = read_counts()
+    for rows in (4, 5, 6, 7, 8, 9):
+        torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
+    assert read_counts().since(before).graphs == 0
+    assert served(compiler) == {"eager": 5, "precompiled": 6}
+    assert compiler.waiting == 0
+
+
+def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
+    block, compiler = varied
+    jobs = compiler.backlog()._jobs
+    jobs._finish(jobs._queue.pop(), Done("open", None, "no graph fits all sizes", 0.0, 1, True))
+    answer(block, 7)
+    answer(block, 8)
+    assert compiler.waiting == 4

@@ -45,7 +45,7 @@ class Kind:
     | `paths` | the artifacts that were made for it |
     | `arrived` | the first generation with the last of these artifacts |
     | `misfit` | why none of them fits |
-    | `is_open` | the last artifact is for all sizes |
+    | `is_open` | the last order, or its artifact, is for all sizes |
     | `is_planned` | the kind was in the warm-up |
     | `likeness` | the key without sizes |
     | `used` | the clock of the last use |
@@ -163,19 +163,35 @@ class Kinds:
             ]
             if len({other.sizes for other in alike}) < _SIZES_BEFORE_DYNAMIC:
                 return ()
-            pairs = {
-                (number, dimension)
-                for other in alike
-                for number, (one, two) in enumerate(zip(other.sizes, kind.sizes, strict=True))
-                for dimension, (size, own) in enumerate(zip(one, two, strict=True))
-                if size != own
-            }
-            varying = frozenset(pairs)
+            varying = frozenset[tuple[int, int]]().union(*(_differing(other.sizes, kind.sizes) for other in alike))
             tensors = [number for number, _ in varying]
             if len(set(tensors)) != len(tensors) or self._dynamic.get(kind.likeness) == varying:
                 return ()
             self._dynamic[kind.likeness] = varying
             return tuple(sorted(varying))
+
+    def is_covered(self, kind: Kind) -> bool:
+        """Whether a dynamic graph is on order that will fit this kind too."""
+        with self._lock:
+            varying = self._dynamic.get(kind.likeness)
+            return varying is not None and any(
+                other.is_open
+                and other.waiting > 0
+                and other.likeness == kind.likeness
+                and _is_alike(other.sizes, kind.sizes)
+                and _differing(other.sizes, kind.sizes) <= varying
+                for other in self._kinds.values()
+            )
+
+
+def _differing(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, int]]:
+    """The (tensor, dimension) pairs in which the sizes differ. Both have equally many tensors and dimensions."""
+    return frozenset(
+        (number, dimension)
+        for number, (first, second) in enumerate(zip(one, two, strict=True))
+        for dimension, (size, other) in enumerate(zip(first, second, strict=True))
+        if size != other
+    )
 
 
 def _is_alike(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> bool:
