@@ -11,6 +11,14 @@ TOLERANCE = 1e-3
 PRECOMPILED = {"Wide": "precompiled", "Norm": "precompiled"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def headers():
+    """torch's own default for precompiled headers, which other tests replace: it is part of a C++ kernel's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("background")
@@ -70,6 +78,14 @@ def test_the_server_itself_compiles_nothing(cold):
     told = [cold["after"], cold["again"], *(one for one, _, _ in cold["meanwhile"])]
     assert [one["compiled_now"] for one in told] == [0] * len(told)
     assert cold.processes == 1
+
+
+def test_the_server_loads_the_kernels_of_the_second_process_and_builds_none(cold, folder):
+    (second,) = folder.glob("cache/[a-j]")
+    server = second.with_name(second.name.translate(str.maketrans("abcdefghij", "0123456789")))
+    kernels = {path.relative_to(server) for path in server.rglob("*.so")}
+    assert kernels
+    assert kernels <= {path.relative_to(second) for path in second.rglob("*.so")}
 
 
 def test_weights_buffers_and_inputs_stay_where_they_are_bit_by_bit(cold):

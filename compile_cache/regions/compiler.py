@@ -115,6 +115,9 @@ class Compiler:
         """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
         if self._precompiled is None:
             raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
+        from compile_cache.regions.torch_settings import configure_torch
+
+        configure_torch()  # the call may have been ordered before torch's compiler was imported
         self._precompiled.arrive(path)
 
     def prefetch(self) -> int:
