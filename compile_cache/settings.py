@@ -91,8 +91,8 @@ class Settings:
             )
         if not _is_store(self.store, STORE_SCHEMES):
             problems.append(
-                f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix, gs://bucket/prefix, "
-                "az://container/prefix or off"
+                f"{PREFIX}STORE={without_user(self.store)!r}: give a local folder, s3://bucket/prefix, "
+                "gs://bucket/prefix, az://container/prefix or off, without a user or a password"
             )
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
         problems += self._key_problems()
@@ -100,10 +100,9 @@ class Settings:
             raise SettingsError("; ".join(problems))
 
     def _layer_problem(self, layer: str) -> str | None:
-        scheme, rest = split_url(layer)
-        authority, slash, path = rest.partition("/")
-        host = authority.rpartition("@")[2]
-        shown = layer if scheme == "file" else f"{scheme}://{host}{slash}{path}"  # without user and password
+        shown = without_user(layer)
+        scheme, rest = split_url(shown)
+        host = rest.partition("/")[0]
         if layer == "off" or not _is_store(layer, LAYER_SCHEMES):
             return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
         if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
@@ -176,9 +175,19 @@ def split_url(url: str) -> tuple[str, str]:
     return (scheme, rest) if separator else ("file", url)
 
 
+def without_user(url: str) -> str:
+    """A URL without its user and password, for a message."""
+    scheme, rest = split_url(url)
+    authority, slash, path = rest.partition("/")
+    return url if scheme == "file" else f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     scheme, rest = split_url(url)
-    return scheme in schemes and bool(rest.strip() if scheme == "file" else rest.partition("/")[0].strip())
+    if scheme not in schemes or scheme == "file":
+        return scheme in schemes and bool(rest.strip())
+    authority = rest.partition("/")[0].strip()
+    return bool(authority) and (scheme in ("https", "http") or "@" not in authority)
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import fields
 
 import pytest
@@ -103,6 +104,17 @@ BAD = [
 
 def read(**variables: str) -> Settings:
     return Settings.from_env({PREFIX + name: value for name, value in variables.items()})
+
+
+@pytest.mark.parametrize("name", ["STORE", "LAYERS"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:SECRET@bucket/prefix", "gs://key:SECRET@bucket", "ftp://key:SECRET@host/packs"]
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(name, url):
+    with pytest.raises(SettingsError) as caught:
+        read(**{name: url})
+    assert "@" not in str(caught.value)
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_nothing_needs_to_be_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from compile_cache.errors import SettingsError
-from compile_cache.settings import PREFIX, Settings, split_url
+from compile_cache.settings import PREFIX, Settings, split_url, without_user
 from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
@@ -61,4 +61,6 @@ def _open(scheme: str, rest: str, url: str, s3_endpoint_url: str | None) -> Obje
         from compile_cache.store.web import WebStore
 
         return WebStore(url)
-    raise SettingsError(f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off")
+    raise SettingsError(
+        f"{PREFIX}STORE={without_user(url)!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off"
+    )
