@@ -33,19 +33,20 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One boot. `parts` are the answers by the name of their part, `waited_s` the seconds that a part waited for the
-    compiling process, None if that was longer than its patience."""
+    compiling process, None if that was longer than its patience. `spans` are the report's, without a server."""
 
     kind: str
     ready: Ready
     parts: dict[str, tuple[Answer, ...]]
     waited_s: dict[str, float | None]
+    spans: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def from_json(cls, line: str) -> Asked:
         """The inverse of `json.dumps(dataclasses.asdict(asked))`."""
         record = json.loads(line)
         parts = {name: tuple(Answer(**answer) for answer in found) for name, found in record["parts"].items()}
-        return cls(record["kind"], Ready(**record["ready"]), parts, record["waited_s"])
+        return cls(record["kind"], Ready(**record["ready"]), parts, record["waited_s"], tuple(record["spans"]))
 
 
 def ask(kind: str, served: Served, observations: Path, parts: Iterable[Part]) -> Asked:
@@ -96,7 +97,8 @@ def main() -> None:
     parts = parts_from(json.loads(args.parts.read_text()))
     asked = ask(args.kind, InProcess(predictor), Path(os.environ[VARIABLE]), parts)
     predictor.boot.wait_published(60)
-    print(json.dumps(dataclasses.asdict(asked)), flush=True)
+    spans = tuple(json.loads(predictor.boot.report.to_json())["spans"])
+    print(json.dumps(dataclasses.asdict(dataclasses.replace(asked, spans=spans))), flush=True)
 
 
 if __name__ == "__main__":

@@ -261,3 +261,22 @@ def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(vari
     answer(block, 7)
     answer(block, 8)
     assert compiler.waiting == 4
+
+
+@pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
+def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp_path, monkeypatch, counts, slept):
+    with activated(tmp_path) as directory:
+        backlog = boot(directory, build(Product), settings=BACKGROUND).backlog()
+        calls, pauses = iter(counts), []
+        monkeypatch.setattr(backlog, "_calls", lambda: next(calls))
+        monkeypatch.setattr("compile_cache.regions.backlog.time.sleep", pauses.append)
+        backlog.wait_for_gap()
+    assert len(pauses) == slept
+    assert sum(pauses) <= 2.001
+
+
+def test_what_a_region_has_served_is_counted(late):
+    block, compiler = late
+    before = compiler._count_calls()
+    answer(block, 4)
+    assert compiler._count_calls() == before + 1

@@ -26,7 +26,7 @@ from compile_cache.background.unfinished import say_unfinished_at_exit
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
-from compile_cache.timeline import note
+from compile_cache.timeline import note, noted
 from compile_cache.versions.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
@@ -35,6 +35,10 @@ _HANDLER = "compile_cache.background.making:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
+# Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
+# in which no region is called, between two predictions or while the GPU works, but not for long.
+_GAP_S = 0.1
+_LONGEST_WAIT_S = 2.0
 # torch's variables for its CUDA allocator. With expandable segments, less memory is held between two steps of a job.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -42,7 +46,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class Backlog:
     """A compiling process, and the calls that wait for it.
 
-    `open_artifacts` imports torch's compiler, and `load` loads an artifact. The jobs' thread calls both.
+    `open_artifacts` imports torch's compiler, and `load` loads an artifact. The jobs' thread calls both. `calls` counts
+    the regions' calls so far.
     """
 
     def __init__(
@@ -51,9 +56,10 @@ class Backlog:
         directory: CacheDirectory,
         open_artifacts: Callable[[], None],
         load: Callable[[str], None],
+        calls: Callable[[], int],
     ) -> None:
         self._settings = settings
-        self._open_artifacts, self._load = open_artifacts, load
+        self._open_artifacts, self._load, self._calls = open_artifacts, load, calls
         # The paths of the artifacts that the process made.
         self.arrived: set[str] = set()
         self._workshop = Workshop(directory)
@@ -125,12 +131,23 @@ class Backlog:
         """The answer to an order, with its artifact loaded. Raises the errors of loading."""
         failed = Making(reason=answer.reason, lasting=answer.is_final)
         making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
-        self._open_artifacts()
-        if making.path:
-            self.arrived.add(making.path)  # before its file exists, because the publisher may be looking
-            self._workshop.take(making.files)
-            self._load(making.path)
+        self.wait_for_gap()
+        with noted("second process", f"{answer.name}: load"):
+            self._open_artifacts()
+            if making.path:
+                self.arrived.add(making.path)  # before its file exists, because the publisher may be looking
+                self._workshop.take(making.files)
+                self._load(making.path)
         return making
+
+    def wait_for_gap(self) -> None:
+        """Wait until no region was called for a moment, or for 2 s."""
+        calls = self._calls()
+        for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
+            time.sleep(_GAP_S)
+            before, calls = calls, self._calls()
+            if calls == before:
+                return
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

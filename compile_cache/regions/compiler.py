@@ -72,7 +72,9 @@ class Compiler:
 
             with self._opening:
                 if self._backlog is None:
-                    self._backlog = Backlog(self._settings, self._directory, self.open, self._load_arrived)
+                    self._backlog = Backlog(
+                        self._settings, self._directory, self.open, self._load_arrived, self._count_calls
+                    )
                     if self._is_released:
                         self._backlog.release()
         return self._backlog
@@ -119,6 +121,9 @@ class Compiler:
 
         configure_torch()  # the call may have been ordered before torch's compiler was imported
         self._precompiled.arrive(path)
+
+    def _count_calls(self) -> int:
+        return sum(sum(dict(region.served).values()) for region in list(self.regions.values()))
 
     def prefetch(self) -> int:
         """Load the precompiled regions of the cache directory, and return their number."""
