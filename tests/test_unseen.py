@@ -254,6 +254,24 @@ def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
     assert compiler.waiting == 0
 
 
+def test_an_open_graph_that_waits_for_a_swap_is_waited_for(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, settings=BACKGROUND)
+        compiler.compile(block, holds=True)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        for rows in (5, 6, 7):
+            answer(block, rows)
+        compiler.release()
+        assert compiler.wait(600)
+        answer(block, 7)
+        assert compiler.waiting == 0
+        compiler.begin_swap()
+        compiler.end_swap()
+        answer(block, 7)
+        assert served(compiler) == {"eager": 5, "precompiled": 1}
+
+
 def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
     block, compiler = varied
     jobs = compiler.backlog()._jobs

@@ -170,13 +170,13 @@ class Kinds:
             self._dynamic[kind.likeness] = varying
             return tuple(sorted(varying))
 
-    def is_covered(self, kind: Kind) -> bool:
-        """Whether a dynamic graph is on order that will fit this kind too."""
+    def is_covered(self, kind: Kind, generation: int) -> bool:
+        """Whether a dynamic graph will fit this kind too: one that is on order, or comes after this generation."""
         with self._lock:
             varying = self._dynamic.get(kind.likeness)
             return varying is not None and any(
                 other.is_open
-                and other.waiting > 0
+                and (other.waiting > 0 or other.arrived > generation)
                 and other.likeness == kind.likeness
                 and _is_alike(other.sizes, kind.sizes)
                 and _differing(other.sizes, kind.sizes) <= varying

@@ -172,7 +172,7 @@ class Region:
                 f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
             )
-        if turn is Turn.ASK and policy == "background" and not self.ordering.kinds.is_covered(kind):
+        if turn is Turn.ASK and policy == "background" and not self.ordering.is_covered(kind):
             return self._serve_and_ask(kind, module, args, kwargs)
         if kind.refused:
             self.report.take_step("eager")
