@@ -62,11 +62,13 @@ _MOST_LINES = 50
 class Life:
     """What happens to a server: its predictions, its end, whether its cache directory is the one of the life before,
     and before which predictions its compiling process is killed and its store fails and recovers; a store that fails
-    before prediction 0 fails in the boot."""
+    before prediction 0 fails in the boot. One that `is_patient` first waits until each size is precompiled: it and the
+    lives after it serve precompiled code."""
 
     predictions: int
     ending: str
     keeps_directory: bool = False
+    is_patient: bool = False
     kills_compiler: int | None = None
     store_fails: int | None = None
     store_recovers: int = 0
@@ -76,10 +78,12 @@ def make_life(chance: random.Random) -> Life:
     """Any that may be."""
     predictions = chance.randint(*_PREDICTIONS)
     fails = chance.randint(0, predictions - 1) if chance.random() < 0.4 else None
+    is_patient = chance.random() < 0.25
     return Life(
         predictions,
         chance.choice(_ENDINGS),
         keeps_directory=chance.random() < 0.3,
+        is_patient=is_patient,
         kills_compiler=chance.randrange(predictions) if chance.random() < 0.3 else None,
         store_fails=fails,
         store_recovers=(fails or 0) + chance.randint(1, 10),
@@ -114,6 +118,8 @@ class Soak:
             self._set_store(is_there=False)
         with self._server(life.keeps_directory) as (server, mark):
             if self._is_ready(server):
+                if life.is_patient:
+                    self._wait_precompiled(server, is_there=False)
                 self._predict(server, mark, life)
         self._set_store(is_there=True)
         left = processes.wait_gone(mark, _GONE_S)
@@ -221,19 +227,20 @@ class Soak:
             self.epoch.counts["lives"] += 1
             with self._server(keeps_directory=False) as (server, mark):
                 if self._is_ready(server):
-                    for size in SIZES:
-                        self._close_kind(server, size, is_last)
+                    self._wait_precompiled(server, is_there=is_last)
                     self._end(server, mark, "stop", threading.Event())
             check_store(self.store, self.epoch)
 
-    def _close_kind(self, server: CogServer, size: tuple[int, int], is_last: bool) -> None:
-        deadline = time.monotonic() + (0 if is_last else _COMPILED_S)
-        while not self.ask(server, size, 0):
-            if time.monotonic() > deadline:
-                when = "at once" if is_last else "in time"
-                self.epoch.violations.append(f"{size} is not precompiled {when}; see {server.log}")
-                return
-            time.sleep(_MOST_PAUSE_S)
+    def _wait_precompiled(self, server: CogServer, is_there: bool) -> None:
+        """Ask for each size until it is precompiled; once, if its code `is_there`."""
+        deadline = time.monotonic() + (0 if is_there else _COMPILED_S)
+        for size in SIZES:
+            while not self.ask(server, size, 0):
+                if time.monotonic() > deadline:
+                    when = "at once" if is_there else "in time"
+                    self.epoch.violations.append(f"{size} is not precompiled {when}; see {server.log}")
+                    break
+                time.sleep(_MOST_PAUSE_S)
 
 
 def check_store(folder: Path, epoch: Epoch) -> None:
