@@ -94,6 +94,11 @@ class Settings:
                 f"{PREFIX}STORE={without_user(self.store)!r}: give a local folder, s3://bucket/prefix, "
                 "gs://bucket/prefix, az://container/prefix or off, without a user or a password"
             )
+        if "@" in (self.s3_endpoint_url or ""):
+            problems.append(
+                f"{PREFIX}S3_ENDPOINT_URL has a user or a password: give the URL without them, and set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
         problems += self._key_problems()
         if problems:
@@ -101,8 +106,8 @@ class Settings:
 
     def _layer_problem(self, layer: str) -> str | None:
         shown = without_user(layer)
-        scheme, rest = split_url(shown)
-        host = rest.partition("/")[0]
+        scheme, rest = split_url(layer)
+        host = rest.partition("/")[0].rpartition("@")[2]
         if layer == "off" or not _is_store(layer, LAYER_SCHEMES):
             return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
         if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
@@ -176,10 +181,9 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def without_user(url: str) -> str:
-    """A URL without its user and password, for a message."""
+    """A URL without its user, password and query, for a message. A password may have a slash in it."""
     scheme, rest = split_url(url)
-    authority, slash, path = rest.partition("/")
-    return url if scheme == "file" else f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+    return url if scheme == "file" else f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
 
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
@@ -187,7 +191,8 @@ def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     if scheme not in schemes or scheme == "file":
         return scheme in schemes and bool(rest.strip())
     authority = rest.partition("/")[0].strip()
-    return bool(authority) and (scheme in ("https", "http") or "@" not in authority)
+    # Buckets and containers have no user. The colon is that of a password with a slash in it.
+    return bool(authority) and (scheme in ("https", "http") or not {"@", ":"} & set(authority))
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -108,13 +108,26 @@ def read(**variables: str) -> Settings:
 
 @pytest.mark.parametrize("name", ["STORE", "LAYERS"])
 @pytest.mark.parametrize(
-    "url", ["s3://key:SECRET@bucket/prefix", "gs://key:SECRET@bucket", "ftp://key:SECRET@host/packs"]
+    "url",
+    [
+        "s3://key:SECRET@bucket/prefix",
+        "s3://key:S/SECRET@bucket/prefix",
+        "gs://key:SECRET@bucket",
+        "ftp://key:S/SECRET@host/packs?key=SECRET",
+    ],
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(name, url):
     with pytest.raises(SettingsError) as caught:
         read(**{name: url})
     assert "@" not in str(caught.value)
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("url", ["https://key:SECRET@host", "key:SECRET@host"])
+def test_a_password_in_the_endpoint_is_refused_and_not_repeated(url):
+    with pytest.raises(SettingsError, match="AWS_SECRET_ACCESS_KEY") as caught:
+        read(S3_ENDPOINT_URL=url)
+    assert ":SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_nothing_needs_to_be_set():

@@ -16,6 +16,7 @@ from compile_cache.background import cold_start
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.background.jobs import Done
 from compile_cache.errors import UnseenCallError
+from compile_cache.regions import region
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
@@ -279,6 +280,66 @@ def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(vari
     answer(block, 7)
     answer(block, 8)
     assert compiler.waiting == 4
+
+
+class Cancelled(BaseException):
+    """As Cog raises it in a cancelled prediction."""
+
+
+def cancel_next_call(monkeypatch) -> None:
+    real = region.call_region
+
+    def cancel(*_):
+        monkeypatch.setattr(region, "call_region", real)
+        raise Cancelled
+
+    monkeypatch.setattr(region, "call_region", cancel)
+
+
+def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        cancel_next_call(monkeypatch)
+        with pytest.raises(Cancelled):
+            answer(block, 5)
+        answer(block, 5)
+        assert compiler.waiting == only_report(compiler).waiting == 2
+
+
+def test_sizes_do_not_wait_for_an_open_graph_that_was_rejected(varied, monkeypatch):
+    block, compiler = varied
+    compiler.release()
+    assert compiler.wait(600)
+    (one,) = compiler.regions.values()
+    (kind,) = (kind for kind in one.ordering.kinds if kind.is_open)
+    answer(block, 6)
+    one.stored.reject(kind.paths[-1], "it differs")
+    cancel_next_call(monkeypatch)
+    with pytest.raises(Cancelled):
+        answer(block, 6)
+    answer(block, 8)
+    answer(block, 9)
+    assert compiler.waiting == 2
+
+
+def test_a_second_thread_with_the_same_call_leaves_the_open_graph_on_order(varied):
+    block, compiler = varied
+    (one,) = compiler.regions.values()
+    (kind,) = (kind for kind in one.ordering.kinds if kind.is_open)
+    with torch.inference_mode():
+        one.ordering.order(kind, one.ordering.pack(kind, block, (tensor(6, 16),), {}))
+    answer(block, 9)
+    assert compiler.waiting == 4
+
+
+def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
+    _, compiler = varied
+    pauses: list[float] = []
+    monkeypatch.setattr("compile_cache.regions.backlog.time.sleep", pauses.append)
+    compiler.backlog()._jobs._give_up("no process can be started")
+    assert not pauses
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])

@@ -31,7 +31,8 @@ Handler = Callable[[bytes], bytes]
 _LOOK_S = 0.5
 # Errors of the process, not of its job: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
-    "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP) error|(CUDNN|CUBLAS)_STATUS", re.IGNORECASE
+    "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
+    re.IGNORECASE,
 )
 
 

@@ -39,8 +39,6 @@ _IDLE_S = 30.0
 # in which no region is called, between two predictions or while the GPU works, but not for long.
 _GAP_S = 0.1
 _LONGEST_WAIT_S = 2.0
-# torch's variables for its CUDA allocator. With expandable segments, less memory is held between two steps of a job.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Backlog:
@@ -114,8 +112,6 @@ class Backlog:
         self._workshop.prepare()
         path = str(self._workshop.path)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
-        if not any(name in environ for name in _ALLOCATOR):
-            environ[_ALLOCATOR[0]] = "expandable_segments:True"
         place = Place(self._settings, path)
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 
@@ -131,7 +127,8 @@ class Backlog:
         """The answer to an order, with its artifact loaded. Raises the errors of loading."""
         failed = Making(reason=answer.reason, lasting=answer.is_final)
         making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
-        self.wait_for_gap()
+        if making.path:
+            self.wait_for_gap()
         with noted("second process", f"{answer.name}: load"):
             self._open_artifacts()
             if making.path:

@@ -45,7 +45,7 @@ class Kind:
     | `paths` | the artifacts that were made for it |
     | `arrived` | the first generation with the last of these artifacts |
     | `misfit` | why none of them fits |
-    | `is_open` | the last order, or its artifact, is for all sizes |
+    | `is_open` | a graph for all sizes was ordered for it, or has been made |
     | `is_planned` | the kind was in the warm-up |
     | `likeness` | the key without sizes |
     | `used` | the clock of the last use |
@@ -88,6 +88,11 @@ class Kind:
         self.asked[module] = count + 1
         self.waiting += 1
         return True
+
+    def take_back(self, module: nn.Module) -> None:
+        """Undo an `ask` whose order is not made."""
+        self.asked[module] -= 1
+        self.waiting -= 1
 
 
 class Kinds:

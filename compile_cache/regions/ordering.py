@@ -115,8 +115,8 @@ class Ordering:
         backlog = self._backlog()
         assert backlog is not None
         dynamic = self.kinds.varying(kind) if may_vary else ()
-        kind.is_open = bool(dynamic)
-        receive = functools.partial(self._receive, kind, kind.is_open)
+        kind.is_open |= bool(dynamic)
+        receive = functools.partial(self._receive, kind, bool(dynamic))
         ordered = attempt(backlog.order, f"{self.report.name} {kind.text}", call, dynamic, receive)
         if isinstance(ordered, Failure):
             self._refuse(kind, ordered)
@@ -137,7 +137,8 @@ class Ordering:
 
     def _receive(self, kind: Kind, is_dynamic: bool, making: Making) -> None:
         """Take the second process's answer. Another thread calls this."""
-        kind.is_open = is_dynamic and bool(making.path)
+        if is_dynamic:
+            kind.is_open = bool(making.path)
         if making.path in kind.paths:
             self.give_up(kind, f"code of the second process does not fit in this process: {kind.misfit}")
         elif making.path:

@@ -191,7 +191,12 @@ class Region:
                 return self._serve_anew(module, args, kwargs, kind.refused)
             self.report.take_step("eager")
         self.served["eager"] += 1
-        output = call_region(module, args, kwargs)
+        try:
+            output = call_region(module, args, kwargs)
+        except BaseException:  # a cancelled request raises one
+            if call is not None:
+                kind.take_back(module)
+            raise
         if call is not None:
             self.ordering.order(kind, call, may_vary=not kind.is_planned)
         return output
