@@ -160,6 +160,7 @@ def test_job_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
     [
         ("MemoryError", "", True),
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", True),
+        ("RuntimeError", "CUDA driver error: operation not supported", True),
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory", True),
         ("RuntimeError", "CUDA out of memory. Tried to allocate 2 GiB", True),
         ("RuntimeError", "a shape does not fit", False),
