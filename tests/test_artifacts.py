@@ -233,6 +233,12 @@ def test_artifact_of_another_inductor_option_is_not_served(made):
         assert isinstance(find(made, build(Block), tensor()), str)
 
 
+def test_an_artifact_is_found_while_another_thread_loads_one(made):
+    # In torch 2.11 options belong to all threads, and torch sets this option while it loads.
+    with torch._inductor.config.patch(enable_autograd_for_aot=True):
+        assert isinstance(find(made, build(Block), tensor()), Found)
+
+
 class Pass(CustomGraphPass):
     def __init__(self, version: str) -> None:
         self.version = version

@@ -239,6 +239,15 @@ def test_number_of_compile_workers_is_each_process_s_own():
         assert ServerState.take(on_gpu=False) == before
 
 
+def test_options_of_a_thread_that_loads_an_artifact_are_not_the_server_s():
+    before = ServerState.take(on_gpu=False)
+    with (
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        torch._inductor.config.patch(enable_autograd_for_aot=True),
+    ):
+        assert ServerState.take(on_gpu=False) == before
+
+
 def local_pass():
     class Local(passes.Versioned):
         pass

@@ -31,6 +31,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree_module
 
 from compile_cache.aot.imports import check_kernels, without_compiler
+from compile_cache.aot.options import SET_WHILE_LOADING
 from compile_cache.errors import ArtifactError
 
 # The first and the last tested release.
@@ -64,9 +65,14 @@ guards: Any = _guards
 _verbose_code_parts: Any = guards.get_verbose_code_parts
 
 
+# Held while a thread loads or makes an artifact: the contexts in which it does replace names in torch, and put them back.
+_alone = threading.Lock()
+
+
 def inductor_options(names: tuple[str, ...]) -> dict[str, Any]:
     """Inductor's options in this thread, with the options `names`, which torch does not list."""
-    return {**_options(), **{name: getattr(torch._inductor.config, name, None) for name in names}}
+    options = {name: value for name, value in _options().items() if name not in SET_WHILE_LOADING}
+    return {**options, **{name: getattr(torch._inductor.config, name, None) for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def compile_function(
     """
     check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
-    with _configured():
+    with _alone, _configured():
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
         compiled = compiled.aot_compile((inputs, {}))
         artifacts, environment = compiled._artifacts, compiled._artifacts.runtime_env
@@ -131,9 +137,6 @@ class Loaded:
         return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
 
 
-_loading = threading.Lock()
-
-
 def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key: str) -> Loaded:
     """Unpickle a compiled function, which must be verified.
 
@@ -141,8 +144,7 @@ def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key:
         Exception: any, if `payload` is damaged or of another torch.
     """
     _set_torch_key(recorded_torch_key)
-    # One thread at a time, because these contexts replace names in torch and put them back.
-    with _loading, _configured(), _no_workers(), without_compiler(), _without_explanations():
+    with _alone, _configured(), _no_workers(), without_compiler(), _without_explanations():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
 

@@ -22,8 +22,11 @@ _CONFIGS = (
 # Graphs of one function. Dynamo's own limit is 8; a class compiled for several image sizes and input strides needs
 # more. So many artifacts and kinds of calls are kept as well.
 RECOMPILE_LIMIT = 64
-# These options change how a process compiles, but not the compiled code.
-_OF_A_PROCESS = ("compile_threads", "worker_start_method")
+# torch and this library set these options while they load or make an artifact. In torch 2.11 options belong to all
+# threads, so another thread would take them for the program's.
+SET_WHILE_LOADING = ("enable_aot_compile", "enable_autograd_for_aot")
+# Options that change how a process compiles, but not the compiled code.
+_NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
 
 
 def changed_options() -> Iterator[tuple[str, str, Any]]:
@@ -38,7 +41,7 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
         config: Any = sys.modules.get(module)
         if config is not None:
             for name, entry in config._config.items():
-                if not config._is_default(name) and name not in _OF_A_PROCESS:
+                if not config._is_default(name) and name not in _NOT_OF_CODE:
                     value = getattr(config, name)
                     # An option that was set back to its default is unchanged, unless the environment sets it.
                     if value != entry.default or isinstance(entry.env_value_default, bool | str):
