@@ -33,20 +33,29 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One boot. `parts` are the answers by the name of their part, `waited_s` the seconds that a part waited for the
-    compiling process, None if that was longer than its patience. `spans` are the report's, without a server."""
+    compiling process, None if that was longer than its patience. `spans` and `reasons` are the report's, without a
+    server: a region's reason says why it is not precompiled."""
 
     kind: str
     ready: Ready
     parts: dict[str, tuple[Answer, ...]]
     waited_s: dict[str, float | None]
     spans: tuple[dict[str, Any], ...] = ()
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, line: str) -> Asked:
         """The inverse of `json.dumps(dataclasses.asdict(asked))`."""
         record = json.loads(line)
         parts = {name: tuple(Answer(**answer) for answer in found) for name, found in record["parts"].items()}
-        return cls(record["kind"], Ready(**record["ready"]), parts, record["waited_s"], tuple(record["spans"]))
+        return cls(
+            record["kind"],
+            Ready(**record["ready"]),
+            parts,
+            record["waited_s"],
+            tuple(record["spans"]),
+            record["reasons"],
+        )
 
 
 def ask(kind: str, served: Served, observations: Path, parts: Iterable[Part]) -> Asked:
@@ -97,8 +106,10 @@ def main() -> None:
     parts = parts_from(json.loads(args.parts.read_text()))
     asked = ask(args.kind, InProcess(predictor), Path(os.environ[VARIABLE]), parts)
     predictor.boot.wait_published(60)
-    spans = tuple(json.loads(predictor.boot.report.to_json())["spans"])
-    print(json.dumps(dataclasses.asdict(dataclasses.replace(asked, spans=spans))), flush=True)
+    report = json.loads(predictor.boot.report.to_json())
+    reasons = {region["name"]: region["reason"] for region in report["regions"] if region["reason"]}
+    asked = dataclasses.replace(asked, spans=tuple(report["spans"]), reasons=reasons)
+    print(json.dumps(dataclasses.asdict(asked)), flush=True)
 
 
 if __name__ == "__main__":

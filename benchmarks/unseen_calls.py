@@ -141,6 +141,7 @@ def boots(plan: Plan, patience_s: float) -> Iterator[Asked]:
         print(
             f"{kind}: READY after {found.ready.report['process_s']:.2f} s; "
             f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}",
+            *(f"; {region}: {reason}" for region, reason in found.reasons.items()),
             flush=True,
         )
         yield found

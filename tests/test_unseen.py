@@ -81,6 +81,23 @@ def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
     assert served(compiler) == {"eager": 1, "compiled": 1}
 
 
+def test_one_request_does_not_pay_for_the_comparison_of_many_instances(tmp_path):
+    with activated(tmp_path) as directory:
+        blocks = [build(Product) for _ in range(6)]
+        compiler = boot(directory, *blocks, settings=BACKGROUND)
+        warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
+        compiler.release()
+        assert compiler.wait(600)
+        found = []
+        for _ in range(8):
+            for block in blocks:
+                torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+            found.append(served(compiler))
+        assert found[0] == {"eager": 6 + 5, "precompiled": 1}
+        assert found[1] == {"eager": 6 + 5 + 4, "precompiled": 1 + 2}
+        assert found[-1]["precompiled"] - found[-2]["precompiled"] == 6
+
+
 class Breaking(Product):
     """A graph break, so that nothing can be compiled ahead of time."""
 

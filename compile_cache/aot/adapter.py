@@ -65,7 +65,7 @@ guards: Any = _guards
 _verbose_code_parts: Any = guards.get_verbose_code_parts
 
 
-# Held while a thread loads or makes an artifact: the contexts in which it does replace names in torch, and put them back.
+# Held while a thread loads or makes an artifact: its contexts replace names in torch, and put them back.
 _alone = threading.Lock()
 
 

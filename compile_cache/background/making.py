@@ -98,6 +98,7 @@ class _Maker:
         _free()
         speed = attempt(compare_speed, function, module, args, kwargs)
         self._speed = None if isinstance(speed, Failure) else speed
+        _free()
         return ""
 
     def _new_files(self, artifact: str) -> tuple[str, ...]:

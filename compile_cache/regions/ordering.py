@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -53,6 +53,10 @@ class Ordering:
     def has_arrived(self, path: str) -> bool:
         """Whether this boot's second process made this artifact."""
         return path in self._paths
+
+    def has_uncompared(self, module: nn.Module, compared: Container[tuple[nn.Module | None, str]]) -> bool:
+        """Whether an artifact of the second process is missing among the pairs that were compared with eager."""
+        return any((module, path) not in compared for path in list(self._paths))
 
     def begin_swap(self) -> bool:
         """Let calls look for the code that has arrived; whether there is any, or an earlier swap did not end."""

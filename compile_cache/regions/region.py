@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
+# Code that arrives after READY is compared with eager on every instance, each of which takes about two eager calls. So
+# that one request does not pay for all of them, a class with many instances compares in one of so many calls.
+_CALLS_PER_COMPARISON = 8
+_MANY = 4
+
 
 class Region:
     """A module class and its instances.
@@ -79,6 +84,7 @@ class Region:
         # Pairs: an instance, and the artifact or the way that was compared with eager on it.
         self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
+        self._compared_at = -math.inf
         self._unused = ""
 
     @property
@@ -151,6 +157,9 @@ class Region:
         kind = self.ordering.kind(key, args, kwargs)
         kind.is_planned |= self.watched and self.may_compile
         turn = kind.turn(module, self.ordering.generation)
+        if turn is Turn.LOOK and (kind.is_planned or policy == "background") and self._compares_later(module):
+            self.served["eager"] += 1
+            return call_region(module, args, kwargs)
         if turn is Turn.LOOK:
             found = self.stored.find(module, args, kwargs)
             if not isinstance(found, str):
@@ -229,6 +238,8 @@ class Region:
         started = time.perf_counter()
         is_new = self.ordering.has_arrived(found.path)  # no other boot has compared a new artifact
         mark = found.path if is_new else "precompiled"
+        if is_new and (module, mark) not in self._compared:
+            self._compared_at = self._served_so_far
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
                 self.stored.drop(found.path)
@@ -245,6 +256,19 @@ class Region:
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
         return output
+
+    @property
+    def _served_so_far(self) -> int:
+        return sum(self.served.values())
+
+    def _compares_later(self, module: nn.Module) -> bool:
+        """Whether code that has arrived waits for another call, because a call compared just now."""
+        return (
+            self.report.instances >= _MANY
+            and not self.watched
+            and self._served_so_far < self._compared_at + _CALLS_PER_COMPARISON
+            and self.ordering.has_uncompared(module, self._compared)
+        )
 
     def _note_use(self) -> None:
         if self._unused:
