@@ -259,7 +259,7 @@ class Region:
 
     @property
     def _served_so_far(self) -> int:
-        return sum(self.served.values())
+        return sum(dict(self.served).values())  # another thread may be adding a step
 
     def _compares_later(self, module: nn.Module) -> bool:
         """Whether code that has arrived waits for another call, because a call compared just now."""
