@@ -292,7 +292,7 @@ def main() -> None:
         "service, ms",
     )
     print(f"\n{markdown(header, rows(found))}\n")
-    args.svg.write_text(plot(lines(found), "arrivals a second", "time to the answer, ms"))
+    args.svg.write_text(plot(lines(found), "arrivals a second", "time to the answer, ms (logarithmic)"))
     conclude(check(found, refused, len(KINDS) * args.rounds * (len(args.parts) + 1)))
 
 

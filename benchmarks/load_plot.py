@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 20, 50
 _COLOURS = {False: "#888888", True: "#0b6e99"}
-_STEPS = (1, 2, 5)
+_STEPS = (1, 1.5, 2, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def plot(lines: Sequence[Line], across: str, up: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        *_axes(across, up, most_x, (least, most), place_x, place_y),
+        *_axes(across, up, sorted({0.0, *(x for x, _ in points)}), (least, most), place_x, place_y),
     ]
     for number, line in enumerate(lines):
         parts += _drawn(line, number, place_x, place_y)
@@ -48,7 +48,7 @@ def plot(lines: Sequence[Line], across: str, up: str) -> str:
 def _axes(
     across: str,
     up: str,
-    most_x: float,
+    marked: Sequence[float],
     powers: tuple[float, float],
     place_x: Callable[[float], float],
     place_y: Callable[[float], float],
@@ -58,9 +58,8 @@ def _axes(
         y = place_y(value)
         yield f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e0e0e0"/>'
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
-    for number in range(5):
-        x = place_x(most_x * number / 4)
-        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{most_x * number / 4:.2g}</text>'
+    for value in marked:
+        yield f'<text x="{place_x(value):.1f}" y="{bottom + 18}" text-anchor="middle">{value:.3g}</text>'
     yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="black"/>'
     yield f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{across}</text>'
     middle = (_TOP + bottom) / 2
@@ -68,7 +67,7 @@ def _axes(
 
 
 def _round_values(least: float, most: float) -> Iterator[float]:
-    """1, 2, 5, 10, 20 … between two powers of ten."""
+    """1, 1.5, 2, 3, 5, 7, 10, 15 … between two powers of ten."""
     for power in range(math.floor(least), math.ceil(most) + 1):
         yield from (step * 10.0**power for step in _STEPS if least <= math.log10(step * 10.0**power) <= most)
 

@@ -98,6 +98,30 @@ def test_one_request_does_not_pay_for_the_comparison_of_many_instances(tmp_path)
         assert found[-1]["precompiled"] - found[-2]["precompiled"] == 6
 
 
+def test_code_that_arrives_while_a_call_looks_for_it_is_found_by_the_next_call(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        first, second = build(Product), build(Product)
+        compiler = boot(directory, first, second, settings=BACKGROUND)
+        warm_up(compiler, lambda: first(tensor(4, 16)))
+        (region,) = compiler.regions.values()
+        find = region.stored.find
+
+        def find_too_early(*call):
+            found = find(*call)
+            compiler.release()
+            assert compiler.wait(600)
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(region.stored, "find", find_too_early)
+            answer(second, 4)
+        assert served(compiler) == {"eager": 2}
+        answer(second, 4)
+        assert compiler.wait(600)
+        assert served(compiler) == {"eager": 2, "precompiled": 1}
+        assert only_report(compiler).reason == ""
+
+
 class Breaking(Product):
     """A graph break, so that nothing can be compiled ahead of time."""
 

@@ -82,10 +82,6 @@ class Ordering:
                 self.stored.let_go(path)
         return kind
 
-    def is_covered(self, kind: Kind) -> bool:
-        """Whether code for other sizes that will fit this kind too is on order, or waits for a swap."""
-        return self.kinds.is_covered(kind, self.generation)
-
     def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Order code for a call that no request has made yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)

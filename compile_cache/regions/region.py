@@ -156,7 +156,8 @@ class Region:
         key = kind_of_call(module, args, kwargs)
         kind = self.ordering.kind(key, args, kwargs)
         kind.is_planned |= self.watched and self.may_compile
-        turn = kind.turn(module, self.ordering.generation)
+        generation = self.ordering.generation  # read once: code may arrive while this call looks for it
+        turn = kind.turn(module, generation)
         if turn is Turn.LOOK and (kind.is_planned or policy == "background") and self._compares_later(module):
             self.served["eager"] += 1
             return call_region(module, args, kwargs)
@@ -164,13 +165,13 @@ class Region:
             found = self.stored.find(module, args, kwargs)
             if not isinstance(found, str):
                 return self._serve_found(found, module, args, kwargs)
-            kind.looked[module] = self.ordering.generation
+            kind.looked[module] = generation
             kind.misfit = found
             reason = "" if kind.refused else self.stored.refusal(module, args, kwargs)
             is_compiled = policy == "block" or (self._here is not None and self._here.knows(key))
             if reason and not (is_compiled and reason.startswith(NOT_AHEAD)):
                 self.ordering.give_up(kind, reason)
-            turn = kind.turn(module, self.ordering.generation)
+            turn = kind.turn(module, generation)
         if policy == "block" and not (kind.is_planned or kind.refused):
             return self._compile_on_request(module, args, kwargs)
         if self._here is not None and self._here.knows(key):
@@ -181,7 +182,7 @@ class Region:
                 f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
             )
-        if turn is Turn.ASK and policy == "background" and not self.ordering.is_covered(kind):
+        if turn is Turn.ASK and policy == "background" and not self.ordering.kinds.is_covered(kind, generation):
             return self._serve_and_ask(kind, module, args, kwargs)
         if kind.refused:
             self.report.take_step("eager")
