@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -237,6 +238,15 @@ def test_number_of_compile_workers_is_each_process_s_own():
     before = ServerState.take(on_gpu=False)
     with torch._inductor.config.patch(compile_threads=3):
         assert ServerState.take(on_gpu=False) == before
+
+
+def test_a_module_of_options_that_another_thread_imports_has_its_defaults(monkeypatch):
+    before = ServerState.take(on_gpu=False)
+    spec = importlib.util.spec_from_loader("torch._functorch.config", None)
+    spec._initializing = True
+    half_imported = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", half_imported)
+    assert ServerState.take(on_gpu=False) == before
 
 
 def test_options_of_a_thread_that_loads_an_artifact_are_not_the_server_s():

@@ -81,21 +81,109 @@ def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
     assert served(compiler) == {"eager": 1, "compiled": 1}
 
 
-def test_one_request_does_not_pay_for_the_comparison_of_many_instances(tmp_path):
+@pytest.fixture
+def many(tmp_path):
+    """Six blocks of one class whose code has just arrived, their boot, and a function that calls all of them."""
     with activated(tmp_path) as directory:
         blocks = [build(Product) for _ in range(6)]
         compiler = boot(directory, *blocks, settings=BACKGROUND)
         warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
         compiler.release()
         assert compiler.wait(600)
-        found = []
-        for _ in range(8):
+        yield blocks, compiler
+
+
+def answer_all(blocks: list[Product], rows: int = 4) -> None:
+    for block in blocks:
+        torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
+
+
+def test_one_request_does_not_pay_for_the_comparison_of_many_instances(many):
+    blocks, compiler = many
+    found = []
+    for _ in range(8):
+        answer_all(blocks)
+        found.append(served(compiler))
+    assert found[0] == {"eager": 6 + 5, "precompiled": 1}
+    assert found[1] == {"eager": 6 + 5 + 4, "precompiled": 1 + 2}
+    assert found[-1]["precompiled"] - found[-2]["precompiled"] == 6
+
+
+def test_code_is_not_published_before_it_was_compared_on_all_instances(many):
+    blocks, compiler = many
+    (path,) = compiler.backlog().arrived
+    for _ in range(5):
+        answer_all(blocks)
+        assert path in compiler.withheld
+    for _ in range(3):
+        answer_all(blocks)
+    assert path not in compiler.withheld
+
+
+def test_code_that_cannot_be_compared_for_lack_of_memory_does_not_keep_other_code_out(many, monkeypatch):
+    blocks, compiler = many
+    blocks = blocks[:4]  # the first one's comparison is due in every round
+    answer_all(blocks, 9)
+    assert compiler.wait(600)
+    measured = region.measured
+
+    def out_of_memory(function, module, args, kwargs):
+        if len(args[0]) == 4:
+            raise torch.OutOfMemoryError("no memory for these")
+        return measured(function, module, args, kwargs)
+
+    monkeypatch.setattr(region, "measured", out_of_memory)
+    for _ in range(10):
+        answer_all(blocks)
+        answer_all(blocks, 9)
+    before = served(compiler)["precompiled"]
+    answer_all(blocks, 9)
+    assert served(compiler)["precompiled"] - before == 4
+
+
+def test_code_that_may_be_swapped_serves_all_instances_from_one_answer_on(tmp_path):
+    with activated(tmp_path) as directory:
+        blocks = [build(Product) for _ in range(6)]
+        compiler = boot(directory, settings=BACKGROUND)
+        for block in blocks:
+            compiler.compile(block, holds=True)
+        warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
+        compiler.release()
+        answer_all(blocks, 9)
+        assert compiler.wait(600)
+        assert compiler.begin_swap()
+        with torch.inference_mode(), compiler.watching(may_compile=False):
             for block in blocks:
-                torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-            found.append(served(compiler))
-        assert found[0] == {"eager": 6 + 5, "precompiled": 1}
-        assert found[1] == {"eager": 6 + 5 + 4, "precompiled": 1 + 2}
-        assert found[-1]["precompiled"] - found[-2]["precompiled"] == 6
+                block(tensor(4, 16))
+        compiler.end_swap()
+        before = served(compiler)["precompiled"]
+        answer_all(blocks, 9)
+        assert served(compiler)["precompiled"] - before == 6
+
+
+class BreakingIfTold(Product):
+    def forward(self, x: torch.Tensor, breaks: bool) -> torch.Tensor:
+        y = super().forward(x)
+        if breaks:
+            torch._dynamo.graph_break()
+        return torch.mm(y, self.weight)
+
+
+def test_calls_that_this_process_has_compiled_stay_compiled_while_others_are_compared(tmp_path):
+    with activated(tmp_path) as directory:
+        blocks = [build(BreakingIfTold) for _ in range(6)]
+        compiler = boot(directory, *blocks, settings=Settings(cold_start="block", unseen="background"))
+        warm_up(compiler, lambda: [block(tensor(4, 16), True) for block in blocks])
+        compiler.release()
+        with torch.inference_mode():
+            for block in blocks:
+                block(tensor(4, 16), False)
+            assert compiler.wait(600)
+            blocks[0](tensor(4, 16), False)
+            before = served(compiler)
+            for block in blocks:
+                block(tensor(4, 16), True)
+        assert served(compiler) == {**before, "compiled": before["compiled"] + 6}
 
 
 def test_code_that_arrives_while_a_call_looks_for_it_is_found_by_the_next_call(tmp_path, monkeypatch):
@@ -104,16 +192,16 @@ def test_code_that_arrives_while_a_call_looks_for_it_is_found_by_the_next_call(t
         compiler = boot(directory, first, second, settings=BACKGROUND)
         warm_up(compiler, lambda: first(tensor(4, 16)))
         (region,) = compiler.regions.values()
-        find = region.stored.find
+        look = region.stored.look
 
-        def find_too_early(*call):
-            found = find(*call)
+        def look_too_early(*call):
+            found = look(*call)
             compiler.release()
             assert compiler.wait(600)
             return found
 
         with monkeypatch.context() as patched:
-            patched.setattr(region.stored, "find", find_too_early)
+            patched.setattr(region.stored, "look", look_too_early)
             answer(second, 4)
         assert served(compiler) == {"eager": 2}
         answer(second, 4)

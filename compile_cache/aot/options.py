@@ -32,14 +32,15 @@ _NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
 def changed_options() -> Iterator[tuple[str, str, Any]]:
     """The module, name and value of each option that the program or an environment variable changed in this thread.
 
-    Modules that are not imported have their defaults. Takes under half a millisecond once the compiler is imported.
+    Modules that are not imported, or that another thread is importing, have their defaults. Takes under half a
+    millisecond once the compiler is imported.
 
     Raises:
         AttributeError: this torch keeps its options in another way.
     """
     for module in _CONFIGS:
         config: Any = sys.modules.get(module)
-        if config is not None:
+        if config is not None and not getattr(config.__spec__, "_initializing", False):
             for name, entry in config._config.items():
                 if not config._is_default(name) and name not in _NOT_OF_CODE:
                     value = getattr(config, name)

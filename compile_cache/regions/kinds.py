@@ -38,6 +38,7 @@ class Kind:
     | field | meaning |
     | --- | --- |
     | `looked` | for each instance, the generation of artifacts in which none fitted |
+    | `later` | for each instance, the generation whose artifact it will be compared with later |
     | `asked` | how often each instance ordered code |
     | `waiting` | how many orders have no answer |
     | `refused` | why the kind is served eager for good |
@@ -56,6 +57,7 @@ class Kind:
     likeness: Hashable
     used: int = 0
     looked: dict[nn.Module, int] = field(default_factory=dict)
+    later: dict[nn.Module, int] = field(default_factory=dict)
     asked: dict[nn.Module, int] = field(default_factory=dict)
     waiting: int = 0
     arrived: int = -1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -54,10 +54,6 @@ class Ordering:
         """Whether this boot's second process made this artifact."""
         return path in self._paths
 
-    def has_uncompared(self, module: nn.Module, compared: Container[tuple[nn.Module | None, str]]) -> bool:
-        """Whether an artifact of the second process is missing among the pairs that were compared with eager."""
-        return any((module, path) not in compared for path in list(self._paths))
-
     def begin_swap(self) -> bool:
         """Let calls look for the code that has arrived; whether there is any, or an earlier swap did not end."""
         arrived = self._arrived
@@ -86,7 +82,7 @@ class Ordering:
         """Order code for a call that no request has made yet; whether it was ordered."""
         args, kwargs = with_plain_strides(args, kwargs)
         kind = self.kind(kind_of_call(module, args, kwargs), args, kwargs)
-        is_there = kind.waiting or self.stored.has(module, args, kwargs)
+        is_there = kind.waiting or not isinstance(self.stored.look(module, args, kwargs), str)
         if is_there or self.stored.refusal(module, args, kwargs):
             return False
         call = self.pack(kind, module, args, kwargs)

@@ -84,6 +84,8 @@ class Region:
         # Pairs: an instance, and the artifact or the way that was compared with eager on it.
         self._compared: set[tuple[nn.Module | None, str]] = set()
         self._calls = 0
+        # Pairs: an instance, and the artifact that it will be compared with later.
+        self._pending: set[tuple[nn.Module, str]] = set()
         self._compared_at = -math.inf
         self._unused = ""
 
@@ -94,8 +96,9 @@ class Region:
 
     @property
     def compared(self) -> set[str]:
-        """The paths of the artifacts that were compared with eager."""
-        return {path for module, path in list(self._compared) if module is None}
+        """The paths of the artifacts that were compared with eager, on every instance that has called them."""
+        pending = {path for module, path in list(self._pending) if (module, path) not in self._compared}
+        return {path for module, path in list(self._compared) if module is None} - pending
 
     @property
     def here(self) -> CompiledHere:
@@ -112,8 +115,7 @@ class Region:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._here is not None and self._here.is_demoted:
-            self.served["eager"] += 1
-            return call_region(module, args, kwargs)
+            return self._serve_eager(module, args, kwargs)
         args, kwargs = with_plain_strides(args, kwargs)
         if self.watched:
             return self._watched_call(module, args, kwargs)
@@ -141,8 +143,7 @@ class Region:
                 kind = self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs)
                 kind.is_planned = True
                 self.ordering.give_up(kind, f"as an earlier boot found, {reason}")
-                self.served["eager"] += 1
-                return call_region(module, args, kwargs)
+                return self._serve_eager(module, args, kwargs)
             if self.unseen == "error":  # which is not for calls of the warm-up, even if their compile fails
                 self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs).is_planned = True
             return self._serve_anew(module, args, kwargs, looked)
@@ -158,12 +159,17 @@ class Region:
         kind.is_planned |= self.watched and self.may_compile
         generation = self.ordering.generation  # read once: code may arrive while this call looks for it
         turn = kind.turn(module, generation)
-        if turn is Turn.LOOK and (kind.is_planned or policy == "background") and self._compares_later(module):
-            self.served["eager"] += 1
-            return call_region(module, args, kwargs)
         if turn is Turn.LOOK:
-            found = self.stored.find(module, args, kwargs)
+            compares_later = (kind.is_planned or policy == "background") and self._has_just_compared
+            if compares_later and kind.later.get(module) == generation:
+                return self._serve_eager(module, args, kwargs)
+            found = self.stored.look(module, args, kwargs)
             if not isinstance(found, str):
+                if compares_later and self._is_uncompared(found, module):
+                    kind.later[module] = generation
+                    self._pending.add((module, found.path))
+                    return self._serve_eager(module, args, kwargs)
+                self.stored.remember(module, found)
                 return self._serve_found(found, module, args, kwargs)
             kind.looked[module] = generation
             kind.misfit = found
@@ -189,6 +195,9 @@ class Region:
         if kind.is_to_remember:
             kind.is_to_remember = False
             self.stored.refuse(module, args, kwargs, kind.refused)
+        return self._serve_eager(module, args, kwargs)
+
+    def _serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
@@ -229,8 +238,7 @@ class Region:
     def _serve_anew(self, module: nn.Module, args: Any, kwargs: Any, why_not_precompiled: str) -> Any:
         """Serve a call for which no artifact exists, or only wrong ones."""
         if not (self.watched and self.may_compile):
-            self.served["eager"] += 1
-            return call_region(module, args, kwargs)
+            return self._serve_eager(module, args, kwargs)
         self.served["compiled"] += 1
         return self.here.serve_watched(module, args, kwargs, why_not_precompiled)
 
@@ -239,19 +247,17 @@ class Region:
         started = time.perf_counter()
         is_new = self.ordering.has_arrived(found.path)  # no other boot has compared a new artifact
         mark = found.path if is_new else "precompiled"
-        if is_new and (module, mark) not in self._compared:
-            self._compared_at = self._served_so_far
         if (None, found.path) not in self._compared:
             if reason := self._objection(found, module, args, kwargs):
                 self.stored.drop(found.path)
                 return self._serve_anew(module, args, kwargs, reason)
-            self._compared |= {(None, found.path), (module, mark)}
+            self._note_compared((None, found.path), (module, mark))
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
             note("regions", f"{self.report.name}: compare", started)
         if (is_new or self.compares_every_instance) and (module, mark) not in self._compared:
-            self._compared.add((module, mark))
+            self._note_compared((module, mark))
             return self._serve_another(found, module, args, kwargs)
         self.served["precompiled"] += 1
         output = found.function(module, args, kwargs)
@@ -262,14 +268,20 @@ class Region:
     def _served_so_far(self) -> int:
         return sum(dict(self.served).values())  # another thread may be adding a step
 
-    def _compares_later(self, module: nn.Module) -> bool:
-        """Whether code that has arrived waits for another call, because a call compared just now."""
-        return (
-            self.report.instances >= _MANY
-            and not self.watched
-            and self._served_so_far < self._compared_at + _CALLS_PER_COMPARISON
-            and self.ordering.has_uncompared(module, self._compared)
-        )
+    @property
+    def _has_just_compared(self) -> bool:
+        """Whether this call should not compare, because another one did a few calls ago."""
+        is_slow = self.report.instances >= _MANY and not (self.watched or self.ordering.holds)
+        return is_slow and self._served_so_far < self._compared_at + _CALLS_PER_COMPARISON
+
+    def _is_uncompared(self, found: Found, module: nn.Module) -> bool:
+        """Whether no boot has compared this artifact with eager on this instance."""
+        return self.ordering.has_arrived(found.path) and (module, found.path) not in self._compared
+
+    def _note_compared(self, *pairs: tuple[nn.Module | None, str]) -> None:
+        self._compared.update(pairs)
+        if not self.watched:
+            self._compared_at = self._served_so_far
 
     def _note_use(self) -> None:
         if self._unused:

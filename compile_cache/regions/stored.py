@@ -85,22 +85,23 @@ class StoredFunctions:
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
         """Find and remember the artifact for this call. Returns why there is none otherwise; empty if none is
         wanted."""
+        found = self.look(module, args, kwargs)
+        if not isinstance(found, str):
+            self.remember(module, found)
+        return found
+
+    def look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
+        """The artifact for this call, which does not serve before it is remembered. Returns why there is none
+        otherwise; empty if none is wanted."""
         if self._artifacts is None:
             return ""
         _configure()
         found = attempt(self._artifacts.find, module, args, kwargs)
-        if isinstance(found, Failure):
-            return found.reason
-        if not isinstance(found, str):
-            self._found[module] = (found, *self._found[module])
-        return found
+        return found.reason if isinstance(found, Failure) else found
 
-    def has(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an artifact fits this call. It serves only after `find` has found it too."""
-        if self._artifacts is None:
-            return False
-        _configure()
-        return not isinstance(attempt(self._artifacts.find, module, args, kwargs), str | Failure)
+    def remember(self, module: nn.Module, found: Found) -> None:
+        """Let an artifact serve the calls of `module` that it fits."""
+        self._found[module] = (found, *self._found[module])
 
     def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why an earlier boot served such calls eager; empty if none did, or if that is unknown."""
