@@ -26,6 +26,7 @@ from compile_cache.aot.traced import call_region
 from compile_cache.errors import UnseenCallError, first_line
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.check import measured
+from compile_cache.regions.comparisons import Comparisons
 from compile_cache.regions.counters import count_precompiled, read_counts
 from compile_cache.regions.inputs import check_against_eager, keep, kind_of_call, with_plain_strides
 from compile_cache.regions.kinds import Kind, Turn
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
     from compile_cache.regions.compiled_here import CompiledHere
 
 log = logging.getLogger("compile_cache")
-
-# Code that arrives after READY is compared with eager on every instance, each of which takes about two eager calls. So
-# that one request does not pay for all of them, a class with many instances compares in one of so many calls.
-_CALLS_PER_COMPARISON = 8
-_MANY = 4
 
 
 class Region:
@@ -81,12 +77,8 @@ class Region:
         self.ordering = Ordering(report, stored, backlog)
         self._compile_here = compile_here
         self._here: CompiledHere | None = None
-        # Pairs: an instance, and the artifact or the way that was compared with eager on it.
-        self._compared: set[tuple[nn.Module | None, str]] = set()
+        self._comparisons = Comparisons(lambda: sum(dict(self.served).values()))
         self._calls = 0
-        # Pairs: an instance, and the artifact that it will be compared with later.
-        self._pending: set[tuple[nn.Module, str]] = set()
-        self._compared_at = -math.inf
         self._unused = ""
 
     @property
@@ -97,14 +89,13 @@ class Region:
     @property
     def compared(self) -> set[str]:
         """The paths of the artifacts that were compared with eager, on every instance that has called them."""
-        pending = {path for module, path in list(self._pending) if (module, path) not in self._compared}
-        return {path for module, path in list(self._compared) if module is None} - pending
+        return self._comparisons.paths
 
     @property
     def here(self) -> CompiledHere:
         """The calls that `torch.compile` serves in this process. Imports torch's compiler."""
         if self._here is None:
-            self._here = self._compile_here(self.report, self.stored, self._compared)
+            self._here = self._compile_here(self.report, self.stored, self._comparisons.pairs)
         self._here.watched = self.watched
         return self._here
 
@@ -160,14 +151,15 @@ class Region:
         generation = self.ordering.generation  # read once: code may arrive while this call looks for it
         turn = kind.turn(module, generation)
         if turn is Turn.LOOK:
-            compares_later = (kind.is_planned or policy == "background") and self._has_just_compared
-            if compares_later and kind.later.get(module) == generation:
+            may_wait = (kind.is_planned or policy == "background") and self._is_too_soon
+            if may_wait and kind.later.get(module) == generation:
                 return self._serve_eager(module, args, kwargs)
             found = self.stored.look(module, args, kwargs)
             if not isinstance(found, str):
-                if compares_later and self._is_uncompared(found, module):
+                is_new = self.ordering.has_arrived(found.path)
+                if may_wait and is_new and (module, found.path) not in self._comparisons.pairs:
                     kind.later[module] = generation
-                    self._pending.add((module, found.path))
+                    self._comparisons.put_off(module, found.path)
                     return self._serve_eager(module, args, kwargs)
                 self.stored.remember(module, found)
                 return self._serve_found(found, module, args, kwargs)
@@ -196,6 +188,11 @@ class Region:
             kind.is_to_remember = False
             self.stored.refuse(module, args, kwargs, kind.refused)
         return self._serve_eager(module, args, kwargs)
+
+    @property
+    def _is_too_soon(self) -> bool:
+        """Whether this call should leave a comparison to a later one. In a swap, all code has to serve at once."""
+        return not (self.watched or self.ordering.holds) and self._comparisons.is_too_soon(self.report.instances)
 
     def _serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.served["eager"] += 1
@@ -247,41 +244,22 @@ class Region:
         started = time.perf_counter()
         is_new = self.ordering.has_arrived(found.path)  # no other boot has compared a new artifact
         mark = found.path if is_new else "precompiled"
-        if (None, found.path) not in self._compared:
+        if (None, found.path) not in self._comparisons.pairs:
             if reason := self._objection(found, module, args, kwargs):
                 self.stored.drop(found.path)
                 return self._serve_anew(module, args, kwargs, reason)
-            self._note_compared((None, found.path), (module, mark))
+            self._comparisons.note((None, found.path), (module, mark))
             count_precompiled("loaded")
             self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
             note("regions", f"{self.report.name}: compare", started)
-        if (is_new or self.compares_every_instance) and (module, mark) not in self._compared:
-            self._note_compared((module, mark))
+        if (is_new or self.compares_every_instance) and (module, mark) not in self._comparisons.pairs:
+            self._comparisons.note((module, mark))
             return self._serve_another(found, module, args, kwargs)
         self.served["precompiled"] += 1
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
         return output
-
-    @property
-    def _served_so_far(self) -> int:
-        return sum(dict(self.served).values())  # another thread may be adding a step
-
-    @property
-    def _has_just_compared(self) -> bool:
-        """Whether this call should not compare, because another one did a few calls ago."""
-        is_slow = self.report.instances >= _MANY and not (self.watched or self.ordering.holds)
-        return is_slow and self._served_so_far < self._compared_at + _CALLS_PER_COMPARISON
-
-    def _is_uncompared(self, found: Found, module: nn.Module) -> bool:
-        """Whether no boot has compared this artifact with eager on this instance."""
-        return self.ordering.has_arrived(found.path) and (module, found.path) not in self._compared
-
-    def _note_compared(self, *pairs: tuple[nn.Module | None, str]) -> None:
-        self._compared.update(pairs)
-        if not self.watched:
-            self._compared_at = self._served_so_far
 
     def _note_use(self) -> None:
         if self._unused:
