@@ -224,6 +224,20 @@ def test_withheld_files_are_counted_and_never_published(tmp_path, start):
     assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
 
 
+@pytest.mark.usefixtures("counts")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stopped):
+    store = LocalStore(tmp_path / "store")
+    started = start(store, withheld={"kernel.so"})
+    started.publisher.wait(PATIENCE_S)
+    started.publisher._compiler.withheld = ()
+    if is_stopped:
+        started.publisher.flush()
+    else:
+        poll(lambda: started.report.packs == 2)
+    assert restored(store, tmp_path, started) == FILES
+
+
 # What is compiled later.
 
 

@@ -82,6 +82,7 @@ class Publisher:
         self._upkeep = Upkeep(cache, self._turn, self._report, settings.most_packs, self._creator, self._closing)
         self._staged: list[Pack] = []
         self._staged_at: CompileCounts | None = None
+        self._withheld: set[str] = set()
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
@@ -100,8 +101,8 @@ class Publisher:
         self._thread.join(self._settings.exit_budget_s)
 
     def _run(self) -> None:
-        """Until the exit, stage new artifacts when the counters move, and publish them when the counters stand
-        still."""
+        """Until the exit, stage new artifacts when the counters move or a file may be published now, and publish them
+        when the counters stand still."""
         due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
@@ -122,8 +123,10 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        is_compiling = self._compiler is not None and self._compiler.is_compiling
-        return self._staged_at != read_counts() and not is_compiling
+        if self._compiler is None:
+            return self._staged_at != read_counts()
+        is_changed = self._staged_at != read_counts() or not self._withheld <= set(self._compiler.withheld)
+        return is_changed and not self._compiler.is_compiling
 
     def _quiet_s(self) -> float:
         """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""
@@ -178,7 +181,7 @@ class Publisher:
             while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
                 withheld |= late  # arrived meanwhile, and not compared yet
                 staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-        self._staged, self._staged_at = staged, counts
+        self._staged, self._staged_at, self._withheld = staged, counts, withheld
         self._report.withheld_files = len(withheld)
         self._report.unread_files = len(unread)
 
