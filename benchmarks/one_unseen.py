@@ -48,14 +48,8 @@ class Asked:
         """The inverse of `json.dumps(dataclasses.asdict(asked))`."""
         record = json.loads(line)
         parts = {name: tuple(Answer(**answer) for answer in found) for name, found in record["parts"].items()}
-        return cls(
-            record["kind"],
-            Ready(**record["ready"]),
-            parts,
-            record["waited_s"],
-            tuple(record["spans"]),
-            record["reasons"],
-        )
+        made = {"ready": Ready(**record["ready"]), "parts": parts, "spans": tuple(record["spans"])}
+        return cls(**{**record, **made})
 
 
 def ask(kind: str, served: Served, observations: Path, parts: Iterable[Part]) -> Asked:

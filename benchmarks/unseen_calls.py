@@ -138,10 +138,10 @@ def boots(plan: Plan, patience_s: float) -> Iterator[Asked]:
         waits = ", ".join(
             "not in time" if wait is None else f"{wait:.1f} s" for wait in found.waited_s.values() if wait != 0
         )
+        reasons = "".join(f"; {region}: {reason}" for region, reason in found.reasons.items())
         print(
             f"{kind}: READY after {found.ready.report['process_s']:.2f} s; "
-            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}",
-            *(f"; {region}: {reason}" for region, reason in found.reasons.items()),
+            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}{reasons}",
             flush=True,
         )
         yield found
