@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,47 @@ def not_handed_over() -> dict[str, Any]:
         model = begun(boot, (Locked, Doubling, OfMain))
     told = {"ready": report(boot), "waiting": boot.waiting}
     return told | {"regions": told_of(boot, model, (Locked, Doubling, OfMain))}
+
+
+def ends_while(work: str) -> dict[str, Any]:
+    """The program ends while a thread of the boot calls torch to `plan`, `take` an artifact, or `preload`."""
+    from compile_cache.lifecycle.preload import Preloading
+    from compile_cache.regions.backlog import Backlog
+
+    places: dict[str, tuple[type, str]] = {
+        "plan": (Backlog, "pack"),
+        "take": (Backlog, "_taken"),
+        "preload": (Preloading, "_import_and_load"),
+    }
+    begun_work = calls_torch_longer(*places[work])
+    with compile_cache.boot(MODEL) as boot:
+        from background_blocks import Wide
+        from faulty_blocks import Doubling
+
+        if work == "preload":
+            boot.preload()
+        else:
+            begun(boot, (Doubling if work == "plan" else Wide,))
+    assert begun_work.wait(PATIENCE_S)
+    return {}
+
+
+def calls_torch_longer(owner: type, name: str) -> threading.Event:
+    """Let a method call torch for half a second more, except on this thread; an event at its begin."""
+    import torch
+
+    method, entered, main = getattr(owner, name), threading.Event(), threading.current_thread()
+
+    def longer(*arguments: Any) -> Any:
+        if threading.current_thread() is not main:
+            numbers, until = torch.ones(100), time.monotonic() + 0.5
+            entered.set()
+            while time.monotonic() < until:
+                numbers.add(numbers)
+        return method(*arguments)
+
+    setattr(owner, name, longer)
+    return entered
 
 
 def killed() -> dict[str, Any]:

@@ -124,6 +124,12 @@ def test_what_cannot_be_handed_over_is_compiled_in_the_setup_and_says_why(tmp_pa
         assert told["regions"][region["name"]]["difference"] < TOLERANCE
 
 
+@pytest.mark.parametrize("work", ["plan", "take", "preload"])
+def test_a_program_that_ends_while_a_thread_calls_torch_is_not_aborted(tmp_path, work):
+    """Python 3.11 to 3.13 end such a thread inside torch's C++ code, which aborts the process (pytorch#38228)."""
+    play(tmp_path, "ends_while", work)
+
+
 def test_a_process_that_cannot_be_started_is_no_refusal(tmp_path):
     """The next boot tries again."""
     told = play(tmp_path, "not_started")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from compile_cache.background.process import CompilingProcess
 from compile_cache.errors import CompileCacheError, JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.torch_threads import end_at_exit
 
 log = logging.getLogger("compile_cache")
 
@@ -125,6 +126,7 @@ class Jobs:
             log.warning("background.no_thread error=%s Jobs wait until the next one is submitted.", error)
             return
         self._thread = thread
+        end_at_exit(thread, self.close)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:

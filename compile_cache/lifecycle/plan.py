@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from compile_cache.aot.known_calls import KnownCall, known_calls
 from compile_cache.errors import CompileCacheError
 from compile_cache.settings import Settings
+from compile_cache.torch_threads import end_at_exit
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory
 
@@ -40,14 +42,18 @@ def _plan_ahead(compiler: Compiler, directory: CacheDirectory, cache: CompileCac
     if outcome not in _INCOMPLETE:
         return
 
+    ending = threading.Event()
+
     def run() -> None:
         try:
             if calls := _known(directory, cache):
-                compiler.plan(calls)
+                compiler.plan(itertools.takewhile(lambda _: not ending.is_set(), calls))
         except (CompileCacheError, OSError) as error:
             log.info("plan.failed error=%s", error)
 
-    threading.Thread(target=run, name="compile-cache-plan", daemon=True).start()
+    thread = threading.Thread(target=run, name="compile-cache-plan", daemon=True)
+    end_at_exit(thread, ending.set)
+    thread.start()
 
 
 def _known(directory: CacheDirectory, cache: CompileCache | None) -> list[KnownCall]:

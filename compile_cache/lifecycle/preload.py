@@ -9,10 +9,11 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from compile_cache.lifecycle.import_order import can_order_imports, ordered_imports, wait_for_begun_imports
 from compile_cache.timeline import noted
+from compile_cache.torch_threads import end_at_exit
 
 log = logging.getLogger("compile_cache")
 
@@ -53,6 +54,7 @@ class Preloading:
         self._is_to_compile = is_to_compile
         self._load_precompiled = load_precompiled
         self._imports = contextlib.ExitStack()
+        self._ending = threading.Event()
         # torch 2.13 keeps settings in context variables. The thread gets its caller's.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="compile-cache-preload", daemon=True)
@@ -67,6 +69,7 @@ class Preloading:
             )
             return
         self._imports.enter_context(ordered_imports())
+        end_at_exit(self._thread, self._ending.set)
         self._thread.start()
 
     def wait(self) -> None:
@@ -94,15 +97,19 @@ class Preloading:
         if not self._is_to_compile and not self._has_precompiled():
             return
         with noted("preload", "import torch's loader"):
-            for name in _TO_LOAD:
-                importlib.import_module(name)
+            self._import(_TO_LOAD)
         with noted("preload", "load"):
             has_loaded = self._load_precompiled()
         if has_loaded or not self._is_to_compile:
             return
         with noted("preload", "import torch's compiler"):
-            for name in _TO_COMPILE:
-                importlib.import_module(name)
+            self._import(_TO_COMPILE)
             importlib.import_module("torch._inductor.codecache").torch_key()
             with contextlib.suppress(ImportError):  # no Triton: a CPU
                 importlib.import_module("triton.runtime.cache").triton_key()
+
+    def _import(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._ending.is_set():
+                raise InterruptedError("the process ends")
+            importlib.import_module(name)
