@@ -9,25 +9,33 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger("compile_cache")
 
 _LONGEST_WAIT_S = 2.0
+_threads: list[tuple[threading.Thread, Callable[[], None]]] = []
 
 
 def end_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
-    """At the exit, call `stop`, and wait until `thread` has ended, for 2 s at most. Does nothing in a fork, which has
-    no such thread."""
+    """At the exit, call `stop`, and wait until `thread` has ended. All such threads together get 2 s."""
+    _threads.append((thread, stop))
 
-    def end() -> None:
-        if not thread.is_alive():
-            return
+
+def _end_all() -> None:
+    alive = [(thread, stop) for thread, stop in _threads if thread.is_alive()]  # none in a fork
+    for _, stop in alive:
         stop()
-        thread.join(_LONGEST_WAIT_S)
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    for thread, _ in alive:
+        thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             log.info(
                 "exit.thread_left name=%s The process may abort, because this thread may be in torch.", thread.name
             )
 
-    atexit.register(end)
+
+# Exit hooks run last in, first out. A boot imports this module before READY, and the publisher registers its hook at
+# READY. So the publisher has the first seconds of the exit.
+atexit.register(_end_all)
