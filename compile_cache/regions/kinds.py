@@ -47,7 +47,7 @@ class Kind:
     | `arrived` | the first generation with the last of these artifacts |
     | `misfit` | why none of them fits |
     | `is_open` | a graph for all sizes was ordered for it, or has been made |
-    | `is_planned` | the kind was in the warm-up |
+    | `in_warm_up` | the kind was in the warm-up |
     | `likeness` | the key without sizes |
     | `used` | the clock of the last use |
     """
@@ -61,7 +61,7 @@ class Kind:
     asked: dict[nn.Module, int] = field(default_factory=dict)
     waiting: int = 0
     arrived: int = -1
-    is_planned: bool = False
+    in_warm_up: bool = False
     misfit: str = ""
     refused: str = ""
     is_to_remember: bool = False
@@ -71,7 +71,7 @@ class Kind:
     @property
     def may_go(self) -> bool:
         """Whether it may be forgotten: it waits for nothing, and is no call of the warm-up without an artifact."""
-        return not self.waiting and (not self.is_planned or bool(self.paths))
+        return not self.waiting and (not self.in_warm_up or bool(self.paths))
 
     def turn(self, module: nn.Module, generation: int) -> Turn:
         """The next step for a call of `module` when `generation` generations of artifacts have arrived."""

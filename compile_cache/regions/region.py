@@ -132,11 +132,11 @@ class Region:
             reason = self.stored.refusal(module, args, kwargs)
             if reason and not reason.startswith(NOT_AHEAD):
                 kind = self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs)
-                kind.is_planned = True
+                kind.in_warm_up = True
                 self.ordering.give_up(kind, f"as an earlier boot found, {reason}")
                 return self._serve_eager(module, args, kwargs)
             if self.unseen == "error":  # which is not for calls of the warm-up, even if their compile fails
-                self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs).is_planned = True
+                self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs).in_warm_up = True
             return self._serve_anew(module, args, kwargs, looked)
         return self._serve_found(looked, module, args, kwargs)
 
@@ -147,11 +147,11 @@ class Region:
             return self._compile_on_request(module, args, kwargs)
         key = kind_of_call(module, args, kwargs)
         kind = self.ordering.kind(key, args, kwargs)
-        kind.is_planned |= self.watched and self.may_compile
+        kind.in_warm_up |= self.watched and self.may_compile
         generation = self.ordering.generation  # read once: code may arrive while this call looks for it
         turn = kind.turn(module, generation)
         if turn is Turn.LOOK:
-            may_wait = (kind.is_planned or policy == "background") and self._is_too_soon
+            may_wait = (kind.in_warm_up or policy == "background") and self._is_too_soon
             if may_wait and kind.later.get(module) == generation:
                 return self._serve_eager(module, args, kwargs)
             found = self.stored.look(module, args, kwargs)
@@ -170,12 +170,12 @@ class Region:
             if reason and not (is_compiled and reason.startswith(NOT_AHEAD)):
                 self.ordering.give_up(kind, reason)
             turn = kind.turn(module, generation)
-        if policy == "block" and not (kind.is_planned or kind.refused):
+        if policy == "block" and not (kind.in_warm_up or kind.refused):
             return self._compile_on_request(module, args, kwargs)
         if self._here is not None and self._here.knows(key):
             self.served["compiled"] += 1
             return self._here.serve_found(module, args, kwargs)
-        if policy == "error" and not kind.is_planned:
+        if policy == "error" and not kind.in_warm_up:
             raise UnseenCallError(
                 f"{self.report.name} was called with {kind.text}, for which nothing is compiled. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
@@ -214,7 +214,7 @@ class Region:
                 kind.take_back(module)
             raise
         if call is not None:
-            self.ordering.order(kind, call, may_vary=not kind.is_planned)
+            self.ordering.order(kind, call, may_vary=not kind.in_warm_up)
         return output
 
     def _compile_on_request(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
