@@ -1,4 +1,4 @@
-"""The exit waits for threads that call torch, and only for a while. test_background_faults.py has the threads that do."""
+"""The exit waits for threads that call torch, but not for long. test_background_faults.py has those of a boot."""
 
 from __future__ import annotations
 
