@@ -8,7 +8,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from background_scenes import MODEL, PATIENCE_S, begun, difference, report, served, served_alone, told_of
+from background_scenes import (
+    MODEL,
+    PATIENCE_S,
+    begun,
+    difference,
+    report,
+    served,
+    served_alone,
+    told_of,
+    wait_for_plan,
+)
 
 import compile_cache
 
@@ -74,6 +84,7 @@ def not_handed_over() -> dict[str, Any]:
         OfMain.__module__, OfMain.__qualname__ = "__main__", "OfMain"
         sys.modules["__main__"].OfMain = OfMain
         model = begun(boot, (Locked, Doubling, OfMain))
+    wait_for_plan()
     told = {"ready": report(boot), "waiting": boot.waiting}
     return told | {"regions": told_of(boot, model, (Locked, Doubling, OfMain))}
 

@@ -247,6 +247,13 @@ def late() -> dict[str, Any]:
     return told | {"difference": difference(output, predict_eager(model)), "report": report(boot)}
 
 
+def wait_for_plan() -> None:
+    """Wait until known calls were ordered."""
+    for thread in threading.enumerate():
+        if thread.name == "compile-cache-plan":
+            thread.join(PATIENCE_S)
+
+
 def planned() -> dict[str, Any]:
     """A boot that knows calls from relatives: they are made for the first time when the second process is done."""
     with compile_cache.boot(MODEL) as boot:
@@ -254,9 +261,7 @@ def planned() -> dict[str, Any]:
 
         model = begun(boot, (Wide, Norm))
     told: dict[str, Any] = {"ready": report(boot)}
-    for thread in threading.enumerate():
-        if thread.name == "compile-cache-plan":
-            thread.join(PATIENCE_S)
+    wait_for_plan()
     assert boot.wait_compiled(PATIENCE_S)
     told["steps"] = []
     for rows in (4, 5, 6):

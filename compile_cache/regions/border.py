@@ -31,5 +31,7 @@ def attempt(step: Callable[..., _Result], *inputs: Any) -> _Result | Failure:
     try:
         return step(*inputs)
     except Exception as error:
-        log.info("region.failed step=%s error=%r", getattr(step, "__qualname__", step), error, exc_info=error)
+        is_known = isinstance(error, CompileCacheError)
+        name = getattr(step, "__qualname__", step)
+        log.info("region.failed step=%s error=%r", name, error, exc_info=None if is_known else error)
         return Failure(error)
