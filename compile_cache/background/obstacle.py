@@ -13,7 +13,7 @@ from compile_cache.errors import NotHandedOver
 
 # The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
 _INNER = ("_parameters", "_buffers", "_modules")
-_NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' object")
+_NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' (?:object|instances)")
 
 
 class TracingPickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
