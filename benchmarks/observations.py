@@ -21,6 +21,8 @@ from typing import Any
 
 VARIABLE = "OBSERVATIONS"
 _EVERY_S = 0.25
+# How often the memory is read between two samples. Some peaks last a twentieth of a second.
+_LOOKS = 10
 # How long the driver may take to free the memory of a process that has ended.
 _FREED_S = 3.0
 # What a boot report counts as kernels.
@@ -42,8 +44,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look. `device_bytes` is the memory of the whole GPU in use, `reserved_bytes` what torch has of it in the
-    server, `compiling_processes` how many the server has; the memory is None without a GPU."""
+    """What a quarter of a second showed. `device_bytes` is the memory of the whole GPU in use, `reserved_bytes` what
+    torch has of it in the server, both at the moment when others than the server had most; None without a GPU.
+    `compiling_processes` is how many the server has at the end."""
 
     at_s: float
     device_bytes: int | None
@@ -101,9 +104,19 @@ def observe(report: Callable[[], str], waiting: Callable[[], int]) -> None:
 def _look(file: Path, waiting: Callable[[], int]) -> None:
     device = device_memory()
     while True:
-        reserved = sys.modules["torch"].cuda.memory_reserved() if device else None
-        _append(file, Sample(time.monotonic(), device and device(), reserved, waiting(), compiling_processes()))
-        time.sleep(_EVERY_S)
+        memory = _fullest(device) if device else (None, None)
+        _append(file, Sample(time.monotonic(), *memory, waiting(), compiling_processes()))
+        if not device:
+            time.sleep(_EVERY_S)
+
+
+def _fullest(device: Callable[[], int]) -> tuple[int, int]:
+    """The GPU's memory in use, and what torch has of it here, when others had most; takes a quarter of a second."""
+    looks = []
+    for _ in range(_LOOKS):
+        looks.append((device(), int(sys.modules["torch"].cuda.memory_reserved())))
+        time.sleep(_EVERY_S / _LOOKS)
+    return max(looks, key=lambda look: look[0] - look[1])
 
 
 def _append(file: Path, record: Any) -> None:
