@@ -35,7 +35,8 @@ from table import markdown
 _LONGEST_PROMPT = 200
 # Kinds are asked for again until one round is precompiled as a whole: a length of a prompt may have its code late.
 _ROUNDS = 3
-# What --bars checks: the 99th percentile over the kind's eager median, and seconds over it.
+# What --bars checks: the 99th percentile over the kind's eager median and over its eager 99th percentile, and the most
+# seconds over the median.
 _P99 = 1.3
 _WORST_S = 1.0
 
@@ -149,16 +150,22 @@ def boots(plan: Plan, patience_s: float) -> Iterator[Asked]:
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """The requests of one kind: seconds each, and the eager boot's median of the same kind."""
+    """The requests of one kind: seconds each, and the eager boot's median and 99th percentile of the same kind."""
 
     name: str
     seconds: list[float]
     eager_s: float
+    eager_p99_s: float
 
     @property
     def ratios(self) -> list[float]:
         """Over the eager median."""
         return [seconds / self.eager_s for seconds in self.seconds]
+
+    @property
+    def p99_ratio(self) -> float:
+        """The 99th percentile over the eager boot's. That one has slow requests too: the first of the kind, for one."""
+        return percentile(self.seconds, 99) / self.eager_p99_s
 
     @property
     def worst_s(self) -> float:
@@ -171,8 +178,9 @@ def excesses(requests: Sequence[Mapping[str, Any]], answers: Sequence[Answer], e
     found = []
     for name in dict.fromkeys(map(kind_of, requests)):
         own = [number for number, request in enumerate(requests) if kind_of(request) == name]
-        eager_s = median(eager[number].seconds for number in own)
-        found.append(Excess(name, [answers[number].seconds for number in own], eager_s))
+        eager_s = [eager[number].seconds for number in own]
+        seconds = [answers[number].seconds for number in own]
+        found.append(Excess(name, seconds, median(eager_s), percentile(eager_s, 99)))
     return found
 
 
@@ -186,7 +194,7 @@ def table(requests: Sequence[Mapping[str, Any]], eager: Asked, background: Asked
                 [boot.kind, one.name, len(one.seconds), f"{one.eager_s * 1e3:.1f}"]
                 + [f"{percentile(one.seconds, percent) * 1e3:.1f}" for percent in (50, 99)]
                 + [f"{percentile(one.ratios, percent):.3f}" for percent in (50, 99)]
-                + [f"{one.worst_s * 1e3:.1f}"]
+                + [f"{one.p99_ratio:.3f}", f"{one.worst_s * 1e3:.1f}"]
             )
         ratios = [ratio for one in every for ratio in one.ratios]
         row = [
@@ -197,6 +205,7 @@ def table(requests: Sequence[Mapping[str, Any]], eager: Asked, background: Asked
             "–",
             "–",
             *(f"{percentile(ratios, percent):.3f}" for percent in (50, 99)),
+            f"{max(one.p99_ratio for one in every):.3f}",
         ]
         rows.append([*row, f"{max(one.worst_s for one in every) * 1e3:.1f}"])
     header = (
@@ -208,6 +217,7 @@ def table(requests: Sequence[Mapping[str, Any]], eager: Asked, background: Asked
         "p99, ms",
         "p50 / eager",
         "p99 / eager",
+        "p99 / eager p99",
         "worst − eager, ms",
     )
     return markdown(header, rows)
@@ -244,6 +254,7 @@ def bars(every: Sequence[Excess]) -> dict[str, bool]:
     ratios = [ratio for one in every for ratio in one.ratios]
     return {
         f"p99 is at most {_P99:g} times the kind's eager median": percentile(ratios, 99) <= _P99,
+        f"each kind's p99 is at most {_P99:g} times its eager p99": max(one.p99_ratio for one in every) <= _P99,
         f"the worst takes at most {_WORST_S:g} s more": max(one.worst_s for one in every) <= _WORST_S,
     }
 
