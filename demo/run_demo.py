@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -83,6 +84,8 @@ def failed(family: Family, boots: list[DemoBoot]) -> list[str]:
 def main() -> int:
     """Run the demo; the exit code."""
     console = Console(highlight=False)
+    # An exit ends the server, which is in a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shutil.rmtree(OUTPUT, ignore_errors=True)
     said, problems = [], []
     for family in FAMILIES:
