@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from background_boots import BACKGROUND, Told, other_code, play
-from background_marks import Marked, wait_for
 from boots import TESTS, settings, stored
+from marked_processes import Marked, wait_for
 
 from compile_cache.pack.head import Head, read_head
 from compile_cache.pack.manifest import Limits

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from background_handlers import job
-from background_marks import PATIENCE_S, wait_for
 from boots import python_path
+from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.process import CompilingProcess

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from background_marks import PATIENCE_S, Marked, shared_memory, wait_for
 from boots import python_path
+from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 SERVER = Path(__file__).with_name("background_server.py")
 KILLS = 50

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from background_handlers import job
-from background_marks import PATIENCE_S, Marked, shared_memory, wait_for
+from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 from compile_cache.background.process import CompilingProcess
 from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings
+from marked_processes import wait_for
 
 from compile_cache.pack.signing import generate_keys
 from compile_cache.store.local import LocalStore
@@ -123,13 +123,6 @@ def test_boot_waits_for_another_that_compiles_the_same_and_is_warm(tmp_path):
     assert report["fully_cached"], report
     assert report["restore"]["waited_for_peer_s"] > 0
     assert not list(tmp_path.glob("store/v1/*/*/*/compile.lease"))
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_key_that_cannot_be_fails_the_boot_and_is_not_shown(tmp_path):

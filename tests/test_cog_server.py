@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
+from marked_processes import wait_for
 from validating_server import ValidatingServer
 
 from compile_cache.store.local import LocalStore
@@ -146,13 +147,6 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
             verify_pack(left, entry.name, entry.size_bytes, Rules())
     assert boot_once(environ).compiled_now == 0
     assert_fully_warm(boot_once(environ))
-
-
-def wait_for(condition, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def owners(cache: Path) -> list[str]:

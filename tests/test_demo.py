@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from boots import python_path
 from cog_server import PROJECT, files
+from marked_processes import Marked, wait_for
 from outcome import headline
 from PIL import Image
 from progress import Doing, stage, told
@@ -26,8 +24,6 @@ from read_digits import DIGIT_WORDS, share_read
 from rich.console import Console
 from side_by_side import largest_difference, side_by_side
 from validating_server import ValidatingServer
-
-T = TypeVar("T")
 
 SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 1, "output_format": "png"}
 # Square, which is not the first size: only a size that was warmed up is drawn without compiling.
@@ -220,29 +216,15 @@ def test_the_log_of_a_restored_boot_says_that_nothing_is_compiled(restored):
 
 def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path):
     code = "import pathlib, sys, run_demo; run_demo.OUTPUT = pathlib.Path(sys.argv[1]); sys.exit(run_demo.main())"
-    environ = {**os.environ, "PYTHONPATH": python_path(PROJECT / "demo", PROJECT)}
-    output = tmp_path / "output"
-    with subprocess.Popen([sys.executable, "-c", code, output], env=environ, stdout=subprocess.DEVNULL) as demo:
-        (server,) = wait_for(lambda: children(demo.pid))
-        wait_for((output / "text-to-image" / "eager" / "server.log").read_text)
+    marked, log = Marked(), tmp_path / "output" / "text-to-image" / "eager" / "server.log"
+    environ = {**marked.environ, "PYTHONPATH": python_path(PROJECT / "demo", PROJECT)}
+    command = [sys.executable, "-c", code, str(tmp_path / "output")]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as demo:
+        wait_for(lambda: log.exists() and log.stat().st_size > 0)
+        assert len(marked.pids()) > 1
         demo.terminate()
         assert demo.wait(60) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{server}").exists()
-
-
-def children(process: int) -> list[int]:
-    return [
-        int(number) for path in Path(f"/proc/{process}/task").glob("*/children") for number in path.read_text().split()
-    ]
-
-
-def wait_for(look: Callable[[], T], timeout_s: float = 60.0) -> T:
-    """What `look` finds, as soon as it finds something."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+    wait_for(lambda: not marked.pids())
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():

@@ -1,4 +1,4 @@
-"""What a test of the compiling process sees from outside: the processes that it has started, and shared memory."""
+"""What a test sees of other processes: those that were started with its mark, and shared memory."""
 
 from __future__ import annotations
 
