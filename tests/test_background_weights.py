@@ -1,0 +1,147 @@
+"""Weights of a call that was handed over: together they take less memory there, and the code made there fits here."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from precompiling import activated, build, eager, find, loaded, tensor
+from torch import nn
+
+from compile_cache.background import tensors
+from compile_cache.background.call import hand_over, receive
+
+SIZE = 16
+LAYERS = 6
+WEIGHT_BYTES = SIZE * SIZE * 4
+TOLERANCE = 1e-5
+
+
+class Layers(nn.Module):
+    """Several times as many bytes of weights as the buffer of these tests; its calls also read and write a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS))
+        self.gain = nn.Parameter(torch.randn(SIZE).half())
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return x * self.gain
+
+
+class Writing(nn.Module):
+    """Writes a weight in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[0].weight.data.mul_(0.5)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def buffer_bytes(monkeypatch) -> int:
+    """A buffer for two and a half of the weights."""
+    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 5 * WEIGHT_BYTES // 2)
+    return tensors._BUFFER_BYTES
+
+
+def handed(module: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
+    """The module and input that another process makes."""
+    with torch.inference_mode():
+        made, (there,), _ = receive(hand_over(module, (x,), {}))
+    return made, there
+
+
+def ends(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a contiguous tensor's first byte and of the one after its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def span_bytes(*found: torch.Tensor) -> int:
+    """From the first byte of all to the last."""
+    return max(ends(one)[1] for one in found) - min(ends(one)[0] for one in found)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return ends(one)[0] < ends(other)[1] and ends(other)[0] < ends(one)[1]
+
+
+def test_weights_take_no_more_than_the_buffer_and_all_else_has_its_own_memory(buffer_bytes):
+    module = build(Layers)
+    made, x = handed(module, tensor())
+    weights = [layer.weight for layer in made.layers]
+
+    assert span_bytes(*weights) <= buffer_bytes < LAYERS * WEIGHT_BYTES
+    assert len({weight.untyped_storage()._cdata for weight in weights}) == LAYERS, "torch sees views of one storage"
+    for one, other in combinations((weights[0], made.gain, made.calls, x), 2):
+        assert not overlap(one, other)
+    for here, there in zip(module.parameters(), made.parameters(), strict=True):
+        assert (there.shape, there.stride(), there.dtype) == (here.shape, here.stride(), here.dtype)
+        assert (there.data_ptr() - here.data_ptr()) % 64 == 0
+    assert not any(overlap(one, following) for one, following in pairwise(weights))
+
+
+def test_weights_that_fit_into_the_buffer_have_memory_of_their_own(monkeypatch):
+    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 100 * WEIGHT_BYTES)
+    made, _ = handed(build(Layers), tensor())
+    assert not any(overlap(one, other) for one, other in combinations(made.parameters(), 2))
+
+
+def test_a_weight_that_is_larger_than_the_buffer_fits(monkeypatch):
+    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 64)
+    made, _ = handed(build(Layers), tensor())
+    assert span_bytes(*(layer.weight for layer in made.layers)) < 2 * WEIGHT_BYTES
+
+
+def test_tied_weights_and_weights_that_are_views_stay_so():
+    module = build(Layers)
+    module.layers[1].weight = module.layers[0].weight
+    module.layers[3].weight = nn.Parameter(module.layers[2].weight.data[:8])
+    made, _ = handed(module, tensor())
+    assert made.layers[1].weight is made.layers[0].weight
+    assert made.layers[3].weight.data_ptr() == made.layers[2].weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [Layers, Writing])
+def test_code_made_there_serves_the_module_here(kind, tmp_path: Path):
+    module = build(kind)
+    with activated(tmp_path) as directory:
+        made, x = handed(module, tensor())
+        with torch.inference_mode():
+            loaded(directory).make(made, (x,), {})
+        function = find(directory, module, tensor())
+        assert not isinstance(function, str), function
+        with torch.inference_mode():
+            found = function.function(module, (tensor(),), {})
+
+    assert (found - eager(build(kind), tensor())).abs().max() < TOLERANCE
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_code_made_there_serves_the_module_on_a_gpu(buffer_bytes, tmp_path: Path):
+    module, x = build(Layers).cuda(), tensor().cuda()
+    with activated(tmp_path) as directory:
+        made, there = handed(module, x)
+        weights = [layer.weight for layer in made.layers]
+        assert span_bytes(*weights) <= buffer_bytes
+        assert all(0 < weight.std() < 1 for weight in weights), "tuning needs random bits"
+        with torch.inference_mode():
+            assert not isinstance(made_there := loaded(directory).make(made, (there,), {}), str), made_there
+        function = find(directory, module, x)
+        assert not isinstance(function, str), function
+        with torch.inference_mode():
+            found = function.function(module, (x,), {})
+
+    assert (found - eager(build(Layers).cuda(), x)).abs().max() < TOLERANCE
