@@ -19,8 +19,11 @@ from typing import Any
 from observations import VARIABLE, Observed, Ready, Sample
 from served import Answer, InProcess, Served
 
-# Predictions that nothing changes any more: what is served eager then stays so.
-_SETTLED = 3
+# So many predictions after the last compile, what is served eager stays so. Modules take turns at being compared with
+# eager, which takes eight of their calls.
+_SETTLED = 10
+# The last predictions of a text model, which give the time of a token.
+_LAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def measure(kind: str, served: Served, observations: Path, requests: Requests) -
         RuntimeError: a prediction failed.
     """
     answers = predict(kind, served, requests)
-    step_ms = token_ms(answers[-_SETTLED:]) if requests.is_text else measure_step_ms(served, requests)
+    step_ms = token_ms(answers[-_LAST:]) if requests.is_text else measure_step_ms(served, requests)
     observed = Observed.read(observations)
     has_ended = bool(requests.end_s) and observed.wait_ended(observations, requests.end_s)
     observed = Observed.read(observations)
