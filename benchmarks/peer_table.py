@@ -154,6 +154,7 @@ def left_by(records: Sequence[Record], killed_after: str) -> Iterator[str]:
 def describe_left(following: Record) -> str:
     """What the boot after a killed one found: `all`, `a part`, or `nothing`."""
     boot = following.boot
-    if boot is None or not boot.hits + boot.precompiled:
+    if boot is None or not following.found_bytes:
         return "nothing"
-    return "a part" if boot.misses or boot.kernels_made else "all"
+    is_all = boot.hits + boot.precompiled and not boot.misses + boot.kernels_made
+    return "all" if is_all else "a part"

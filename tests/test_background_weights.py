@@ -13,6 +13,7 @@ from torch import nn
 
 from compile_cache.background import tensors
 from compile_cache.background.call import hand_over, receive
+from compile_cache.background.tensors import StorageLayout
 
 SIZE = 16
 LAYERS = 6
@@ -21,7 +22,7 @@ TOLERANCE = 1e-5
 
 
 class Layers(nn.Module):
-    """Several times as many bytes of weights as the buffer of these tests; its calls also read and write a buffer."""
+    """More bytes of weights than these tests allow. Its calls also read and write a buffer of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +54,8 @@ class Writing(nn.Module):
 @pytest.fixture(autouse=True)
 def buffer_bytes(monkeypatch) -> int:
     """A buffer for two and a half of the weights."""
-    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 5 * WEIGHT_BYTES // 2)
-    return tensors._BUFFER_BYTES
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 5 * WEIGHT_BYTES // 2)
+    return tensors._WEIGHTS_BYTES
 
 
 def handed(module: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
@@ -93,14 +94,37 @@ def test_weights_take_no_more_than_the_buffer_and_all_else_has_its_own_memory(bu
     assert not any(overlap(one, following) for one, following in pairwise(weights))
 
 
-def test_weights_that_fit_into_the_buffer_have_memory_of_their_own(monkeypatch):
-    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 100 * WEIGHT_BYTES)
+def test_weights_that_fit_into_the_buffer_do_not_overlap(monkeypatch):
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 100 * WEIGHT_BYTES)
     made, _ = handed(build(Layers), tensor())
     assert not any(overlap(one, other) for one, other in combinations(made.parameters(), 2))
 
 
+def test_integers_do_not_overlap():
+    """A call may write one that is an index of another."""
+    module = build(Layers)
+    module.tables = nn.ParameterList(
+        nn.Parameter(torch.zeros(WEIGHT_BYTES, dtype=torch.int8), requires_grad=False) for _ in range(LAYERS)
+    )
+    made, _ = handed(module, tensor())
+    assert not any(overlap(one, other) for one, other in combinations(made.tables, 2))
+
+
+def test_weights_that_are_mapped_take_no_room(monkeypatch):
+    """Only some weights could be shared: the others do not get a buffer for all."""
+    own, shared = (
+        StorageLayout("cpu", 0, size, 0, torch.float32, handle, True)
+        for size, handle in ((WEIGHT_BYTES, None), (1 << 40, ("a handle",)))
+    )
+    storage = torch.zeros(1).untyped_storage()
+    monkeypatch.setattr(tensors, "mapped", lambda handle: storage)
+    made, mapping = tensors.make_storages([own, shared])
+    assert made.storage.nbytes() == WEIGHT_BYTES
+    assert mapping.storage is storage
+
+
 def test_a_weight_that_is_larger_than_the_buffer_fits(monkeypatch):
-    monkeypatch.setattr(tensors, "_BUFFER_BYTES", 64)
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 64)
     made, _ = handed(build(Layers), tensor())
     assert span_bytes(*(layer.weight for layer in made.layers)) < 2 * WEIGHT_BYTES
 

@@ -65,18 +65,19 @@ def test_percentiles_need_two_values_and_say_how_many_there_were():
 @pytest.mark.parametrize(
     ("found", "word"),
     [
-        ({}, "nothing"),
-        ({"misses": 3}, "nothing"),
+        ({}, "a part"),
+        ({"misses": 3}, "a part"),
         ({"hits": 2}, "all"),
         ({"precompiled": 2}, "all"),
         ({"hits": 2, "kernels_made": 4}, "a part"),
         ({"hits": 2, "misses": 1}, "a part"),
+        (None, "nothing"),
     ],
 )
 def test_loss_is_what_the_boot_after_the_killed_one_found(found, word):
     records = [
         recorded("block", COLD, 1, booted(9.0), killed_after="ready"),
-        recorded("block", NEXT, 1, booted(8.0, **found)),
+        recorded("block", NEXT, 1, booted(8.0, **found or {}), found_bytes=0 if found is None else 1000),
     ]
     assert list(left_by(records, "ready")) == [f"{word}, 8.00 s"]
     assert losses_row(BY_NAME["block"], records)[3:] == [f"{word}, 8.00 s", "–"]

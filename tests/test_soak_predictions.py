@@ -11,7 +11,6 @@ import processes
 import pytest
 from containers import compile_missing, graph, open_cache, packs_in
 from digit_server import difference
-from load_plot import Line, plot
 from soak_predictions import Epoch, check_store
 
 from compile_cache.store.local import LocalStore
@@ -75,10 +74,3 @@ def test_a_process_that_outlives_its_server_is_found_by_its_mark(monkeypatch):
     finally:
         child.communicate()
     assert processes.wait_gone("of this test", 10) == []
-
-
-def test_a_plot_has_a_line_and_a_name_for_each_series():
-    lines = [Line("eager, p50", False, False, ((1.0, 100.0), (2.0, 900.0))), Line("p99", True, True, ((1.0, 2000.0),))]
-    picture = plot(lines, "arrivals a second", "ms")
-    assert picture.count("<polyline") == 2
-    assert all(name in picture for name in ("eager, p50", "p99", "arrivals a second", ">100<", ">1000<", ">2000<"))

@@ -11,25 +11,31 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import mmap
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from compile_cache.background.sharing import Handle, mapped
 from compile_cache.errors import NotHandedOver
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64
-# All weights of one type share a buffer of this size, or of the largest one's. So a block of FLUX.1 takes 0.27 GB, not
-# 0.68 GB. Weights that follow each other do not overlap, so a GPU's cache, which is smaller, makes nothing faster.
-_BUFFER_BYTES = 256 << 20
+# Where torch's allocator begins storages on a GPU.
+_PLACE_BYTES = 512
+# The most that the weights of one type take together, unless one of them is larger: then they take as much as it. So
+# the weights of a block of FLUX.1 take 0.27 GB, not 0.68 GB. It is larger than a GPU's cache: code is tuned with
+# weights that come from memory, as in the server.
+_WEIGHTS_BYTES = 256 << 20
 # Weights on a GPU are random numbers between -_LARGEST and _LARGEST.
 _LARGEST = 0.05
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DRAWN_AND_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_CONVERTED_AT_ONCE = 1 << 24
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
 
@@ -61,7 +67,7 @@ class StorageLayout:
     """The description of a storage: `size_bytes` from byte `start` on, at an address that is `skew` modulo 64.
 
     `dtype` is None if tensors of several types use the storage. A `handle` names the storage itself, to share it.
-    `is_weight` says that only parameters use it, which a call reads and does not write.
+    `is_weight` says that only floating-point parameters use it. Their values do not matter.
     """
 
     device: str
@@ -74,8 +80,8 @@ class StorageLayout:
 
     @property
     def room_bytes(self) -> int:
-        """The most bytes that it takes of an arena or buffer, which is aligned."""
-        return self.size_bytes + 2 * _STORAGE_ALIGNMENT_BYTES
+        """The most bytes that its place in a buffer takes."""
+        return self.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
 
 
 class TensorDescriber:
@@ -108,7 +114,8 @@ class TensorDescriber:
 
     def _use(self, tensor: torch.Tensor) -> UsedStorage:
         low, high = _span(tensor)
-        is_shared, is_weight = self._may_share(tensor), isinstance(tensor, nn.Parameter)
+        is_shared = self._may_share(tensor)
+        is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
         used = self._used.get(storage._cdata)
         if used is None:
@@ -227,58 +234,48 @@ def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
     Integers and booleans are 0, because they may be indices. Floating-point numbers on a GPU are small and random:
     tuning measures kernels, and their speed depends on how many bits flip. The global generators are not used.
     Floating-point numbers on a CPU are 0, in pages that take no memory until they are written. A storage of several
-    types is 0. Weights may overlap, if together they are larger than `_BUFFER_BYTES`.
+    types is 0. Weights of one device and type overlap if together they take more than `_WEIGHTS_BYTES`.
 
     Raises:
         RuntimeError: the device does not exist, or has no memory left (`torch.OutOfMemoryError`).
         OSError: the CPU has no memory left.
     """
-    made = _Made(layouts)
     with torch.inference_mode(False), torch.no_grad():
-        return [made.storage(layout) for layout in layouts]
+        mappings = [None if layout.handle is None else mapped(layout.handle) for layout in layouts]
+        memory = _Memory([layout for layout, mapping in zip(layouts, mappings, strict=True) if mapping is None])
+        return [
+            memory.storage(layout) if mapping is None else MadeStorage(mapping, torch.device(layout.device), 0)
+            for layout, mapping in zip(layouts, mappings, strict=True)
+        ]
 
 
-class _Made:
-    """The memory of all storages of a call."""
+class _Memory:
+    """Allocates the storages of a call that are not mapped: in buffers, but inputs on a GPU each for itself."""
 
     def __init__(self, layouts: Sequence[StorageLayout]) -> None:
         self._generators: dict[str, torch.Generator] = {}
-        self._buffers: dict[tuple[str, torch.dtype | None], _Buffer] = {}
+        groups = defaultdict[tuple[Any, ...], list[StorageLayout]](list)
         for layout in layouts:
-            if layout.is_weight:
-                self._buffers.setdefault(_kind(layout), _Buffer()).count(layout)
-        self._arena = _Buffer(_Room(sum(layout.room_bytes for layout in layouts if layout.device == "cpu")))
+            if layout.is_weight or layout.device == "cpu":
+                groups[_buffer_key(layout)].append(layout)
+        self._buffers = {key: _Buffer(self._allocate(group[0], _buffer_bytes(group))) for key, group in groups.items()}
 
     def storage(self, layout: StorageLayout) -> MadeStorage:
         """A storage of this layout."""
         device = torch.device(layout.device)
-        if layout.handle is not None and (mapping := mapped(layout.handle)) is not None:
-            return MadeStorage(mapping, device, 0)
         if not layout.size_bytes:
             return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
-        if layout.is_weight and (buffer := self._buffers[_kind(layout)]).is_needed:
-            return MadeStorage(self._part(buffer, layout), device, -layout.start)
-        if device.type == "cpu":
-            return MadeStorage(self._part(self._arena, layout), device, -layout.start)
-        memory = self._filled(layout, layout.size_bytes + layout.skew)
+        if buffer := self._buffers.get(_buffer_key(layout)):
+            return MadeStorage(buffer.take(layout), device, -layout.start)
+        memory = self._allocate(layout, layout.size_bytes + layout.skew)
         return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
 
-    def _part(self, buffer: _Buffer, layout: StorageLayout) -> torch.UntypedStorage:
-        """A storage of its own for the next place: torch takes tensors of one storage for views of each other."""
-        size_bytes = buffer.room.size_bytes
+    def _allocate(self, layout: StorageLayout, size_bytes: int) -> torch.Tensor:
+        """Bytes on the layout's device, with numbers of its type."""
         if layout.device == "cpu":
-            buffer.memory = buffer.memory or _zero_pages(size_bytes)
-            part = torch.frombuffer(
-                buffer.memory, dtype=torch.uint8, count=layout.size_bytes, offset=buffer.room.place(layout)
-            )
-        else:
-            if buffer.memory is None:
-                buffer.memory = self._filled(layout, size_bytes)
-            place = _OnGpu(buffer.memory, buffer.room.place(layout), layout.size_bytes)
-            part = torch.as_tensor(place, device=layout.device)  # without a device it would be copied to the CPU
-        return part.untyped_storage()
-
-    def _filled(self, layout: StorageLayout, size_bytes: int) -> torch.Tensor:
+            # One private mapping, whose pages take memory only when they are written.
+            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.uint8)
         memory = torch.zeros(size_bytes, dtype=torch.uint8, device=layout.device)
         if layout.dtype is not None:
             if layout.device not in self._generators:
@@ -287,61 +284,31 @@ class _Made:
         return memory
 
 
-def _kind(layout: StorageLayout) -> tuple[str, torch.dtype | None]:
-    return layout.device, layout.dtype
+def _buffer_key(layout: StorageLayout) -> tuple[Any, ...]:
+    return layout.device, layout.dtype, layout.is_weight
 
 
-def _zero_pages(size_bytes: int) -> mmap.mmap:
-    """Zeros in one private mapping, whose pages take memory only when they are written."""
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-@dataclass(slots=True)
-class _Room:
-    """Aligned places in `size_bytes`, one behind the other. Behind the last one is the first again."""
-
-    size_bytes: int
-    taken: int = 0
-
-    def place(self, layout: StorageLayout) -> int:
-        """Where the next storage begins. Its address modulo 64 is the layout's `skew`."""
-        first = -(-self.taken // _STORAGE_ALIGNMENT_BYTES) * _STORAGE_ALIGNMENT_BYTES + layout.skew
-        if first + layout.size_bytes > self.size_bytes:
-            first = layout.skew
-        self.taken = first + layout.size_bytes
-        return first
+def _buffer_bytes(layouts: Sequence[StorageLayout]) -> int:
+    """The size of one buffer for all of them, which are all weights or none is."""
+    rooms = [layout.room_bytes for layout in layouts]
+    return min(sum(rooms), max(_WEIGHTS_BYTES, *rooms)) if layouts[0].is_weight else sum(rooms)
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory for several storages. For weights, it `is_needed` if they have more bytes than it."""
+    """Memory in which storages have places, one behind the other. Behind the last place comes the first again."""
 
-    room: _Room = field(default_factory=lambda: _Room(_BUFFER_BYTES))
-    all_bytes: int = 0
-    memory: Any = None
+    memory: torch.Tensor
+    taken_bytes: int = 0
 
-    def count(self, layout: StorageLayout) -> None:
-        """Prepare for a weight."""
-        self.all_bytes += layout.room_bytes
-        self.room.size_bytes = max(self.room.size_bytes, layout.room_bytes)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether weights would take more without it."""
-        return self.all_bytes > self.room.size_bytes
-
-
-class _OnGpu:
-    """Bytes of a tensor on a GPU, which live as long as this, as torch and Numba pass them to each other."""
-
-    def __init__(self, memory: torch.Tensor, first: int, size_bytes: int) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "version": 2,
-            "typestr": "|u1",
-            "shape": (size_bytes,),
-            "data": (memory.data_ptr() + first, False),
-        }
+    def take(self, layout: StorageLayout) -> torch.UntypedStorage:
+        """The next place, as a storage of its own: torch takes tensors of one storage for views of each other."""
+        first = -(-self.taken_bytes // _PLACE_BYTES) * _PLACE_BYTES + layout.skew
+        if first + layout.size_bytes > self.memory.nbytes:
+            first = layout.skew
+        self.taken_bytes = first + layout.size_bytes
+        # DLPack, because the storage of a slice would be the whole memory's.
+        return from_dlpack(self.memory[first : self.taken_bytes]).untyped_storage()
 
 
 def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -352,5 +319,6 @@ def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) 
     if dtype in _DRAWN:
         values.uniform_(-_LARGEST, _LARGEST, generator=generator)
     elif dtype in _DRAWN_AND_CONVERTED:
-        drawn = torch.empty_like(values, dtype=torch.bfloat16)
-        values.copy_(drawn.uniform_(-_LARGEST, _LARGEST, generator=generator))
+        for part in torch.split(values, _CONVERTED_AT_ONCE):
+            drawn = torch.empty_like(part, dtype=torch.bfloat16)
+            part.copy_(drawn.uniform_(-_LARGEST, _LARGEST, generator=generator))
