@@ -9,26 +9,25 @@ from peer_records import COLD, NEXT, WARM, PeerBoot, Record
 from peer_ways import EAGER, WAYS, Way
 from table import markdown, spread
 
+_GIVEN = ("way", "given", "stores", "verified before use")
 _BOOTS = (
     "way",
     "n, cold / warm",
-    "cold: start to READY, s",
+    "cold READY, s",
     "compiled after READY, s",
-    "warm: start to READY, s",
+    "warm READY, s",
     "− eager, in pairs, s",
+    "killed at READY: left, next boot",
+    "killed after a request",
+    "stored, MB",
+)
+_REQUESTS = (
+    "way",
     "first request, cold / warm, ms",
     "later ones: p50 / p99, ms (n)",
     "new size, s",
     "compiled on it",
     "again, ms",
-    "stored, MB",
-)
-_LOSSES = (
-    "way",
-    "stored",
-    "verified before use",
-    "killed at READY: left, next boot",
-    "killed after a request: left, next boot",
 )
 _KILLED = ("ready", "request")
 
@@ -48,47 +47,57 @@ def describe(record: Record) -> str:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Two tables for each model of the records, and the errors."""
+    """Two tables for each model of the records, of boots and of requests, and the errors."""
     parts = []
     for model in dict.fromkeys(record.model for record in records):
         of_model = [record for record in records if record.model == model]
         machine = next((record.boot.machine for record in of_model if record.boot and record.boot.machine), {})
         present = [way for way in WAYS if any(record.way == way.name for record in of_model)]
         boots = markdown(_BOOTS, (boots_row(way, of_model) for way in present))
-        losses = markdown(_LOSSES, (losses_row(way, of_model) for way in present if way.keeps))
+        requests = markdown(_REQUESTS, (requests_row(way, of_model) for way in present))
         errors = [f"{record.way}, {record.kind} {record.round}: {record.error}" for record in of_model if record.error]
-        parts += [f"{model}, {machine}; median (least–greatest)", boots, losses, *errors]
+        parts += [f"{model}, {machine}; median (least–greatest)", boots, requests, *errors]
     return "\n\n".join(parts)
 
 
 def given() -> str:
-    """The table of what each way was given."""
-    return markdown(("way", "given", "stores"), ((way.title, way.given, way.stores_at) for way in WAYS))
+    """The table of what each way was given, and what it does."""
+    return markdown(_GIVEN, ((way.title, way.given, way.stores_at, way.verified) for way in WAYS))
 
 
 def boots_row(way: Way, records: Sequence[Record]) -> list[str]:
-    """One line on the boots and requests of a way. What failed in every boot has its error in place of figures."""
+    """One line on the boots of a way. What failed in every boot has its error in place of figures."""
     mine = [record for record in records if record.way == way.name]
     cold, warm = boots_of(mine, COLD), boots_of(mine, WARM)
-    served = warm or cold  # a way that stores nothing has cold boots alone
-    counts = f"{len(cold)} / {len(warm)}"
-    if not served:
+    row = [way.title, f"{len(cold)} / {len(warm)}"]
+    if not cold + warm:
         error = next((record.error for record in mine if record.error), "no boot yet")
-        return [way.title, counts, error, *["–"] * (len(_BOOTS) - 3)]
-    new = [boot for boot in served if boot.new_s is not None]
+        return [*row, error, *["–"] * (len(_BOOTS) - 3)]
+    stored = [record.stored_bytes / 1e6 for record in mine if is_filled(record)]
     return [
-        way.title,
-        counts,
+        *row,
         spread(boot.ready_s for boot in cold),
         spread(compiled_later(mine), 1),
         spread(boot.ready_s for boot in warm),
         "–" if way.name == EAGER else spread(paired(way.name, records)),
+        *("; ".join(left_by(mine, killed)) or "–" for killed in _KILLED),
+        f"{median(stored):.2f}" if stored else "0",
+    ]
+
+
+def requests_row(way: Way, records: Sequence[Record]) -> list[str]:
+    """One line on the requests of a way: of its warm boots, if it has any."""
+    mine = [record for record in records if record.way == way.name]
+    cold, warm = boots_of(mine, COLD), boots_of(mine, WARM)
+    served = warm or cold  # a way that stores nothing has cold boots alone
+    new = [boot for boot in served if boot.new_s is not None]
+    return [
+        way.title,
         f"{milliseconds(cold, first)} / {milliseconds(warm, first)}",
         percentiles([seconds for boot in served for seconds in boot.later_s]),
         spread(boot.new_s for boot in new),
-        ", ".join("yes" if boot.new_graphs else "no" for boot in new) or "–",
+        ", ".join(dict.fromkeys("yes" if boot.new_graphs else "no" for boot in new)) or "–",
         milliseconds(new, lambda boot: boot.new_again_s),
-        spread((record.stored_bytes / 1e6 for record in mine if is_filled(record)), 2) if way.keeps else "0",
     ]
 
 
@@ -133,12 +142,6 @@ def percentiles(values: Sequence[float]) -> str:
         return "–"
     p99 = quantiles(values, n=100, method="inclusive")[98]
     return f"{median(values) * 1e3:.0f} / {p99 * 1e3:.0f} ({len(values)})"
-
-
-def losses_row(way: Way, records: Sequence[Record]) -> list[str]:
-    """One line on what is verified, and what a boot found after the one before it was killed."""
-    mine = [record for record in records if record.way == way.name]
-    return [way.title, way.stores_at, way.verified, *("; ".join(left_by(mine, killed)) or "–" for killed in _KILLED)]
 
 
 def left_by(records: Sequence[Record], killed_after: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from cog_server import PROJECT
 from peer_keepers import make_keeper
 from peer_plot import plot
 from peer_records import COLD, NEXT, WARM, PeerBoot, Record, read_records
-from peer_table import boots_row, given, left_by, losses_row, paired, percentiles, tables
+from peer_table import boots_row, given, left_by, paired, percentiles, requests_row, tables
 from peer_ways import BY_NAME, EAGER, WAYS
 from peers import Plan, Step, in_order, run, steps
 
@@ -46,9 +46,11 @@ def test_round_that_was_cut_short_is_no_pair(missing):
 
 
 def test_row_says_how_many_boots_it_has_and_what_the_new_size_cost():
-    row = boots_row(BY_NAME["zip"], [recorded("zip", COLD, 1, booted(30.0)), *WARM_BOOTS])
+    records = [recorded("zip", COLD, 1, booted(30.0)), *WARM_BOOTS]
+    row = boots_row(BY_NAME["zip"], records)
     assert row[1:6] == ["1 / 2", "30.00", "–", "6.75 (6.50–7.00)", "2.25 (1.50–3.00)"]
-    assert row[6:11] == ["– / 200 (100–300)", "100 / 294 (4)", "9.00", "yes", "100"]
+    row = requests_row(BY_NAME["zip"], records)
+    assert row[1:] == ["– / 200 (100–300)", "100 / 294 (4)", "9.00", "yes", "100"]
 
 
 def test_way_that_does_not_load_is_a_row_with_its_error():
@@ -80,7 +82,7 @@ def test_loss_is_what_the_boot_after_the_killed_one_found(found, word):
         recorded("block", NEXT, 1, booted(8.0, **found or {}), found_bytes=0 if found is None else 1000),
     ]
     assert list(left_by(records, "ready")) == [f"{word}, 8.00 s"]
-    assert losses_row(BY_NAME["block"], records)[3:] == [f"{word}, 8.00 s", "–"]
+    assert boots_row(BY_NAME["block"], records)[6:8] == [f"{word}, 8.00 s", "–"]
 
 
 def test_each_round_begins_with_an_eager_boot_and_each_cold_boot_is_followed_by_one_that_fills_the_store():
@@ -176,3 +178,10 @@ def test_plot_is_a_picture_for_light_and_dark_pages_with_every_way_that_booted()
 
 def test_readme_says_what_each_way_was_given():
     assert given() in (PROJECT / "benchmarks" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("file", ["peers.jsonl", "peers-h200.jsonl"])
+def test_readme_has_the_tables_of_the_records(file):
+    page = (PROJECT / "benchmarks" / "README.md").read_text()
+    for part in tables(read_records([PROJECT / "benchmarks" / file])).split("\n\n"):
+        assert not part.startswith("|") or part in page
