@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from compile_cache.background.sharing import Handle, mapped
 from compile_cache.errors import NotHandedOver
@@ -307,8 +307,9 @@ class _Buffer:
         if first + layout.size_bytes > self.memory.nbytes:
             first = layout.skew
         self.taken_bytes = first + layout.size_bytes
-        # DLPack, because the storage of a slice would be the whole memory's.
-        return from_dlpack(self.memory[first : self.taken_bytes]).untyped_storage()
+        # DLPack, because the storage of a slice would be the whole memory's. A capsule may be of any device; the slice
+        # itself would be refused if it is not on the current one.
+        return from_dlpack(to_dlpack(self.memory[first : self.taken_bytes])).untyped_storage()
 
 
 def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
