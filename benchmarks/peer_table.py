@@ -81,7 +81,7 @@ def boots_row(way: Way, records: Sequence[Record]) -> list[str]:
         spread(boot.ready_s for boot in warm),
         "–" if way.name == EAGER else spread(paired(way.name, records)),
         *("; ".join(left_by(mine, killed)) or "–" for killed in _KILLED),
-        f"{median(stored):.2f}" if stored else "0",
+        f"{median(stored):.2f}" if stored else "–" if way.keeps else "0",
     ]
 
 
@@ -159,5 +159,5 @@ def describe_left(following: Record) -> str:
     boot = following.boot
     if boot is None or not following.found_bytes:
         return "nothing"
-    is_all = boot.hits + boot.precompiled and not boot.misses + boot.kernels_made
+    is_all = (boot.hits or boot.precompiled) and not (boot.misses or boot.kernels_made)
     return "all" if is_all else "a part"

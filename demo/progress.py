@@ -61,8 +61,8 @@ def told(console: Console, title: str, look: Callable[[], Doing]) -> Iterator[No
 
     def lines() -> Iterator[tuple[Doing, str]]:
         while not is_over.wait(_LOOK_S):
-            now = look()
-            yield now, f"{title}, {time.monotonic() - started:.0f} s: {now}"
+            doing = look()
+            yield doing, f"{title}, {time.monotonic() - started:.0f} s: {doing}"
 
     def change() -> None:
         with console.status(title) as status:
@@ -71,9 +71,9 @@ def told(console: Console, title: str, look: Callable[[], Doing]) -> Iterator[No
 
     def print_lines() -> None:
         said, said_at = "", started
-        for now, line in lines():
-            if now.stage != said or time.monotonic() - said_at > _SILENCE_S:
-                said, said_at = now.stage, time.monotonic()
+        for doing, line in lines():
+            if doing.stage != said or time.monotonic() - said_at > _SILENCE_S:
+                said, said_at = doing.stage, time.monotonic()
                 console.print(line, soft_wrap=True)
 
     teller = threading.Thread(target=change if console.is_terminal else print_lines)

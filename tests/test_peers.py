@@ -56,6 +56,7 @@ def test_row_says_how_many_boots_it_has_and_what_the_new_size_cost():
 def test_way_that_does_not_load_is_a_row_with_its_error():
     failed = recorded("mega", COLD, 1, None, error="RuntimeError: it does not load")
     assert boots_row(BY_NAME["mega"], [failed])[1:3] == ["0 / 0", "RuntimeError: it does not load"]
+    assert boots_row(BY_NAME["mega"], [failed, recorded("mega", COLD, 2, booted(9.0))])[-1] == "–", "nothing was filled"
     assert "mega, cold 1: RuntimeError: it does not load" in tables([*WARM_BOOTS, failed])
 
 
@@ -65,21 +66,22 @@ def test_percentiles_need_two_values_and_say_how_many_there_were():
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
+    ("found_bytes", "found", "word"),
     [
-        ({}, "a part"),
-        ({"misses": 3}, "a part"),
-        ({"hits": 2}, "all"),
-        ({"precompiled": 2}, "all"),
-        ({"hits": 2, "kernels_made": 4}, "a part"),
-        ({"hits": 2, "misses": 1}, "a part"),
-        (None, "nothing"),
+        (0, {}, "nothing"),
+        (0, {"misses": 3}, "nothing"),
+        (9, {"hits": 2}, "all"),
+        (9, {"precompiled": 2}, "all"),
+        (9, {"hits": 2, "kernels_made": 4}, "a part"),
+        (9, {"hits": 2, "misses": 1}, "a part"),
+        (9, {}, "a part"),  # kernels of its eager code
+        (9, {"misses": 3}, "a part"),
     ],
 )
-def test_loss_is_what_the_boot_after_the_killed_one_found(found, word):
+def test_loss_is_what_the_boot_after_the_killed_one_found(found_bytes, found, word):
     records = [
         recorded("block", COLD, 1, booted(9.0), killed_after="ready"),
-        recorded("block", NEXT, 1, booted(8.0, **found or {}), found_bytes=0 if found is None else 1000),
+        recorded("block", NEXT, 1, booted(8.0, **found), found_bytes=found_bytes),
     ]
     assert list(left_by(records, "ready")) == [f"{word}, 8.00 s"]
     assert boots_row(BY_NAME["block"], records)[6:8] == [f"{word}, 8.00 s", "–"]
