@@ -23,6 +23,7 @@ from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
 from compile_cache.background.unfinished import say_unfinished_at_exit
+from compile_cache.background.workers import compile_workers
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
@@ -111,7 +112,11 @@ class Backlog:
     def _start(self) -> CompilingProcess:
         self._workshop.prepare()
         path = str(self._workshop.path)
-        environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
+        environ = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(compile_workers()),
+            **os.environ,
+            **{"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"},
+        }
         place = Place(self._settings, path)
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
 

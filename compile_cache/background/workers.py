@@ -1,0 +1,35 @@
+"""The number of the second process's compile workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def compile_workers() -> int:
+    """Half of the CPUs that this process may use, and two where that would be one.
+
+    torch would start one for each CPU of the host. A prediction that launches many small kernels needs a CPU of its
+    own: it would take turns with a worker, because a low priority is no priority of none. A container's quota has no
+    priorities at all: when it is used up, the predictions stop too.
+    """
+    cpus = min(len(os.sched_getaffinity(0)), quota_cpus(_CGROUP) or os.cpu_count() or 1)
+    return max(cpus // 2, min(cpus, 2))
+
+
+def quota_cpus(cgroup: Path) -> int:
+    """The CPUs that a container's quota allows, rounded down, but at least 1; 0 without a quota.
+
+    Sources: cgroup v2's `cpu.max` ("max 100000" or "150000 100000", in µs), and v1's `cpu.cfs_quota_us` (-1: none) and
+    `cpu.cfs_period_us`.
+    """
+    try:
+        if (both := cgroup / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else 0
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux's files, or "max"
+        return 0

@@ -1,0 +1,96 @@
+"""How many compile workers the second process has."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from background_handlers import job
+from marked_processes import PATIENCE_S
+
+from compile_cache.background import workers
+from compile_cache.background.process import CompilingProcess
+from compile_cache.background.workers import compile_workers, quota_cpus
+from compile_cache.regions import backlog
+from compile_cache.regions.backlog import Backlog
+from compile_cache.settings import Settings
+from compile_cache.versions.directory import CacheDirectory
+
+THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch) -> Path:
+    """An empty folder in place of the container's cgroup."""
+    monkeypatch.setattr(workers, "_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
+    return tmp_path / "cgroup"
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
+    """Starts the second process as a boot does, and returns its variables."""
+    monkeypatch.setattr(backlog, "_HANDLER", "background_handlers:make_of_place")
+    processes: list[CompilingProcess] = []
+
+    def start() -> dict[str, str]:
+        nothing: Any = None
+        orders = Backlog(Settings(), CacheDirectory.claim(tmp_path), nothing, nothing, nothing)
+        processes.append(orders._start())
+        environ: dict[str, str] = json.loads(processes[-1].do(job("describe"), PATIENCE_S))["environ"]
+        return environ
+
+    yield start
+    for process in processes:
+        process.stop()
+
+
+def have_cpus(monkeypatch, count: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+@pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (16, 8), (64, 32)])
+def test_workers_leave_half_of_the_cpus_to_predictions(monkeypatch, cgroup, cpus, count):
+    have_cpus(monkeypatch, cpus)
+    assert compile_workers() == count
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("400000 100000\n", 4), ("150000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", 0), ("", 0), ("1 0\n", 0)],
+)
+def test_quota_of_a_container(cgroup, text, cpus):
+    (cgroup / "cpu.max").write_text(text)
+    assert quota_cpus(cgroup) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("400000\n", 4), ("-1\n", 0)])
+def test_quota_of_a_container_on_an_older_host(cgroup, quota, cpus):
+    (cgroup / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+    (cgroup / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_cpus(cgroup) == cpus
+
+
+def test_no_quota_without_files(cgroup):
+    assert quota_cpus(cgroup) == 0
+
+
+def test_a_quota_counts_on_a_host_with_more_cpus(monkeypatch, cgroup):
+    have_cpus(monkeypatch, 64)
+    (cgroup / "cpu.max").write_text("800000 100000\n")
+    assert compile_workers() == 4
+
+
+def test_second_process_has_that_many_workers(started, monkeypatch):
+    monkeypatch.delenv(THREADS, raising=False)
+    assert started()[THREADS] == str(compile_workers())
+
+
+def test_a_number_that_the_user_gave_holds(started, monkeypatch):
+    monkeypatch.setenv(THREADS, "7")
+    assert started()[THREADS] == "7"
