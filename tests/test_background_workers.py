@@ -35,12 +35,12 @@ def cgroup(tmp_path, monkeypatch) -> Path:
 def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
     """Starts the second process as a boot does, and returns its variables."""
     monkeypatch.setattr(backlog, "_HANDLER", "background_handlers:make_of_place")
+    directory = CacheDirectory.claim(tmp_path)
     processes: list[CompilingProcess] = []
 
     def start() -> dict[str, str]:
         nothing: Any = None
-        orders = Backlog(Settings(), CacheDirectory.claim(tmp_path), nothing, nothing, nothing)
-        processes.append(orders._start())
+        processes.append(Backlog(Settings(), directory, nothing, nothing, nothing)._start())
         environ: dict[str, str] = json.loads(processes[-1].do(job("describe"), PATIENCE_S))["environ"]
         return environ
 

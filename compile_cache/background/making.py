@@ -5,6 +5,7 @@ This module imports torch and its compiler. The server never imports it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import time
@@ -24,6 +25,7 @@ from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place
+from compile_cache.background.pacing import pace_tuning, paced
 from compile_cache.errors import CompileCacheError, NotHandedOver, StateNotMade
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
@@ -44,6 +46,7 @@ class _Maker:
 
     def __init__(self, place: Place) -> None:
         configure_torch()
+        pace_tuning()
         self._path = Path(place.path)
         remember_toolchain(self._path)
         self._settings = place.settings
@@ -96,7 +99,8 @@ class _Maker:
         except CompileCacheError as error:
             return str(error)
         _free()
-        speed = attempt(compare_speed, function, module, args, kwargs)
+        with paced() if on_gpu(module, args, kwargs) else contextlib.nullcontext():
+            speed = attempt(compare_speed, function, module, args, kwargs)
         self._speed = None if isinstance(speed, Failure) else speed
         _free()
         return ""

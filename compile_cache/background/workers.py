@@ -9,11 +9,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def compile_workers() -> int:
-    """Half of the CPUs that this process may use, and two where that would be one.
+    """Half of the CPUs that this process may use; on two or three CPUs, two.
 
-    torch would start one for each CPU of the host. A prediction that launches many small kernels needs a CPU of its
-    own: it would take turns with a worker, because a low priority is no priority of none. A container's quota has no
-    priorities at all: when it is used up, the predictions stop too.
+    torch would start one worker for each CPU of the host. Then predictions have no CPU of their own: a low priority
+    makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its quota,
+    predictions stop too, whatever their priority.
     """
     cpus = min(len(os.sched_getaffinity(0)), quota_cpus(_CGROUP) or os.cpu_count() or 1)
     return max(cpus // 2, min(cpus, 2))
