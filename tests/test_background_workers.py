@@ -26,7 +26,7 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch) -> Path:
     """An empty folder in place of the container's cgroup."""
-    monkeypatch.setattr(workers, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(workers, "CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
     return tmp_path / "cgroup"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def compile_workers() -> int:
@@ -15,7 +15,7 @@ def compile_workers() -> int:
     makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its quota,
     predictions stop too, whatever their priority.
     """
-    cpus = min(len(os.sched_getaffinity(0)), quota_cpus(_CGROUP) or os.cpu_count() or 1)
+    cpus = min(len(os.sched_getaffinity(0)), quota_cpus(CGROUP) or os.cpu_count() or 1)
     return max(cpus // 2, min(cpus, 2))
 
 

@@ -115,6 +115,12 @@ def test_the_next_container_boots_with_a_hit_and_compiles_nothing_under(options,
     assert warm.exit_code == 0
 
 
+@pytest.mark.parametrize(("quota", "cpus"), [("1.5", "1"), ("2", "2")])
+def test_the_second_process_counts_a_quota_of_cpus(quota, cpus, image):
+    program = "from compile_cache.background.workers import CGROUP, quota_cpus; print(quota_cpus(CGROUP))"
+    assert docker("run", "--rm", "--network", "none", "--cpus", quota, image, "python", "-c", program) == cpus
+
+
 def test_a_tmpfs_without_exec_serves_eager_and_says_what_to_do(cold, environ, tmp_path):
     eager = serve(tmp_path / "noexec", environ, ("--read-only", "--tmpfs", "/tmp"))
     assert eager.booted.report["regions"] == []
