@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
 from compile_cache.background import pacing
-from compile_cache.background.pacing import pace_tuning, paced
+from compile_cache.background.making import start_making
+from compile_cache.background.order import Place
+from compile_cache.background.pacing import Pace
+from compile_cache.settings import Settings
+
+HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13
 
 
 class Clock:
@@ -36,69 +43,70 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def tuning() -> Iterator[None]:
-    """Inductor's measurements are paced in this process."""
-    before = vars(benchmarking.benchmarker).copy()
-    pace_tuning()
-    yield
-    vars(benchmarking.benchmarker).clear()
-    vars(benchmarking.benchmarker).update(before)
-    if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):
-        benchmarking.set_gpu_benchmark_lock_context(None)
+@pytest.fixture(params=[False, True], ids=["torch", "older torch"])
+def making(request, monkeypatch, tmp_path) -> Iterator[Callable[[bytes], bytes]]:
+    """The second process's work, begun in this process, and also as a torch that lacks the hook would have it."""
+    set_hook = getattr(benchmarking, HOOK, lambda _: None)
+    if request.param:
+        monkeypatch.delattr(benchmarking, HOOK, raising=False)
+    # torch's other way to measure asks CUDA for the device's cache first.
+    monkeypatch.setattr(benchmarking, "benchmarker", benchmarking.TritonBenchmarker())
+    yield start_making(pickle.dumps(Place(Settings(), str(tmp_path))))
+    set_hook(None)
 
 
 def test_pause_is_twice_as_long_as_the_measurement(clock):
-    with paced():
+    with Pace().measurement():
         clock.now += 0.25
     assert clock.pauses == [0.5]
 
 
 def test_measurement_inside_another_has_no_pause_of_its_own(clock):
-    with paced():
+    pace = Pace()
+    with pace.measurement():
         clock.now += 1.0
-        with paced():
+        with pace.measurement():
             clock.now += 0.5
     assert clock.pauses == [3.0]
 
 
 def test_failed_measurement_does_not_stop_the_next_one_s_pause(clock):
-    with pytest.raises(RuntimeError), paced():
+    pace = Pace()
+    with pytest.raises(RuntimeError), pace.measurement():
         raise RuntimeError("out of shared memory")
-    with paced():
+    with pace.measurement():
         clock.now += 1.0
     assert clock.pauses == [2.0]
 
 
-@pytest.mark.skipif(not hasattr(benchmarking, "gpu_benchmark_lock"), reason="torch 2.13 and newer")
-def test_torch_s_own_hook_paces_each_measurement(clock, tuning):
-    @benchmarking.gpu_benchmark_lock
-    def measure(milliseconds: float) -> float:
-        clock.now += milliseconds / 1e3
-        return milliseconds
+def test_pauses_of_an_order_take_a_minute_at_most(clock):
+    pace = Pace()
+    for _ in range(3):
+        with pace.measurement():
+            clock.now += 25.0
+    pace.begin_order()
+    with pace.measurement():
+        clock.now += 1.0
+    assert clock.pauses == [50.0, 10.0, 0.0, 2.0]
 
-    assert measure(250.0) == 250.0
-    assert clock.pauses == [0.5]
 
+def test_inductor_s_measurements_are_paced(clock, making):
+    def run_for_a_second(*_: Any, **__: Any) -> float:
+        clock.now += 1.0
+        return 1e3
 
-def test_older_torch_s_measurements_are_paced(clock, monkeypatch):
-    def measure(*, rep: int) -> int:
-        clock.now += rep
-        return rep
-
-    older = SimpleNamespace(benchmarker=SimpleNamespace(benchmark_gpu=measure))
-    monkeypatch.setattr(torch._inductor.runtime, "benchmarking", older)
-    pace_tuning()
-    assert [older.benchmarker.benchmark_gpu(rep=seconds) for seconds in (1, 2)] == [1, 2]
-    assert clock.pauses == [2.0, 4.0]
+    vars(benchmarking.benchmarker)["triton_do_bench"] = run_for_a_second  # Triton's own needs a GPU
+    measured = [benchmarking.benchmarker.benchmark(lambda: None, device="cuda") for _ in range(2)]
+    assert measured == [1e3, 1e3]
+    assert clock.pauses == [2.0, 2.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_each_measurement_on_a_gpu_is_paced(monkeypatch, tuning):
+def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []
     monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     numbers = torch.zeros(1 << 20, device="cuda")
     for _ in range(2):
-        benchmarking.benchmarker.benchmark_gpu(lambda: numbers.add_(1))
+        benchmarking.benchmarker.benchmark(lambda: numbers.add_(1), device="cuda")
     assert len(pauses) == 2
     assert min(pauses) > 0

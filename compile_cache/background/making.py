@@ -1,4 +1,4 @@
-"""The work of the compiling process: build a call anew, compile it ahead of time, and run it once.
+"""The work of the compiling process: build a call anew, compile it ahead of time, run it and time it.
 
 This module imports torch and its compiler. The server never imports it.
 """
@@ -25,7 +25,7 @@ from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place
-from compile_cache.background.pacing import pace_tuning, paced
+from compile_cache.background.pacing import Pace
 from compile_cache.errors import CompileCacheError, NotHandedOver, StateNotMade
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
@@ -46,7 +46,8 @@ class _Maker:
 
     def __init__(self, place: Place) -> None:
         configure_torch()
-        pace_tuning()
+        self._pace = Pace()
+        self._pace.apply_to_inductor()
         self._path = Path(place.path)
         remember_toolchain(self._path)
         self._settings = place.settings
@@ -57,6 +58,7 @@ class _Maker:
         """Compile one kind of call."""
         started = time.perf_counter()
         self._speed = None
+        self._pace.begin_order()
         try:
             made = self._make_anew(order)
         except (NotHandedOver, StateNotMade) as error:
@@ -85,8 +87,7 @@ class _Maker:
         if reason := self._run(made, module, args, kwargs):
             return reason
         # Tuning's choice is now on record. Made again, the artifact has only the kernels that won.
-        is_tuned = on_gpu(module, args, kwargs)
-        return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if is_tuned else made
+        return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if on_gpu(module, args, kwargs) else made
 
     def _run(self, made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
         """Load an artifact, run it, which records tuning's choice, and time it. Returns why that failed; empty if it
@@ -99,10 +100,10 @@ class _Maker:
         except CompileCacheError as error:
             return str(error)
         _free()
-        with paced() if on_gpu(module, args, kwargs) else contextlib.nullcontext():
+        with self._pace.measurement() if on_gpu(module, args, kwargs) else contextlib.nullcontext():
             speed = attempt(compare_speed, function, module, args, kwargs)
+            _free()
         self._speed = None if isinstance(speed, Failure) else speed
-        _free()
         return ""
 
     def _new_files(self, artifact: str) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from torch import nn
 
 from compile_cache.aot.switches import on_gpu
 from compile_cache.background.call import hand_over, hand_over_shared
+from compile_cache.background.compile_threads import compile_threads
 from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
 from compile_cache.background.unfinished import say_unfinished_at_exit
-from compile_cache.background.workers import compile_workers
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
@@ -113,7 +113,7 @@ class Backlog:
         self._workshop.prepare()
         path = str(self._workshop.path)
         environ = {
-            "TORCHINDUCTOR_COMPILE_THREADS": str(compile_workers()),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads()),
             **os.environ,
             **{"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"},
         }

@@ -12,9 +12,9 @@ import pytest
 from background_handlers import job
 from marked_processes import PATIENCE_S
 
-from compile_cache.background import workers
+from compile_cache.background import compile_threads as counting
+from compile_cache.background.compile_threads import compile_threads, quota_cpus
 from compile_cache.background.process import CompilingProcess
-from compile_cache.background.workers import compile_workers, quota_cpus
 from compile_cache.regions import backlog
 from compile_cache.regions.backlog import Backlog
 from compile_cache.settings import Settings
@@ -26,7 +26,7 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch) -> Path:
     """An empty folder in place of the container's cgroup."""
-    monkeypatch.setattr(workers, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(counting, "CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
     return tmp_path / "cgroup"
 
@@ -51,13 +51,13 @@ def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
 
 def have_cpus(monkeypatch, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
 
 
-@pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (16, 8), (64, 32)])
-def test_workers_leave_half_of_the_cpus_to_predictions(monkeypatch, cgroup, cpus, count):
+@pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (16, 8), (128, 32)])
+def test_one_worker_for_two_cpus_and_two_on_two_or_three(monkeypatch, cgroup, cpus, count):
     have_cpus(monkeypatch, cpus)
-    assert compile_workers() == count
+    assert compile_threads() == count
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,18 @@ def test_no_quota_without_files(cgroup):
 def test_a_quota_counts_on_a_host_with_more_cpus(monkeypatch, cgroup):
     have_cpus(monkeypatch, 64)
     (cgroup / "cpu.max").write_text("800000 100000\n")
-    assert compile_workers() == 4
+    assert compile_threads() == 4
 
 
-def test_second_process_has_that_many_workers(started, monkeypatch):
+def test_a_quota_for_more_cpus_than_the_process_may_use_changes_nothing(monkeypatch, cgroup):
+    have_cpus(monkeypatch, 4)
+    (cgroup / "cpu.max").write_text("6400000 100000\n")
+    assert compile_threads() == 2
+
+
+def test_second_process_is_told_the_number_of_workers(started, monkeypatch):
     monkeypatch.delenv(THREADS, raising=False)
-    assert started()[THREADS] == str(compile_workers())
+    assert started()[THREADS] == str(compile_threads())
 
 
 def test_a_number_that_the_user_gave_holds(started, monkeypatch):

@@ -1,4 +1,4 @@
-"""The number of the second process's compile workers."""
+"""The number of the second process's compile workers, which torch calls compile threads."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+# torch has no more, on a host of any size (torch/_inductor/config.py).
+_MOST = 32
 
 
-def compile_workers() -> int:
-    """Half of the CPUs that this process may use; on two or three CPUs, two.
+def compile_threads() -> int:
+    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two.
 
-    torch would start one worker for each CPU of the host. Then predictions have no CPU of their own: a low priority
-    makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its quota,
-    predictions stop too, whatever their priority.
+    torch would start one for each CPU, and ignore a container's quota. Then predictions have no CPU of their own: a low
+    priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
+    quota, predictions stop too, whatever their priority.
     """
     cpus = min(len(os.sched_getaffinity(0)), quota_cpus(CGROUP) or os.cpu_count() or 1)
-    return max(cpus // 2, min(cpus, 2))
+    return min(_MOST, max(cpus // 2, min(cpus, 2)))
 
 
 def quota_cpus(cgroup: Path) -> int:
