@@ -1,4 +1,4 @@
-"""What several test modules share: an S3 server and buckets on it, stores, an environment and a key."""
+"""What several test modules share: an S3 server and buckets on it, stores, commands, an environment and a key."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
+from commands import Run, run_command
 from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
@@ -243,6 +244,28 @@ def store(request, tmp_path) -> ObjectStore:
 
     bucket = request.getfixturevalue("s3_bucket")
     return S3Store(bucket.name, "some/prefix", bucket.endpoint_url)
+
+
+@pytest.fixture
+def local(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def variables(tmp_path, monkeypatch) -> pytest.MonkeyPatch:
+    """The settings that a command finds: the store of `local`, and nothing of this machine's own."""
+    for name in list(os.environ):
+        if name.startswith("COMPILE_CACHE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COMPILE_CACHE_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    return monkeypatch
+
+
+@pytest.fixture
+def run(variables) -> Run:
+    """Runs a command with these settings."""
+    return run_command
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machines import Machine
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
@@ -25,7 +26,6 @@ from compile_cache.store.local import LocalStore
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact
 from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.fetch import Fetched
 from compile_cache.versions.rules import Rules
 
 MIB = 1 << 20
@@ -38,34 +38,6 @@ COLD = {
     "autotune/best.best_config": b"{}",
     "empty": b"",
 }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One boot on one machine: a cache directory of its own, and a cache over a store that others use too."""
-
-    cache: CompileCache
-    directory: CacheDirectory
-
-    def write(self, files: dict[str, bytes]) -> None:
-        for path, content in files.items():
-            file = self.directory.path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-
-    def files(self) -> dict[str, bytes]:
-        return read_files(self.directory.path)
-
-    def restore(self) -> Fetched:
-        fetched = self.cache.fetch()
-        self.cache.install(fetched)
-        return fetched
-
-    def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
-        packs = self.cache.stage(withheld, "the test")
-        for pack in packs:
-            self.cache.publish(pack)
-        return packs
 
 
 class Meddled:
@@ -94,15 +66,6 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
         return Machine(CompileCache(stores, key, environment, directory, Rules(limits, **keys)), directory)
 
     return make
-
-
-@pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:

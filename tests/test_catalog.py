@@ -29,11 +29,6 @@ OTHER_PACK = "b" * 64 + ".pack"
 FOLDER = "v1/0a/org--model/1/"
 
 
-@pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def listing(*names: str) -> Catalog:
     return catalog_of([StoredObject(name, 10, float(number)) for number, name in enumerate(names, 1)])
 

@@ -8,17 +8,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Output, Run
 from filled_stores import damage, put_pack, put_record, set_age
-from typer.testing import CliRunner
 
 from compile_cache.cli import terminal as output
-from compile_cache.cli.app import app
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
@@ -38,58 +37,9 @@ MODEL = "org/model@" + "0" * 40
 ESCAPE = "\x1b"
 
 
-@dataclass(frozen=True)
-class Output:
-    """What a command printed, and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def lines(self) -> list[str]:
-        return self.out.splitlines()
-
-
-Run = Callable[..., Output]
-
-
 @pytest.fixture
 def root(tmp_path) -> Path:
     return tmp_path / "store"
-
-
-@pytest.fixture
-def local(root) -> LocalStore:
-    return LocalStore(root)
-
-
-@pytest.fixture
-def variables(root, tmp_path, monkeypatch) -> pytest.MonkeyPatch:
-    """The settings that the commands find: the local store, and nothing of this machine's own."""
-    for name in list(os.environ):
-        if name.startswith("COMPILE_CACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COMPILE_CACHE_STORE", str(root))
-    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
-    return monkeypatch
-
-
-@pytest.fixture
-def run(variables) -> Run:
-    """Runs a command in this process."""
-
-    def run(*arguments: str | Path, answer: str | None = None) -> Output:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Output(result.exit_code, result.stdout, result.stderr)
-
-    return run
 
 
 def run_script(*arguments: str | Path, **environ: str) -> Output:

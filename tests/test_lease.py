@@ -69,11 +69,6 @@ def store(place) -> ObjectStore:
 
 
 @pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
 def make_lease() -> Iterator[Callable[..., Lease]]:
     """Leases that are released when the test is over."""
     made = []

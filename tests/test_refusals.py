@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,11 +14,9 @@ from blocks import Batched, Block
 from filled_stores import damage, put_pack, put_record
 from precompiling import activated, all_refusals, boot, build, loaded, tensor
 from torch import nn
-from typer.testing import CliRunner
 
 from compile_cache.aot.files import digest
 from compile_cache.aot.refusals import code_digest_of, read_refusals, write_refusal
-from compile_cache.cli.app import app
 from compile_cache.errors import NotPrecompilable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.pack.manifest import Limits
@@ -350,50 +347,29 @@ def test_a_refusal_in_a_damaged_pack_is_not_shown(tmp_path, key):
 # In the command.
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("COMPILE_CACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COMPILE_CACHE_STORE", str(tmp_path / "store"))
-    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
-
-    def run(*arguments):
-        result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-        assert result.exit_code == 0, result.stderr
-        return result.stdout
-
-    return run
-
-
-@pytest.fixture
-def local(tmp_path):
-    return LocalStore(tmp_path / "store")
-
-
 LINE = "Block(unreadable inputs): Block is wrong, since "
 
 
 def test_show_prints_the_refusals_of_a_version(run, local, key, environment, tmp_path):
     put_pack(local, key, {"ab/k.so": b"4", **refusal_files(tmp_path, "Block")})
     put_record(local, environment)
-    (line,) = [line for line in run("show", "org--model").splitlines() if LINE in line]
+    (line,) = [line for line in run("show", "org--model").lines if LINE in line]
     assert line.startswith("  eager         Block(")
-    (record,) = json.loads(run("show", "org--model", "--json"))["refusals"]
+    (record,) = run("show", "org--model", "--json").json["refusals"]
     assert (record["class"], record["reason"]) == ("Block", "Block is wrong")
 
 
 def test_show_of_a_version_without_refusals_prints_none(run, local, key):
     put_pack(local, key)
-    assert "eager" not in run("show", "org--model")
-    assert json.loads(run("show", "org--model", "--json"))["refusals"] == []
+    assert "eager" not in run("show", "org--model").out
+    assert run("show", "org--model", "--json").json["refusals"] == []
 
 
 def test_explain_prints_the_refusals_that_a_boot_would_find(run, local, tmp_path):
-    key = CacheKey(**json.loads(run("explain", MODEL, "--json"))["key"])
+    key = CacheKey(**run("explain", MODEL, "--json").json["key"])
     put_pack(local, key, refusal_files(tmp_path, "Block"))
-    (line,) = [line for line in run("explain", MODEL).splitlines() if LINE in line]
+    (line,) = [line for line in run("explain", MODEL).lines if LINE in line]
     assert line.startswith("eager        Block(")
-    (record,) = json.loads(run("explain", MODEL, "--json"))["refusals"]
+    (record,) = run("explain", MODEL, "--json").json["refusals"]
     assert set(record) == {"class", "inputs", "reason", "created"}
     assert not (tmp_path / "cache").exists(), "explaining claims no cache directory"

@@ -20,7 +20,6 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.store.base import StoredObject, Stores
-from compile_cache.store.local import LocalStore
 from compile_cache.versions import relatives as relatives_module
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import catalog_of
@@ -40,11 +39,6 @@ def made(tmp_path_factory):
         warm_up(boot(directory, block, batched), lambda: [block(tensor(), by=2.0), batched(tensor(1, 4, 16))])
         paths = artifacts(directory)
         yield {path.relative_to(directory.path).as_posix(): path.read_bytes() for path in paths}
-
-
-@pytest.fixture
-def local(tmp_path):
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,10 +15,9 @@ from typing import Any
 
 import pytest
 from boots import boot_once, settings
+from commands import Run, run_command
 from filled_stores import put_pack, put_record
-from typer.testing import CliRunner
 
-from compile_cache.cli.app import app
 from compile_cache.cli.report.lanes import lanes_of
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.ladder import RegionReport
@@ -70,33 +70,11 @@ class Page(HTMLParser):
         return [str(attributes["id"]) for tag, attributes in self.tags if tag == "section"]
 
 
-@dataclass(frozen=True)
-class Output:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Output]
-
-
 @pytest.fixture
-def run(monkeypatch, tmp_path) -> Run:
-    """Runs `report` in this process, with no store but the one that is named; the page is `page.html`."""
-    for name in list(os.environ):
-        if name.startswith("COMPILE_CACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COMPILE_CACHE_STORE", "off")
-    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
-
-    def run(*arguments: str | Path) -> Output:
-        given = ["report", "-o", str(tmp_path / "page.html"), *map(str, arguments)]
-        result = CliRunner().invoke(app, given)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Output(result.exit_code, result.stdout, result.stderr)
-
-    return run
+def run(variables, tmp_path) -> Run:
+    """Runs `report` with no store but the one that is named; the page is `page.html`."""
+    variables.setenv("COMPILE_CACHE_STORE", "off")
+    return functools.partial(run_command, "report", "-o", tmp_path / "page.html")
 
 
 @pytest.fixture

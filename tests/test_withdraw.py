@@ -33,24 +33,19 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
     return make
 
 
-@pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 # A boot.
 
 
 def test_a_boot_misses_a_withdrawn_pack_compiles_publishes_the_same_keys_and_finds_them(store, machine, key):
     first, second, third = machine(store), machine(store), machine(store)
     first.write(COLD)
-    (bad,) = first.publish()
+    (bad,) = first.publish_after_a_look()
     take_out(store, key)
     second.restore()
     assert second.files() == {}
     assert second.cache.is_empty
     second.write({"fxgraph/ab/fone/entry": b"a sound graph", "ab/kernel.so": b"sound"})
-    (good,) = second.publish()
+    (good,) = second.publish_after_a_look()
     third.restore()
     assert third.files() == second.files()
     assert in_use(store, key) == {good}
@@ -60,7 +55,7 @@ def test_a_boot_misses_a_withdrawn_pack_compiles_publishes_the_same_keys_and_fin
 def test_a_reinstated_pack_is_restored_as_before(store, machine, key):
     first, second = machine(store), machine(store)
     first.write(COLD)
-    (name,) = first.publish()
+    (name,) = first.publish_after_a_look()
     before = contents(store)
     take_out(store, key, name)
     assert reinstate(store, store, key, [name]) == Reinstated(packs=(name,))
@@ -72,9 +67,9 @@ def test_a_reinstated_pack_is_restored_as_before(store, machine, key):
 def test_only_the_withdrawn_pack_is_absent(store, machine, key):
     first, second = machine(store), machine(store)
     first.write(COLD)
-    (bad,) = first.publish()
+    (bad,) = first.publish_after_a_look()
     first.write(MORE)
-    first.publish()
+    first.publish_after_a_look()
     take_out(store, key, bad)
     assert second.restore().refused == ()
     assert second.files() == MORE
@@ -206,13 +201,13 @@ def test_a_miss_says_since_when_and_why_a_version_is_withdrawn(store, key, envir
 def test_a_container_that_has_the_files_does_not_publish_them_again(store, machine, key):
     publisher, restorer = machine(store), machine(store)
     publisher.write(COLD)
-    publisher.publish()
+    publisher.publish_after_a_look()
     restorer.restore()
     take_out(store, key)
     for serving in (publisher, restorer):
-        assert serving.publish() == []
+        assert serving.publish_after_a_look() == []
         serving.write({f"ab/{id(serving)}.so": b"new"})
-        assert len(serving.publish()) == 1  # what is compiled later is in use
+        assert len(serving.publish_after_a_look()) == 1  # what is compiled later is in use
     booted = machine(store)
     booted.restore()
     assert set(booted.files().values()) == {b"new"}
@@ -222,21 +217,21 @@ def test_a_container_whose_packs_were_merged_before_does_not_publish_them_again(
     """It has never seen the pack that was withdrawn, only those that it was merged from."""
     serving, other = machine(local), machine(local)
     serving.write(COLD)
-    serving.publish()
+    serving.publish_after_a_look()
     serving.write(MORE)
-    serving.publish()
+    serving.publish_after_a_look()
     assert compact(other.cache.of_written_store(), other.cache.staging, "the test").packs == 2
     take_out(local, key)
-    assert serving.publish() == []
+    assert serving.publish_after_a_look() == []
 
 
 def test_a_better_configuration_of_a_withdrawn_one_is_not_published(local, machine, key):
     serving = machine(local)
     serving.write({"ab/k.best_config": b"1"})
-    serving.publish()
+    serving.publish_after_a_look()
     take_out(local, key)
     serving.write({"ab/k.best_config": b"better"})
-    assert serving.publish() == []
+    assert serving.publish_after_a_look() == []
 
 
 # Compaction.

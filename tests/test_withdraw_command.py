@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from boots import assert_fully_warm, boot_once, settings
 from filled_stores import put_pack, put_record
-from typer.testing import CliRunner
 from web_servers import serving_folder
 
-from compile_cache.cli.app import app
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.store.local import LocalStore
 from compile_cache.store.opening import open_url
@@ -25,45 +18,6 @@ from compile_cache.store.web import WebStore
 from compile_cache.versions.catalog import catalog_of, read_catalog
 
 MODEL = "org/model@" + "0" * 40
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a command printed, and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Output]
-
-
-@pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch) -> Run:
-    """Runs a command with the local store, and nothing of this machine's own."""
-    for name in list(os.environ):
-        if name.startswith("COMPILE_CACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COMPILE_CACHE_STORE", str(tmp_path / "store"))
-    monkeypatch.setenv("COMPILE_CACHE_DIR", str(tmp_path / "cache"))
-
-    def run(*arguments: str | Path, answer: str | None = None) -> Output:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Output(result.exit_code, result.stdout, result.stderr)
-
-    return run
 
 
 def digest_of(name: str) -> str:

@@ -37,11 +37,6 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
 
 
 @pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
 def target(tmp_path) -> LocalStore:
     return LocalStore(tmp_path / "target")
 

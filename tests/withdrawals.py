@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from machines import Machine
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
@@ -11,43 +12,11 @@ from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.fetch import Fetched
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.withdrawing import Withdrawn, plan_withdrawal, withdraw
 
 COLD = {"fxgraph/ab/fone/entry": b"a graph", "ab/kernel.so": b"code" * 100}
 MORE = {"cd/more.so": b"more"}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One boot on a machine of its own."""
-
-    cache: CompileCache
-    directory: CacheDirectory
-
-    def write(self, files: dict[str, bytes]) -> None:
-        for path, content in files.items():
-            file = self.directory.path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-
-    def files(self) -> dict[str, bytes]:
-        root = self.directory.path
-        return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-    def restore(self) -> Fetched:
-        fetched = self.cache.fetch()
-        self.cache.install(fetched)
-        return fetched
-
-    def publish(self) -> list[str]:
-        """Publish what is new after another look at the store, as the publisher does; the packs' names."""
-        self.cache.refresh()
-        packs = self.cache.stage((), "the test")
-        for pack in packs:
-            self.cache.publish(pack)
-        return [self.cache.key.prefix + pack.name for pack in packs]
 
 
 def boot_machine(

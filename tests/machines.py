@@ -1,0 +1,49 @@
+"""Machines that boot from one store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from compile_cache.pack.format import Pack
+from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.directory import CacheDirectory
+from compile_cache.versions.fetch import Fetched
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One boot on one machine: a cache directory of its own, and a cache over a store that others use too."""
+
+    cache: CompileCache
+    directory: CacheDirectory
+
+    def write(self, files: dict[str, bytes]) -> None:
+        for path, content in files.items():
+            file = self.directory.path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+    def files(self) -> dict[str, bytes]:
+        return read_files(self.directory.path)
+
+    def restore(self) -> Fetched:
+        fetched = self.cache.fetch()
+        self.cache.install(fetched)
+        return fetched
+
+    def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
+        packs = self.cache.stage(withheld, "the test")
+        for pack in packs:
+            self.cache.publish(pack)
+        return packs
+
+    def publish_after_a_look(self) -> list[str]:
+        """Publish what is new after another look at the store, as the publisher does; the packs' names."""
+        self.cache.refresh()
+        return [self.cache.key.prefix + pack.name for pack in self.publish()]
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
