@@ -101,6 +101,7 @@ def test_inductor_s_measurements_are_paced(clock, making):
     assert clock.pauses == [2.0, 2.0]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []

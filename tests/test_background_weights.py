@@ -153,6 +153,7 @@ def test_code_made_there_serves_the_module_here(kind, tmp_path: Path):
     assert (found - eager(build(kind), tensor())).abs().max() < TOLERANCE
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_code_made_there_serves_the_module_on_a_gpu(buffer_bytes, tmp_path: Path):
     module, x = build(Layers).cuda(), tensor().cuda()

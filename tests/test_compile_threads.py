@@ -51,7 +51,6 @@ def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
 
 def have_cpus(monkeypatch, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
 
 
 @pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (16, 8), (128, 32)])

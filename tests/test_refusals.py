@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import Batched, Block
+from commands import Output, Run
 from filled_stores import damage, put_pack, put_record
 from precompiling import activated, all_refusals, boot, build, loaded, tensor
 from torch import nn
@@ -345,6 +346,18 @@ def test_a_refusal_in_a_damaged_pack_is_not_shown(tmp_path, key):
 
 
 # In the command.
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    """Runs a command that succeeds."""
+
+    def succeed(*arguments: str) -> Output:
+        output: Output = run(*arguments)
+        assert output.code == 0, output.err
+        return output
+
+    return succeed
 
 
 LINE = "Block(unreadable inputs): Block is wrong, since "

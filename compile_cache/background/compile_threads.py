@@ -17,7 +17,8 @@ def compile_threads() -> int:
     priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
     quota, predictions stop too, whatever their priority.
     """
-    cpus = min(len(os.sched_getaffinity(0)), quota_cpus(CGROUP) or os.cpu_count() or 1)
+    allowed = len(os.sched_getaffinity(0))
+    cpus = min(allowed, quota_cpus(CGROUP) or allowed)
     return min(_MOST, max(cpus // 2, min(cpus, 2)))
 
 
