@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -33,10 +33,10 @@ def test_a_character_of_several_tokens_comes_whole_with_its_last_one():
     assert pieces("é🙂") == ["", "é", "", "", "", "🙂", ""]
 
 
-def test_a_character_that_is_not_whole_is_left_out():
+def test_a_text_that_ends_in_the_middle_of_a_character_ends_as_it_is_decoded():
     stream = TextStream(TOKENIZER)
     tokens = TOKENIZER.encode("a🙂").ids[:-1]
-    assert "".join(stream.add(token) for token in tokens) + stream.end() == "a"
+    assert "".join(stream.add(token) for token in tokens) + stream.end() == TOKENIZER.decode(tokens) == "a\ufffd"
 
 
 def test_special_tokens_are_no_text():
@@ -109,6 +109,8 @@ def test_bytes_without_end_that_make_no_character_are_not_held_back():
     assert len("".join(stream.add(broken) for _ in range(40))) >= 36
 
 
+@example(text="\ufffd", stop=[])
+@example(text="a\ufffdb", stop=["a\ufffdb", "\ufffd"])
 @given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_the_pieces_are_the_text_up_to_the_first_stop_sequence(text, stop):
     # Of two stop sequences the one that is complete first ends the text, which may be the later one to begin.

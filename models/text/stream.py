@@ -38,16 +38,27 @@ class TextStream:
         """The text that this token completes, which is often empty."""
         if self.has_stopped:
             return ""
-        self._held += self._decoder.add(token)
-        found = [place for sequence in self._stop if (place := self._held.find(sequence)) >= 0]
-        if found:
-            self.has_stopped = True
-            return self._release(min(found))
-        return self._release(len(self._held) - self._beginning())
+        return self._take(self._decoder.add(token))
 
     def end(self) -> str:
-        """The text that was held back, without an incomplete character."""
-        return "" if self.has_stopped else self._release(len(self._held))
+        """The text that was held back. Bytes that are no whole character become U+FFFD."""
+        if self.has_stopped:
+            return ""
+        text = self._take(self._decoder.end())
+        return text if self.has_stopped else text + self._release(len(self._held))
+
+    def _take(self, text: str) -> str:
+        """What can be given out once `text` has come."""
+        self._held += text
+        ends = [place + len(sequence) for sequence, place in self._found(self._held)]
+        if not ends:
+            return self._release(len(self._held) - self._beginning())
+        self.has_stopped = True
+        return self._release(min(place for _, place in self._found(self._held[: min(ends)])))
+
+    def _found(self, text: str) -> list[tuple[str, int]]:
+        """The stop sequences in `text`, and where each begins."""
+        return [(sequence, place) for sequence in self._stop if (place := text.find(sequence)) >= 0]
 
     def _beginning(self) -> int:
         """The number of characters at the end that may begin a stop sequence."""
@@ -78,9 +89,12 @@ class _Decoder:
     def add(self, token: int) -> str:
         """The characters that this token completes."""
         self._new.append(token)
+        is_whole = not self._text([*self._known, *self._new]).endswith(_REPLACEMENT)
+        return self.end() if is_whole or len(self._new) >= _MOST_PARTS else ""
+
+    def end(self) -> str:
+        """The characters of the tokens so far, whole or not."""
         before, now = self._text(self._known), self._text([*self._known, *self._new])
-        if now.endswith(_REPLACEMENT) and len(self._new) < _MOST_PARTS:
-            return ""
         self._known, self._new = self._new, []
         return now[len(before) :]
 
