@@ -52,7 +52,6 @@ class Settings:
     unseen: str = "auto"
     setup_budget_s: float = 240.0
     leave_eager: tuple[str, ...] = ()
-    nice: int = 10
     publish: bool = True
     most_packs: int = 4
     peer_wait_s: float = 0.0
@@ -233,13 +232,6 @@ def _count(value: str) -> int:
     return count
 
 
-def _niceness(value: str) -> int:
-    niceness = int(value)
-    if not 0 <= niceness <= 19:
-        raise ValueError("must be a number from 0 to 19")
-    return niceness
-
-
 def _size_bytes(value: str) -> int:
     size_bytes = int(value)
     if size_bytes <= 0:
@@ -264,7 +256,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "unseen": _one_of(UNSEEN),
     "setup_budget_s": _seconds,
     "leave_eager": _list,
-    "nice": _niceness,
     "publish": _boolean,
     "most_packs": _count,
     "peer_wait_s": _seconds,

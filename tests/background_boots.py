@@ -13,7 +13,7 @@ from boots import TESTS, run_boot, settings
 # What changes nothing but the digest of the code.
 COMMENT = "\n# another version\n"
 # Beside other tests, a process that stands back would wait for minutes.
-BACKGROUND = {"cold_start": "background", "nice": "0"}
+BACKGROUND = {"cold_start": "background"}
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
 # long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests keep all cores busy: a process that stands back behind them would hardly ever be done.
-os.environ.setdefault("COMPILE_CACHE_NICE", "0")
 # On a busy machine, a setup that compiles would run out of its time and leave the rest to the background.
 os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
 

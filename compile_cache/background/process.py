@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
@@ -49,14 +50,12 @@ class CompilingProcess:
     """
 
     @classmethod
-    def start(
-        cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str], niceness: int = 19
-    ) -> CompilingProcess:
+    def start(cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> CompilingProcess:
         """Start the process and return at once, before its imports are done.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
-        function that does a job. `niceness`, 0 to 19, is added to the server's. The output of the child and its
-        children is appended to `log`; a log of more than 8 MiB is emptied.
+        function that does a job. The output of the child and its children is appended to `log`; a log of more than
+        8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
         with ExitStack() as theirs, ExitStack() as ours:
@@ -66,9 +65,9 @@ class CompilingProcess:
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
-            output = theirs.enter_context(log.open("ab"))
+            output = theirs.enter_context(open(log, "ab", opener=_open_own))
             log_start = _bound(log)
-            child = _spawn((jobs.fileno(), watched, niceness), output.fileno(), environ)
+            child = _spawn((jobs.fileno(), watched), output.fileno(), environ)
             process = cls(child, channel, ours.pop_all(), log, log_start)
         atexit.register(process.stop)
         process._begin(handler, setup)
@@ -222,6 +221,21 @@ class CompilingProcess:
         return f"The last line of {self._log}: {lines[-1].strip()[:_LONGEST_LINE]}"
 
 
+def _open_own(path: str, flags: int) -> int:
+    """Open a file for `open`, unless it may be another user's: in a sticky folder, anybody can make a link or a file of
+    this name.
+
+    Raises:
+        OSError: the file is a link, has a second name, or belongs to another user.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or status.st_nlink != 1:
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "Another user made this file. Remove it, or set COMPILE_CACHE_DIR", path)
+    return fd
+
+
 def _bound(log_file: Path) -> int:
     """The size of a log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
     try:
@@ -232,8 +246,8 @@ def _bound(log_file: Path) -> int:
         return 0
 
 
-def _spawn(passed: tuple[int, int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the worker. `passed` has its two file descriptors and its niceness, in the worker's order."""
+def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the worker. `passed` has its two file descriptors, in the worker's order."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     numbers = [str(number) for number in (os.getpid(), *passed)]
     return subprocess.Popen(
@@ -242,7 +256,7 @@ def _spawn(passed: tuple[int, int, int], output: int, environ: Mapping[str, str]
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=passed[:2],
+        pass_fds=passed,
         start_new_session=True,
         env=dict(environ),
     )

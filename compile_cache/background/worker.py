@@ -29,6 +29,7 @@ from compile_cache.background.wire import Message, encode, read_message
 Handler = Callable[[bytes], bytes]
 
 _LOOK_S = 0.5
+_NICENESS = 10
 # Errors of the process, not of its job: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
@@ -38,12 +39,12 @@ _OF_PROCESS = re.compile(
 
 def main() -> None:
     """Serve until the server ends or hangs up. The command line has the file descriptors: see `process.py`."""
-    server, channel, liveness, niceness = (int(text) for text in sys.argv[1:5])
+    server, channel, liveness = (int(text) for text in sys.argv[1:4])
     del sys.argv[1:]  # libraries that a handler imports may read it
     for descriptor in (channel, liveness):
         os.set_inheritable(descriptor, False)
     _end_with(server, liveness)
-    _give_way(niceness)
+    _give_way()
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
         _serve(socket.socket(fileno=channel))
@@ -108,13 +109,13 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return links
 
 
-def _give_way(niceness: int) -> None:
+def _give_way() -> None:
     """Lower this process's priority, and let a crash leave no core file."""
     with contextlib.suppress(OSError):
-        os.nice(niceness)
+        os.nice(_NICENESS)
     # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness))
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
