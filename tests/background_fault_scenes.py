@@ -17,7 +17,6 @@ from background_scenes import (
     served,
     served_alone,
     told_of,
-    wait_for_plan,
 )
 
 import compile_cache
@@ -84,30 +83,27 @@ def not_handed_over() -> dict[str, Any]:
         OfMain.__module__, OfMain.__qualname__ = "__main__", "OfMain"
         sys.modules["__main__"].OfMain = OfMain
         model = begun(boot, (Locked, Doubling, OfMain))
-    wait_for_plan()
     told = {"ready": report(boot), "waiting": boot.waiting}
     return told | {"regions": told_of(boot, model, (Locked, Doubling, OfMain))}
 
 
 def ends_while(work: str) -> dict[str, Any]:
-    """The program ends while a thread of the boot calls torch to `plan`, `take` an artifact, or `preload`."""
+    """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
     from compile_cache.lifecycle.preload import Preloading
     from compile_cache.regions.backlog import Backlog
 
     places: dict[str, tuple[type, str]] = {
-        "plan": (Backlog, "pack"),
         "take": (Backlog, "_taken"),
         "preload": (Preloading, "_import_and_load"),
     }
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide
-        from faulty_blocks import Doubling
 
         if work == "preload":
             boot.preload()
         else:
-            begun(boot, (Doubling if work == "plan" else Wide,))
+            begun(boot, (Wide,))
     assert begun_work.wait(PATIENCE_S)
     return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -245,26 +244,3 @@ def late() -> dict[str, Any]:
     assert boot.wait_compiled(PATIENCE_S)
     told["later"], output = served(boot, lambda: predict(model))
     return told | {"difference": difference(output, predict_eager(model)), "report": report(boot)}
-
-
-def wait_for_plan() -> None:
-    """Wait until known calls were ordered."""
-    for thread in threading.enumerate():
-        if thread.name == "compile-cache-plan":
-            thread.join(PATIENCE_S)
-
-
-def planned() -> dict[str, Any]:
-    """A boot that knows calls from relatives: they are made for the first time when the second process is done."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Norm, Wide, predict
-
-        model = begun(boot, (Wide, Norm))
-    told: dict[str, Any] = {"ready": report(boot)}
-    wait_for_plan()
-    assert boot.wait_compiled(PATIENCE_S)
-    told["steps"] = []
-    for rows in (4, 5, 6):
-        made, output = served(boot, lambda rows=rows: predict(model, rows, Wide))
-        told["steps"].append([made["served"]["Wide"], difference(output, predict_eager(model, rows, Wide))])
-    return told | {"report": report(boot)}

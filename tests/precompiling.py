@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from compile_cache.aot.artifacts import Artifacts, Found
-from compile_cache.aot.files import PRECOMPILED
-from compile_cache.aot.refusals import Refusal, read_refusals
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
@@ -63,12 +61,6 @@ def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any
     """What a next boot finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
         return loaded(directory).find(module, args, kwargs)
-
-
-def all_refusals(directory: Path) -> list[Refusal]:
-    """The refusals of every group in a cache directory."""
-    groups = sorted((directory / PRECOMPILED).glob("*"))
-    return [one for group in groups for one in read_refusals(directory, group.relative_to(directory).as_posix())]
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:

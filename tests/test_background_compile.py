@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from background_boots import Told, other_code, play
+from background_boots import Told, play
 
 TOLERANCE = 1e-3
 PRECOMPILED = {"Wide": "precompiled", "Norm": "precompiled"}
@@ -212,25 +212,3 @@ def test_what_the_setups_budget_leaves_out_is_compiled_in_the_background(tmp_pat
     assert told["later"]["served"] == {"Wide": "precompiled", "Other": "precompiled"}
     assert told["difference"] < TOLERANCE
     assert told.done == ["Other 4x16"]
-
-
-def test_a_new_version_compiles_the_calls_of_its_predecessor_before_anybody_makes_them(cold, folder, tmp_path):
-    """Its code is other code, so that the predecessor's artifacts do not fit."""
-    code = other_code(tmp_path / "code")
-    told = play(tmp_path, "planned", after=folder, model_version="2", BACKGROUND_CODE=code)
-    assert told["ready"]["restore"]["outcome"] == "seeded"
-    assert_all_planned(told)
-
-
-def test_another_environment_compiles_the_calls_of_its_relatives_before_anybody_makes_them(cold, folder, tmp_path):
-    told = play(tmp_path, "planned", after=folder, forked=False, OMP_NUM_THREADS="2")
-    assert told["ready"]["restore"]["outcome"] == "miss"
-    assert_all_planned(told)
-
-
-def assert_all_planned(told: Told) -> None:
-    assert [step for step, _ in told["steps"]] == ["precompiled"] * 3
-    assert all(difference < TOLERANCE for _, difference in told["steps"])
-    assert set(told.done[:2]) == {"Wide 4x16", "Norm 4x16"}
-    assert set(told.done[2:]) == {"Wide 6x16", "Wide 5x16"}
-    assert_nothing_compiled(told["report"])

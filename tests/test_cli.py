@@ -29,8 +29,6 @@ from compile_cache.settings import Settings
 from compile_cache.store.local import LocalStore
 from compile_cache.store.opening import open_url
 from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.refused_earlier import RefusedEarlier
-from compile_cache.versions.rules import Rules
 
 SCRIPT = Path(sys.executable).with_name("compile-cache")
 MODEL = "org/model@" + "0" * 40
@@ -547,16 +545,6 @@ def test_explain_refuses_what_a_boot_with_a_signing_key_refuses(run, local, vari
     assert any(line.startswith(f"refused      {name}: it is not signed") for line in found.lines)
     assert found.lines[-1].startswith("miss: ")
     assert run("verify").code == 1
-
-
-def test_explain_refuses_what_an_earlier_boot_of_this_host_refused(run, root, local, variables):
-    settings = Settings.from_env(os.environ)
-    put_pack(local, explained_key(run))
-    (entry,) = local.list("")
-    earlier = RefusedEarlier(Path(settings.dir) / "refused", str(root), Rules.of(settings))
-    Path(settings.dir).mkdir()
-    earlier.remember(entry, "its frame is damaged")
-    assert f"refused      {entry.name}: its frame is damaged (found by an earlier boot)" in run("explain", MODEL).lines
 
 
 def test_explain_says_that_the_version_of_a_predictor_with_sources_is_another_one(run, local, tmp_path):

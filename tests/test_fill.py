@@ -198,25 +198,17 @@ def test_what_is_not_missing_is_stored_and_counted(incomplete):
     assert found[2] == size_text(sum(map(len, packs.values())))
 
 
-def test_explain_names_file_and_line_of_a_graph_break_and_the_guard_of_a_recompile(incomplete):
+def test_explain_shows_torchs_own_lines_about_graph_breaks_and_recompiles(incomplete):
     folder, done = incomplete
-    assert f"graph break at {folder / 'network.py'}:{BROKEN_LINE} in forward: " in explanation(done.stdout, "Breaking")
-    good = explanation(done.stdout, "Good")
-    assert "recompiled: " in good
-    assert "size mismatch at index 0. expected 4, actual 2" in good
-    assert "x eager's speed" in good
-    assert "graph break" not in good
+    assert f"Graph break in user code at {folder / 'network.py'}:{BROKEN_LINE}" in done.stderr
+    assert "size mismatch at index 0. expected 4, actual 2" in done.stderr
 
 
-def test_explain_says_why_a_region_is_not_compiled_ahead_of_time(incomplete):
+def test_a_fill_says_why_a_region_is_not_compiled_ahead_of_time(incomplete):
     _, done = incomplete
-    assert "not compiled ahead of time: torch: " in explanation(done.stdout, "Breaking")
-    assert "not compiled ahead of time: torch.compile's own code" in explanation(done.stdout, "Dropping")
-
-
-def explanation(printed: str, region: str) -> str:
-    """The paragraph about a region."""
-    return next(part for part in printed.split("\n\n") if part.startswith(f"{region}: "))
+    reasons = [line for line in done.stdout.splitlines() if line.startswith(("Breaking: ", "Dropping: "))]
+    assert any("with graph breaks" in line for line in reasons)
+    assert any("torch.compile's own code" in line for line in reasons)
 
 
 def test_what_a_predictor_prints_is_not_part_of_the_answer(incomplete):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import blocks
 import pytest
 import torch
@@ -11,7 +9,6 @@ from precompiling import activated, boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.regions.explanation import Finding, explained
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
 
@@ -89,18 +86,3 @@ def test_the_times_of_a_region_are_those_of_its_slowest_call():
         region.note_speed(compiled_ms, eager_ms)
     assert (region.compiled_ms, region.eager_ms) == (2.0, 4.0)
     assert BootReport(regions=[region]).metrics()["compile_cache.speedup"] == {"Block": 2.0}
-
-
-def test_an_explanation_begins_with_its_context(tmp_path):
-    with activated(tmp_path) as directory:
-        module, other = build(blocks.Breaking), build(blocks.Breaking, seed=1)
-        with explained() as before:
-            warm_up(boot(directory, module), lambda: module(tensor()))
-        with explained() as after:
-            pass
-        assert not after.of_region
-        assert [finding.what for finding in before.of_region["Breaking"]] == ["graph break"]
-        assert other is not module
-    (finding,) = before.of_region["Breaking"]
-    assert isinstance(finding, Finding)
-    assert re.search(r"blocks\.py:\d+ in forward$", finding.place)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from boots import run_boot
-from precompiling import activated, all_refusals, boot, build, eager, loaded, only_report, tensor, warm_up
+from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
 from compile_cache.background import cold_start
@@ -219,76 +217,28 @@ class Breaking(Product):
         return torch.mm(y, self.weight)
 
 
-@pytest.fixture
-def refused(tmp_path):
-    """A cache directory in which a second process has left a refusal of `Breaking`."""
+def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(tmp_path):
     with activated(tmp_path) as directory:
+        for _ in range(2):
+            block = build(Breaking)
+            compiler = boot(directory, block, settings=BACKGROUND)
+            warm_up(compiler, lambda block=block: block(tensor(4, 16)))
+            assert compiler.waiting == 1
+            compiler.release()
+            assert compiler.wait(600)
+            answer(block, 4)
+            assert compiler.waiting == 0
+            assert only_report(compiler).step == "eager"
+            assert "not compiled ahead of time: torch: Unsupported" in only_report(compiler).reason
+            compiler.backlog()._jobs.close()
         block = build(Breaking)
-        compiler = boot(directory, block, settings=BACKGROUND)
+        compiler = boot(directory, block, settings=BLOCK)
         warm_up(compiler, lambda: block(tensor(4, 16)))
-        compiler.release()
-        assert compiler.wait(600)
-        answer(block, 4)
-        compiler.backlog()._jobs.close()
-        yield directory
+        assert only_report(compiler).step == "cold"
+        assert "with graph breaks" in only_report(compiler).reason
 
 
-def test_a_call_that_only_cannot_be_compiled_ahead_is_compiled_by_a_boot_that_blocks(refused):
-    (refusal,) = all_refusals(refused.path)
-    assert refusal.reason.startswith("not compiled ahead of time: torch: Unsupported")
-    block = build(Breaking)
-    compiler = boot(refused, block, settings=BLOCK)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
-    assert only_report(compiler).step == "cold"
-    assert "with graph breaks" in only_report(compiler).reason
-
-
-def test_a_call_that_cannot_be_compiled_ahead_is_not_tried_again_in_the_background(refused):
-    block = build(Breaking)
-    compiler = boot(refused, block, settings=BACKGROUND)
-    compiler.open()
-    warm_up(compiler, lambda: block(tensor(4, 16)))
-    assert compiler.waiting == 0
-    assert only_report(compiler).step == "eager"
-    assert "not compiled ahead of time" in only_report(compiler).reason
-
-
-DIFFERS = "differs from eager by 0.5, and 0.1 is allowed"
-
-
-def refuse(directory, block: Product, rows: int) -> None:
-    """As an earlier boot does whose compiled code differs from eager."""
-    with torch.inference_mode():
-        loaded(directory).refuse(block, (tensor(rows, 16),), {}, DIFFERS)
-
-
-@pytest.mark.parametrize("unseen", ["block", "error", "eager", "background"])
-def test_a_warmed_up_call_that_an_earlier_boot_refused_stays_eager_after_ready(tmp_path, unseen):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        refuse(directory, block, 4)
-        compiler = boot(directory, block, settings=replace(BLOCK, unseen=unseen))
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        before = read_counts()
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-        assert read_counts().since(before).graphs == 0
-        assert served(compiler) == {"eager": 2}
-        assert compiler.waiting == 0
-
-
-def test_a_warmed_up_call_is_no_error_after_many_others(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        refuse(directory, block, 4)
-        compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        for rows in range(5, 75):
-            with pytest.raises(UnseenCallError):
-                answer(block, rows)
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-
-
-def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error(tmp_path, monkeypatch):
+def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many_others(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
@@ -300,18 +250,10 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error(tmp_path, monke
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
         warm_up(compiler, lambda: block(tensor(4, 16)))
         assert served(compiler)
+        for rows in range(5, 75):
+            with pytest.raises(UnseenCallError):
+                answer(block, rows)
         torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-
-
-def test_a_new_call_that_an_earlier_boot_refused_is_not_compiled_on_request(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        refuse(directory, block, 5)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        for rows in (5, 6):
-            torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
-        assert served(compiler) == {"compiled": 2, "eager": 1}
 
 
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(tmp_path):
@@ -327,29 +269,6 @@ def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the
         torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
         assert read_counts().since(before).graphs == 0
         assert served(compiler) == {"precompiled": 2}
-
-
-PROGRAM = """
-import logging, sys, time
-from pathlib import Path
-from precompiling import activated, boot, build, tensor, warm_up
-from test_unseen import BACKGROUND, Product
-logging.basicConfig(level=logging.WARNING, format="%(message)s")
-with activated(Path(sys.argv[1])) as directory:
-    block = build(Product)
-    compiler = boot(directory, block, settings=BACKGROUND)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
-    compiler.release()
-    assert compiler.wait(float(sys.argv[2])) == (sys.argv[2] != "0")
-"""
-
-
-@pytest.mark.parametrize(("wait_s", "calls"), [("0", 1), ("600", 0)], ids=["unfinished", "finished"])
-def test_a_server_that_ends_says_what_it_leaves_uncompiled(tmp_path, wait_s, calls):
-    done = run_boot(os.environ, PROGRAM, str(tmp_path), wait_s, program="run_source")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("background.unfinished")]
-    assert [line.split()[1] for line in lines] == [f"calls={calls}"] * bool(calls)
 
 
 def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):

@@ -21,12 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.call_inputs import describe_call
 from compile_cache.aot.compiling import compile_ahead
-from compile_cache.aot.describe import (
-    NotDescribedError,
-    is_inference,
-)
+from compile_cache.aot.describe import NotDescribedError, is_inference
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, read_artifact, write_artifact
 from compile_cache.aot.groups import Group, Groups
 from compile_cache.aot.options import RECOMPILE_LIMIT
@@ -87,7 +83,7 @@ class Artifacts:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
-        self._groups = Groups(settings, directory)
+        self._groups = Groups(settings)
         self._prefetched: dict[str, _Stored] = {}
         # Artifacts arrive on one thread, and other threads look for them.
         self._arriving = threading.RLock()
@@ -97,25 +93,12 @@ class Artifacts:
     def used(self) -> set[str]:
         """The paths, inside the cache directory, of the artifacts of this boot's model."""
         with self._arriving:
-            refusals = {refusal.path for group in self._groups for refusal in group.refusals or ()}
             loaded = {path for group in self._groups for path in group.loaded}
-            return self._arrived | refusals | loaded
+            return self._arrived | loaded
 
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""
         self._groups.forget_options()
-
-    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why an earlier boot of the same code served such calls eager; empty if none did."""
-        return self._groups.refusal(module, args, kwargs)
-
-    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
-        """Let later boots serve such calls eager. Returns the path of the refusal's file; empty if none was written.
-
-        Raises:
-            OSError: the cache directory cannot be written.
-        """
-        return self._groups.refuse(module, args, kwargs, reason)
 
     def prefetch(self) -> int:
         """Load every stored artifact of the present code. Returns the number of all stored artifacts.
@@ -216,8 +199,7 @@ class Artifacts:
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
             return group.not_precompilable
-        call = describe_call(args, kwargs)
-        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload, call)
+        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
         path = f"{group.path}/{name}"
         if path in group.loaded:
             group.not_precompilable = "this call has an artifact, which does not fit it"

@@ -2,8 +2,8 @@
 
     8 bytes magic, 4 bytes length of the header (big endian), header (JSON), compiled function (torch's pickle)
 
-The header has the group's key, the record that is compared with this process before anything is unpickled, the checksum
-of the function, and the inputs of the call. Both names are digests of key and record, so two cold boots write the same
+The header has the group's key, the record that is compared with this process before anything is unpickled, and the
+checksum of the function. Both names are digests of key and record, so two cold boots write the same
 names. This module imports no torch.
 """
 
@@ -37,26 +37,22 @@ def digest(description: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an artifact. `call` describes the inputs from which it was made (call_inputs.py); None if they
-    cannot be described, or if an older version wrote the artifact."""
+    """The header of an artifact."""
 
     key: Mapping[str, Any]
     record: Mapping[str, Any]
     sha256: str
-    call: Any = None
 
 
-def write_artifact(
-    group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes, call: Any = None
-) -> str:
-    """Write an artifact into its group's folder. Returns the file's name, which does not depend on `call`.
+def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes) -> str:
+    """Write an artifact into its group's folder. Returns the file's name.
 
     Raises:
         OSError: the artifact cannot be written.
     """
     name = _artifact_name(key, record)
     with replacing(group / name) as file:
-        file.write(_joined(Header(key, record, "", call), payload))
+        file.write(_joined(Header(key, record, ""), payload))
     return name
 
 
@@ -73,17 +69,6 @@ def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], byt
     if header.sha256 != hashlib.sha256(payload).hexdigest():
         raise ArtifactError("it is damaged: its content does not match its header")
     return header.key, header.record, payload
-
-
-def read_header(path: Path) -> Header:
-    """The header of an artifact, checked against its name. The compiled function is not read.
-
-    Raises:
-        ArtifactError: the artifact is damaged, or has a wrong name.
-        OSError: the artifact cannot be read.
-    """
-    with path.open("rb") as file:
-        return _read_header(file, path.name)
 
 
 def copy_artifact(source: Path, target: Path, old: bytes, new: bytes) -> None:
@@ -124,7 +109,7 @@ def _read_header(file: BinaryIO, name: str) -> Header:
             raise ArtifactError("its name does not match its content")
     except (ValueError, RecursionError) as error:
         raise ArtifactError("it is damaged: its header cannot be read") from error
-    return Header(header["key"], header["record"], header["sha256"], header.get("call"))
+    return Header(header["key"], header["record"], header["sha256"])
 
 
 def _is_header(header: Any) -> bool:

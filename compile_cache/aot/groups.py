@@ -5,12 +5,10 @@ Importing this module fails if importing `adapter.py` fails.
 
 from __future__ import annotations
 
-import logging
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +26,11 @@ from compile_cache.aot.describe import (
 )
 from compile_cache.aot.files import PRECOMPILED, digest
 from compile_cache.aot.options import VERSIONED_PACKAGES
-from compile_cache.aot.refusals import Refusal, code_digest_of, read_refusals, write_refusal
 from compile_cache.aot.switches import describe_switches, on_gpu, switches
-from compile_cache.errors import NotPrecompilable
 from compile_cache.settings import Settings
 
 if TYPE_CHECKING:
     from compile_cache.aot.precompiled import Precompiled
-
-log = logging.getLogger("compile_cache")
 
 # The program's own passes over a graph. torch leaves them out of the options that it lists.
 _PASSES = (
@@ -50,8 +44,7 @@ _PASSES = (
 
 @dataclass(slots=True)
 class Group:
-    """The artifacts of one group in this process. `refused` says why the other artifacts are not used. `refusals` has
-    the valid refusals; None before they are read."""
+    """The artifacts of one group in this process. `refused` says why the other artifacts are not used."""
 
     path: str
     key: dict[str, Description]
@@ -59,16 +52,14 @@ class Group:
     refused: dict[str, str] = field(default_factory=dict)
     is_read: bool = False
     not_precompilable: str = ""
-    refusals: list[Refusal] | None = None
 
 
 class Groups:
     """The groups that this process has met."""
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
-        self._directory = directory
         self._groups: dict[str, Group] = {}
         self._options: str | None = None
 
@@ -112,34 +103,6 @@ class Groups:
     def may_hold(self, key: Mapping[str, Any]) -> bool:
         """Whether a stored artifact with this key can belong to a group of this process."""
         return any(key.items() >= self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None))
-
-    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why an earlier boot of the same code served calls like this one eager; empty if none did. Reads the group's
-        refusals once."""
-        try:
-            group = self.of(module, args, kwargs, self._dynamic)
-        except NotDescribedError:
-            return ""
-        if group.refusals is None:
-            stored = read_refusals(self._directory, group.path)
-            group.refusals = [refusal for refusal in stored if refusal.holds(module)]
-        return group.refusals[0].reason if group.refusals else ""
-
-    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> str:
-        """Let all boots with the same code serve calls like this one eager. Returns the refusal's path inside the cache
-        directory; empty if the inputs or the code cannot be named: then the next boot tries again.
-
-        Raises:
-            OSError: the cache directory cannot be written.
-        """
-        try:
-            group, code = self.of(module, args, kwargs, self._dynamic), code_digest_of(module)
-        except (NotDescribedError, NotPrecompilable) as error:
-            log.info("refusal.not_remembered class=%s error=%r", class_name(type(module)), error)
-            return ""
-        path = write_refusal(self._directory, group.path, group.key, code, reason)
-        group.refusals = [refusal for refusal in read_refusals(self._directory, group.path) if refusal.holds(module)]
-        return path
 
 
 def _versions() -> Mapping[str, str]:

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from compile_cache.aot.artifacts import Artifacts, Made
 from compile_cache.aot.files import PRECOMPILED
-from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.switches import on_gpu
 from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
@@ -62,7 +61,7 @@ class _Maker:
         try:
             made = self._make_anew(order)
         except (NotHandedOver, StateNotMade) as error:
-            return Making(reason=str(error), lasting=False)
+            return Making(reason=str(error))
         torch._dynamo.reset()
         gc.collect()
         _free()
@@ -82,7 +81,7 @@ class _Maker:
         artifacts = Artifacts(settings, self._path)
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
-            return f"{NOT_AHEAD}{made}"
+            return f"not compiled ahead of time: {made}"
         _free()
         if reason := self._run(made, module, args, kwargs):
             return reason

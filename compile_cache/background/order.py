@@ -44,7 +44,6 @@ class Making:
     """The answer to an order: an artifact's path and all its files, or the reason why there is none.
 
     `seconds` is the time that the order took. `speed` has the compiled and the eager time of the call, if measured.
-    After a reason that is not `lasting`, another boot may succeed.
     """
 
     path: str = ""
@@ -52,4 +51,3 @@ class Making:
     reason: str = ""
     seconds: float = 0.0
     speed: Speed | None = None
-    lasting: bool = True

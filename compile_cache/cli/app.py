@@ -25,11 +25,8 @@ from compile_cache.store.local import LocalStore
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.copy import Copied, copy_versions
 from compile_cache.versions.explain import explain_boot
-from compile_cache.versions.packs import PacksOfKey
 from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
-from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.stored_refusals import stored_refusals
 from compile_cache.versions.verify import PackState, list_withdrawn, verify_all, verify_heads
 
 
@@ -96,11 +93,8 @@ def show(
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
     version = opt.find_version(catalog.versions, key)
-    rules = Rules.of(settings)
-    packs = verify_heads(reading, version.all_packs, rules)
-    earlier = RefusedEarlier(Path(settings.dir) / "refused", reading.location, rules, is_read_only=True)
-    refusals = stored_refusals(PacksOfKey(reading, version.key, rules, earlier))
-    printing.print_version(reading, catalog, version, packs, refusals, files, json)
+    packs = verify_heads(reading, version.all_packs, Rules.of(settings))
+    printing.print_version(reading, catalog, version, packs, files, json)
 
 
 @app.command()

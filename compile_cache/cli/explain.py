@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compile_cache.cli import terminal as out
-from compile_cache.cli.printing import print_refusals, refusal_records
 from compile_cache.cli.report.reading import read_report
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
@@ -20,8 +19,7 @@ _MOST_VERSIONS = 5
 def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:
     """Print the answer of `explain MODEL`."""
     if as_json:
-        refusals = {"refusals": refusal_records(found.refusals)}
-        out.print_json({"store": store.location, **asdict(found), **refusals})
+        out.print_json({"store": store.location, **asdict(found)})
         return
     out.print_line(f"model        {found.key.model_name}")
     out.print_line(f"version      {found.key.model_version}")
@@ -39,7 +37,6 @@ def print_explanation(settings: Settings, store: ObjectStore, found: Explanation
         out.print_line(f"refused      {refused.name}: {refused.reason}")
     for withdrawal in found.withdrawn:
         out.print_line(f"withdrawn    {withdrawal.pack}: {withdrawal.text.removeprefix('withdrawn ')}")
-    print_refusals("eager        ", found.refusals)
     usable = f"{out.count_text(found.packs, 'pack')}, {out.size_text(found.stored_bytes)}"
     said = {"hit": usable, "seeded": f"from version {found.seeded_from}, {usable}; {found.reason}"}
     out.print_line(f"{found.outcome}: {said.get(found.outcome, found.reason)}")

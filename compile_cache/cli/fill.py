@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compile_cache.cli import terminal as out
 from compile_cache.cli.project import load_predictor, read_project, set_up
@@ -21,10 +21,6 @@ from compile_cache.settings import Settings
 from compile_cache.store.opening import open_stores
 from compile_cache.store.web_index import write_index
 
-if TYPE_CHECKING:
-    from compile_cache.regions.explanation import Finding, Findings
-
-_MOST_FINDINGS = 12
 _COLUMNS = ("region", "step", "kinds>", "graphs>", "made>", "loaded>", "error", "compiled>", "eager>", "seconds>")
 
 
@@ -41,31 +37,27 @@ def fill_store(
         os.environ.setdefault(name, value)
     if model is not None:
         os.environ["MODEL"] = model
+    if explain:
+        os.environ.setdefault("TORCH_LOGS", "graph_breaks,recompiles")
     settings = prepare_environ(os.environ, str(to.absolute()) if to else store)
-    boots, findings = _run(project.predictor, settings, explain)
+    boots = _run(project.predictor, settings)
     if to is not None and to.is_dir():
         write_index(to)
     problems = all_problems(boots, model, settings)
     location = open_stores(settings).reading.location
     if as_json:
-        out.print_json(_document(project.predictor, location, boots, findings, problems))
+        out.print_json(_document(project.predictor, location, boots, problems))
     else:
-        _print_filled(project.predictor, location, boots, findings)
+        _print_filled(project.predictor, location, boots)
         _print_end(location, boots, problems)
     return not problems
 
 
-def _run(reference: str, settings: Settings, explain: bool) -> tuple[list[FilledBoot], Findings | None]:
+def _run(reference: str, settings: Settings) -> list[FilledBoot]:
     """Set the predictor up. Its output goes to stderr, because stdout is for the answer."""
     with contextlib.redirect_stdout(sys.stderr), _one_line(reference):
         predictor = load_predictor(reference, Path.cwd())
-        if not explain:
-            return fill(lambda: set_up(predictor), settings), None
-        from compile_cache.regions.explanation import explained
-
-        with explained() as findings:
-            boots = fill(lambda: set_up(predictor), settings)
-        return boots, findings
+        return fill(lambda: set_up(predictor), settings)
 
 
 @contextlib.contextmanager
@@ -80,7 +72,7 @@ def _one_line(reference: str) -> Iterator[None]:
         raise CompileCacheError(f"{reference} could not be set up, so nothing was published: {error!r}") from error
 
 
-def _print_filled(predictor: str, location: str, boots: Sequence[FilledBoot], findings: Findings | None) -> None:
+def _print_filled(predictor: str, location: str, boots: Sequence[FilledBoot]) -> None:
     out.print_line(f"predictor    {predictor}")
     out.print_line(f"store        {location}")
     for filled in boots:
@@ -93,8 +85,9 @@ def _print_filled(predictor: str, location: str, boots: Sequence[FilledBoot], fi
         out.print_line()
         out.print_table(_COLUMNS, map(_row, report.regions))
         out.print_line()
-        if findings:
-            _print_findings(report.regions, findings)
+        for region in report.regions:
+            for reason in dict.fromkeys(filter(None, (region.reason, *region.not_precompiled))):
+                out.print_line(f"{region.name}: {reason}")
         for warning in report.warnings:
             out.print_note(f"warning: {warning}")
 
@@ -118,32 +111,6 @@ def _time_text(time_ms: float | None) -> str:
     return "" if time_ms is None else f"{time_ms:.3f} ms"
 
 
-def _print_findings(regions: Sequence[RegionReport], findings: Findings) -> None:
-    for missing in findings.missing:
-        out.print_note(f"warning: {missing}")
-    for region in regions:
-        out.print_line(f"{region.name}: {region.step}{f' ({region.reason})' if region.reason else ''}")
-        for line in _explanation(region, findings.of_region.get(region.name, ())):
-            out.print_line(f"  {line}")
-        out.print_line()
-
-
-def _explanation(region: RegionReport, found: Sequence[Finding]) -> Iterator[str]:
-    for finding in found[:_MOST_FINDINGS]:
-        yield f"{finding.what}{f' at {finding.place}' if finding.place else ''}: {finding.reason}"
-    if len(found) > _MOST_FINDINGS:
-        yield f"and {len(found) - _MOST_FINDINGS} more"
-    for reason in region.not_precompiled:
-        yield f"not compiled ahead of time: {reason}"
-    if region.speedup is not None:
-        yield (
-            f"one call takes {_time_text(region.compiled_ms)} compiled and {_time_text(region.eager_ms)} eager: "
-            f"{region.speedup:.2f} x eager's speed"
-        )
-    elif not region.is_left_eager:
-        yield "not timed: only functions that this boot compiled ahead of time are timed"
-
-
 def _print_end(location: str, boots: Sequence[FilledBoot], problems: Sequence[Problem]) -> None:
     """Print the problems on stderr, and the last line."""
     for problem in problems:
@@ -165,10 +132,9 @@ def _document(
     predictor: str,
     location: str,
     boots: Sequence[FilledBoot],
-    findings: Findings | None,
     problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """The answer as JSON. `findings` are null without --explain."""
+    """The answer as JSON."""
     known = [filled.stored.environment for filled in boots]
     return {
         "predictor": predictor,
@@ -179,5 +145,4 @@ def _document(
         "problems": [asdict(problem) for problem in problems],
         "environments": [asdict(record) if record else None for record in known],
         "boots": [json.loads(filled.report.to_json()) for filled in boots],
-        "findings": asdict(findings) if findings else None,
     }

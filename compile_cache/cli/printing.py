@@ -8,7 +8,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from compile_cache.aot.refusals import Refusal
 from compile_cache.cli import terminal as out
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import Catalog, Version, read_record
@@ -74,7 +73,6 @@ def print_version(
     catalog: Catalog,
     version: Version,
     packs: Sequence[VerifiedPack],
-    refusals: Sequence[Refusal],
     with_files: bool,
     as_json: bool,
 ) -> None:
@@ -89,13 +87,12 @@ def print_version(
             {**_pack_record(pack, with_files), **_withdrawal_record(withdrawn.get(pack.entry.name))} for pack in packs
         ]
         document = {**version_record(version), "record": environment, "packs": shown}
-        out.print_json({**document, "logical_keys": dict(sorted(kinds.items())), "refusals": refusal_records(refusals)})
+        out.print_json({**document, "logical_keys": dict(sorted(kinds.items()))})
         return
     out.print_line(f"{version.key.model_name}/{version.key.model_version}")
     out.print_line(f"  environment   {version.key.environment}: {out.environment_text(record)}")
     out.print_line(f"  published     {out.age_text(version.published_s)}, last used {out.age_text(version.used_s)}")
     out.print_line(f"  logical keys  {', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds)) or 'none'}")
-    print_refusals("  eager         ", refusals)
     for pack in packs:
         _print_pack(pack, withdrawn.get(pack.entry.name), with_files)
 
@@ -115,21 +112,6 @@ def _print_pack(pack: VerifiedPack, withdrawal: Withdrawal | None, with_files: b
     out.print_line(f"  created {created}, by {manifest.creator or 'nobody named'}")
     if with_files:
         out.print_table(("    size>", "file"), [(out.size_text(f.size_bytes), f.path) for f in manifest.files])
-
-
-def refusal_records(refusals: Sequence[Refusal]) -> list[dict[str, str]]:
-    """Refusals as JSON."""
-    return [
-        {"class": refusal.class_name, "inputs": refusal.inputs, "reason": refusal.reason, "created": refusal.created}
-        for refusal in refusals
-    ]
-
-
-def print_refusals(label: str, refusals: Sequence[Refusal]) -> None:
-    """Print a line for each kind of call that is served eager: `Block(float32[4, 16] on cpu): why, since
-    2026-11-22`."""
-    for refusal in refusals:
-        out.print_line(f"{label}{refusal.class_name}({refusal.inputs}): {refusal.reason}, since {refusal.created}")
 
 
 def _pack_record(pack: VerifiedPack, with_files: bool) -> dict[str, Any]:

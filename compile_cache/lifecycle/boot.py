@@ -143,10 +143,8 @@ class Boot(Serving):
         with self._degrading("start publishing"):
             self._start_publishing()
         if self._compiler is not None:
-            from compile_cache.lifecycle.plan import start_compiling
-
             with self._degrading("compile in the background"):
-                start_compiling(self._compiler, self._settings, self._directory, self._restored)
+                self._compiler.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -290,7 +288,6 @@ class Boot(Serving):
             self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
-        from compile_cache.lifecycle.history import compare_with_first
         from compile_cache.lifecycle.process import process_age_s, say
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
@@ -298,13 +295,9 @@ class Boot(Serving):
         for warning in self._compiler.left_eager_warnings() if self._compiler else ():
             self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
-        line = ""
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()
-            line = compare_with_first(self._directory.path, self.report) if self._directory else ""
-        if line:
-            self._warn(line)
         say(self.report.lines())
         if self._settings.report is not None:
             with self._degrading(f"write the boot report to {self._settings.report}"):

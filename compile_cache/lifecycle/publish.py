@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol
 
 from compile_cache.errors import CompileCacheError
-from compile_cache.lifecycle.history import remember_first
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.lifecycle.turns import CompileTurn, PublishTurn
 from compile_cache.lifecycle.upkeep import Upkeep
@@ -29,7 +28,6 @@ from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.timeline import note, noted
 from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import has_artifacts
 
 log = logging.getLogger("compile_cache")
 
@@ -172,8 +170,6 @@ class Publisher:
 
     def _stage(self) -> None:
         counts = read_counts()
-        if has_artifacts(self._cache.directory.scan()):
-            remember_first(self._cache.directory.path, self._boot_report)
         self._staged, self._staged_at = [], None  # staging empties the outbox first; after a failure it is due again
         withheld, unread = self._left_out()
         with noted("publish", "pack"):

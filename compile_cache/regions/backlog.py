@@ -23,7 +23,6 @@ from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
-from compile_cache.background.unfinished import say_unfinished_at_exit
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
@@ -68,7 +67,6 @@ class Backlog:
 
     def release(self) -> None:
         """Let the process begin: the server is READY."""
-        say_unfinished_at_exit(lambda: self.waiting)
         self._jobs.release()
 
     @property
@@ -118,20 +116,19 @@ class Backlog:
             **{"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"},
         }
         place = Place(self._settings, path)
-        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ, self._settings.nice)
+        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
 
     def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
         note("second process", answer.name, time.perf_counter() - answer.seconds, answer.seconds)
         making = attempt(self._taken, answer)
         if isinstance(making, Failure):
-            making = Making(reason=f"its artifact cannot be used: {making.reason}", lasting=False)
+            making = Making(reason=f"its artifact cannot be used: {making.reason}")
         log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
         done(making)
 
     def _taken(self, answer: Done) -> Making:
         """The answer to an order, with its artifact loaded. Raises the errors of loading."""
-        failed = Making(reason=answer.reason, lasting=answer.is_final)
-        making: Making = failed if answer.answer is None else pickle.loads(answer.answer)
+        making: Making = Making(reason=answer.reason) if answer.answer is None else pickle.loads(answer.answer)
         if making.path:
             self.wait_for_gap()
         with noted("second process", f"{answer.name}: load"):

@@ -62,10 +62,11 @@ class CompiledHere:
 
     def serve(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve an unwatched call, by a graph that exists or a new one."""
+        started = time.perf_counter()
         try:
             return self._graphs(module, args, kwargs)
         except Exception as error:
-            return self._fall_back(module, args, kwargs, None, error)
+            return self._fall_back(module, args, kwargs, None, error, started)
 
     def serve_found(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call by a graph that exists, else eager. This compiles nothing."""
@@ -89,7 +90,7 @@ class CompiledHere:
         try:
             answer = self._compiled(module, args, kwargs, kept)
         except Exception as error:
-            return self._fall_back(module, args, kwargs, kept, error)
+            return self._fall_back(module, args, kwargs, kept, error, started)
         after = read_counts()
         self.calls += 1
         self._graphs.note(module, args, kwargs)
@@ -130,10 +131,12 @@ class CompiledHere:
             )
         elif made and kept and unchanged:
             self._check_made(made, module, args, kwargs, unchanged, kept.eager())
-        if check is None or kept is None or check.passed:
+        if kept is None or (check and check.passed):
+            return answer.output
+        if check is None:
+            self.demote("eager failed, so compiled code was not compared with it")
             return answer.output
         self.demote(check.difference)
-        self.stored.refuse(module, args, kwargs, check.difference)
         return kept.give_back(kept.eager().output)
 
     def _check_made(
@@ -166,7 +169,9 @@ class CompiledHere:
         if not isinstance(speed, Failure):
             self.report.note_speed(speed.compiled_ms, speed.eager_ms)
 
-    def _fall_back(self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception) -> Any:
+    def _fall_back(
+        self, module: nn.Module, args: Any, kwargs: Any, kept: Kept | None, error: Exception, started: float
+    ) -> Any:
         """Serve a call that could not be compiled. Only here does a failure become a slower call.
 
         The model runs once, on unchanged inputs: on the inputs themselves if compiled code had not begun, else on the
@@ -175,18 +180,19 @@ class CompiledHere:
         Raises:
             Exception: the model's own error; or `error`, if the inputs may have changed and there are no copies.
         """
+        seconds = time.perf_counter() - started
         if not has_begun(error):
             output = call_region(module, args, kwargs)
         elif kept is None:
             if was_compiling(error):
-                self._demote_call(module, args, kwargs, error)
+                self._demote_call(module, args, kwargs, error, seconds)
             raise error
         else:
             output = kept.give_back(kept.eager().output)
-        self._demote_call(module, args, kwargs, error)
+        self._demote_call(module, args, kwargs, error, seconds)
         return output
 
-    def _demote_call(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
+    def _demote_call(self, module: nn.Module, args: Any, kwargs: Any, error: Exception, seconds: float) -> None:
         """Serve calls of this kind a step lower from now on. Other calls stay as they are."""
         if is_beyond_limit(error):
             self.report.explain(
@@ -195,7 +201,13 @@ class CompiledHere:
         elif self._graphs.is_broken(error):
             self._break_up(module, args, kwargs, error)
         else:
-            log.warning("compile.failed region=%s", self.report.name, exc_info=error)
+            log.warning(
+                "compile.failed region=%s seconds=%.1f The call is served eager, and each boot tries it again. To "
+                "leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
+                self.report.name,
+                seconds,
+                exc_info=error,
+            )
             self._graphs.give_up(module, args, kwargs)
             self.report.explain(f"eager for some calls: {type(error).__name__}: {first_line(error)}")
             if self.watched:

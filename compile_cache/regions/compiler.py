@@ -9,14 +9,13 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_cache.aot.files import PRECOMPILED
-from compile_cache.aot.refusals import SUFFIX as REFUSED_SUFFIX
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
@@ -30,7 +29,6 @@ from compile_cache.versions.directory import CacheDirectory, has_artifacts
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts
-    from compile_cache.aot.known_calls import KnownCall
     from compile_cache.regions.backlog import Backlog
     from compile_cache.regions.compiled_here import CompiledHere
 
@@ -142,16 +140,6 @@ class Compiler:
         for region in self.regions.values():
             region.deadline_s = deadline_s
 
-    def plan(self, calls: Iterable[KnownCall]) -> int:
-        """Order code for calls that no request has made here yet, and return their number. Imports torch's compiler.
-
-        Call it in the background, after READY, with the thread-local state of a prediction.
-        """
-        from compile_cache.regions.plan import order_known
-
-        self.open()
-        return order_known(self.regions.values(), calls, self._settings)
-
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
@@ -233,7 +221,7 @@ class Compiler:
 
     def _new_artifacts(self) -> set[str]:
         """The artifacts that have appeared since the last call."""
-        now = {path for path in self._directory.scan() if not path.endswith(REFUSED_SUFFIX)}
+        now = set(self._directory.scan())
         new, self._seen = now - self._seen, now
         return new
 

@@ -33,7 +33,6 @@ class CompileCounts:
     benchmarks: int = 0
     precompiled_loaded: int = 0
     precompiled_made: int = 0
-    refused: int = 0
     kernels_compiled: int = 0
 
     def since(self, before: CompileCounts) -> CompileCounts:
@@ -69,7 +68,6 @@ def read_counts() -> CompileCounts:
         benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
         precompiled_loaded=_precompiled["loaded"],
         precompiled_made=_precompiled["made"],
-        refused=_precompiled["refused"],
     )
 
 

@@ -42,7 +42,6 @@ class Kind:
     | `asked` | how often each instance ordered code |
     | `waiting` | how many orders have no answer |
     | `refused` | why the kind is served eager for good |
-    | `is_to_remember` | later boots are not told yet |
     | `paths` | the artifacts that were made for it |
     | `arrived` | the first generation with the last of these artifacts |
     | `misfit` | why none of them fits |
@@ -64,7 +63,6 @@ class Kind:
     in_warm_up: bool = False
     misfit: str = ""
     refused: str = ""
-    is_to_remember: bool = False
     paths: list[str] = field(default_factory=list)
     is_open: bool = False
 

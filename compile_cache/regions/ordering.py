@@ -15,7 +15,7 @@ from torch import nn
 from compile_cache.background.order import Making, PackedCall
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.counters import count_precompiled
-from compile_cache.regions.inputs import kind_of_call, with_plain_strides
+from compile_cache.regions.inputs import kind_of_call
 from compile_cache.regions.kinds import Kind, Kinds
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.stored import StoredFunctions
@@ -78,18 +78,6 @@ class Ordering:
                 self.stored.let_go(path)
         return kind
 
-    def order_ahead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Order code for a call that no request has made yet; whether it was ordered."""
-        args, kwargs = with_plain_strides(args, kwargs)
-        kind = self.kind(kind_of_call(module, args, kwargs), args, kwargs)
-        is_there = kind.waiting or not isinstance(self.stored.look(module, args, kwargs), str)
-        if is_there or self.stored.refusal(module, args, kwargs):
-            return False
-        call = self.pack(kind, module, args, kwargs)
-        if call is not None:
-            self.order(kind, call, may_vary=False)
-        return call is not None
-
     def pack(self, kind: Kind, module: nn.Module, args: Any, kwargs: Any) -> PackedCall | None:
         """The call in bytes, packed before it is served, for `order` afterwards. None if it cannot be handed over, or
         was ordered too often."""
@@ -146,7 +134,6 @@ class Ordering:
             self._note_speed(kind, making.speed)
         elif not is_dynamic:  # a dynamic kind is ordered once more, for its own sizes
             self.give_up(kind, making.reason)
-            kind.is_to_remember = making.lasting
         arrived = self._arrived + 1
         if making.path:
             kind.arrived = arrived

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.aot.refusals import NOT_AHEAD
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import UnseenCallError, first_line
 from compile_cache.regions.border import Failure, attempt
@@ -127,14 +126,8 @@ class Region:
             if found := self.stored.fitting(module, args, kwargs):
                 return self._serve_found(found, module, args, kwargs)
             return self._serve_unseen(module, args, kwargs, "background")
-        looked = self.stored.fitting(module, args, kwargs) or self.stored.find(module, args, kwargs)
+        looked = self.stored.fitting(module, args, kwargs) or self.stored.look(module, args, kwargs)
         if isinstance(looked, str):
-            reason = self.stored.refusal(module, args, kwargs)
-            if reason and not reason.startswith(NOT_AHEAD):
-                kind = self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs)
-                kind.in_warm_up = True
-                self.ordering.give_up(kind, f"as an earlier boot found, {reason}")
-                return self._serve_eager(module, args, kwargs)
             if self.unseen == "error":  # which is not for calls of the warm-up, even if their compile fails
                 self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs).in_warm_up = True
             return self._serve_anew(module, args, kwargs, looked)
@@ -161,14 +154,9 @@ class Region:
                     kind.later[module] = generation
                     self._comparisons.put_off(module, found.path)
                     return self._serve_eager(module, args, kwargs)
-                self.stored.remember(module, found)
                 return self._serve_found(found, module, args, kwargs)
             kind.looked[module] = generation
             kind.misfit = found
-            reason = "" if kind.refused else self.stored.refusal(module, args, kwargs)
-            is_compiled = policy == "block" or (self._here is not None and self._here.knows(key))
-            if reason and not (is_compiled and reason.startswith(NOT_AHEAD)):
-                self.ordering.give_up(kind, reason)
             turn = kind.turn(module, generation)
         if policy == "block" and not (kind.in_warm_up or kind.refused):
             return self._compile_on_request(module, args, kwargs)
@@ -184,9 +172,6 @@ class Region:
             return self._serve_and_ask(kind, module, args, kwargs)
         if kind.refused:
             self.report.take_step("eager")
-        if kind.is_to_remember:
-            kind.is_to_remember = False
-            self.stored.refuse(module, args, kwargs, kind.refused)
         return self._serve_eager(module, args, kwargs)
 
     @property
@@ -240,22 +225,24 @@ class Region:
         return self.here.serve_watched(module, args, kwargs, why_not_precompiled)
 
     def _serve_found(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call by an artifact that fits it. Compare it with eager first, if nobody has."""
+        """Serve a call by an artifact that fits it. Compare it with eager first, if nobody has. Only a comparison that
+        ended and passed lets the artifact serve; another call makes it again."""
         started = time.perf_counter()
         is_new = self.ordering.has_arrived(found.path)  # no other boot has compared a new artifact
         mark = found.path if is_new else "precompiled"
-        if (None, found.path) not in self._comparisons.pairs:
+        pairs = self._comparisons.pairs
+        is_first = (None, found.path) not in pairs
+        if is_first or ((is_new or self.compares_every_instance) and (module, mark) not in pairs):
             if reason := self._objection(found, module, args, kwargs):
                 self.stored.drop(found.path)
                 return self._serve_anew(module, args, kwargs, reason)
             self._comparisons.note((None, found.path), (module, mark))
-            count_precompiled("loaded")
-            self.report.loaded += 1
+            if is_first:
+                count_precompiled("loaded")
+                self.report.loaded += 1
             self.report.compile_s += time.perf_counter() - started
             note("regions", f"{self.report.name}: compare", started)
-        if (is_new or self.compares_every_instance) and (module, mark) not in self._comparisons.pairs:
-            self._comparisons.note((module, mark))
-            return self._serve_another(found, module, args, kwargs)
+        self.stored.remember(module, found)
         self.served["precompiled"] += 1
         output = found.function(module, args, kwargs)
         self.report.take_step("precompiled")
@@ -268,51 +255,32 @@ class Region:
         self._calls += 1
 
     def _objection(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Why an artifact may not serve; empty if it computes the same as eager on copies of the inputs."""
+        """Why an artifact may not serve this call; empty if it computes the same as eager on copies of the inputs. An
+        artifact that differs or fails is rejected. Where memory runs out, nothing is known of it."""
         tried, kept = keep(self.report, module, args, kwargs), keep(self.report, module, args, kwargs)
         if tried is None or kept is None:
-            return ""
+            return "its inputs cannot be copied, so it was not compared with eager"
         answer = attempt(measured, found.function, module, tried.args, tried.kwargs)
         if isinstance(answer, Failure):
             is_exhausted = isinstance(answer.error, torch.OutOfMemoryError)
-            return answer.reason if is_exhausted else self.stored.reject(found.path, answer.reason)
+            return answer.reason if is_exhausted else self._reject(found, module, args, kwargs, answer.reason)
         check = check_against_eager(self.report, answer, kept)
-        if check is None or check.passed:
-            return ""
-        self._refuse(module, args, kwargs, check.difference)
-        return self.stored.reject(found.path, f"it {check.difference}")
+        if check is None:
+            return "eager failed, so it was not compared"
+        return "" if check.passed else self._reject(found, module, args, kwargs, f"it {check.difference}")
 
-    def _serve_another(self, found: Found, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a module's first call by an artifact that is right for other instances, and compare it with eager here
-        too."""
-        kept = keep(self.report, module, args, kwargs)
-        answer = attempt(measured, found.function, module, args, kwargs)
-        if isinstance(answer, Failure):
-            if kept is None or isinstance(answer.error, torch.OutOfMemoryError):
-                raise answer.error
-            kept.give_back(None)  # restores the inputs: nothing has run on the copies
-            return self._serve_anew(module, args, kwargs, self.stored.reject(found.path, answer.reason))
-        check = check_against_eager(self.report, answer, kept) if kept else None
-        if check is None or kept is None or check.passed:
-            self.served["precompiled"] += 1
-            self.report.take_step("precompiled")
-            return answer.output
-        self.served["eager"] += 1
-        self.stored.reject(found.path, f"it {check.difference}")
-        self._refuse(module, args, kwargs, check.difference)
-        self.report.take_step("eager")
-        return kept.give_back(kept.eager().output)
+    def _reject(self, found: Found, module: nn.Module, args: Any, kwargs: Any, reason: str) -> str:
+        """Stop using an artifact, and order no other one for this kind of call. If this process compiles the call now,
+        its own result decides: one wrong artifact does not mean that the code is wrong. Returns `reason`."""
+        self.stored.reject(found.path, reason)
+        if not (self.watched and self.may_compile and self.cold == "block"):
+            self.ordering.give_up(self.ordering.kind(kind_of_call(module, args, kwargs), args, kwargs), reason)
+        return reason
 
     def has_arrived(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether code has arrived for such a call, but does not serve yet."""
         args, kwargs = with_plain_strides(args, kwargs)
         return self.ordering.is_due(module, args, kwargs) and self.stored.fitting(module, args, kwargs) is None
-
-    def _refuse(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> None:
-        """Let later boots serve such calls eager, unless this process compiles them now: then its own result decides,
-        because one wrong artifact does not mean that the code is wrong."""
-        if not (self.watched and self.may_compile and self.cold == "block"):
-            self.stored.refuse(module, args, kwargs, reason)
 
     def conclude(self) -> None:
         """After the warm-up, report a region that nothing called, or for which torch compiled nothing."""

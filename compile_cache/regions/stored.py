@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compile_cache.regions.border import Failure, attempt
-from compile_cache.regions.counters import count_precompiled, uncounted
+from compile_cache.regions.counters import uncounted
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.timeline import note
 
@@ -82,14 +82,6 @@ class StoredFunctions:
                 return found
         return None
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
-        """Find and remember the artifact for this call. Returns why there is none otherwise; empty if none is
-        wanted."""
-        found = self.look(module, args, kwargs)
-        if not isinstance(found, str):
-            self.remember(module, found)
-        return found
-
     def look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
         """The artifact for this call, which does not serve before it is remembered. Returns why there is none
         otherwise; empty if none is wanted."""
@@ -100,23 +92,9 @@ class StoredFunctions:
         return found.reason if isinstance(found, Failure) else found
 
     def remember(self, module: nn.Module, found: Found) -> None:
-        """Let an artifact serve the calls of `module` that it fits."""
-        self._found[module] = (found, *self._found[module])
-
-    def refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why an earlier boot served such calls eager; empty if none did, or if that is unknown."""
-        if self._artifacts is None:
-            return ""
-        _configure()
-        reason = attempt(self._artifacts.refusal, module, args, kwargs)
-        return "" if isinstance(reason, Failure) else reason
-
-    def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
-        """Let later boots of the same code serve such calls eager at once."""
-        if self._artifacts is not None:
-            _configure()
-            attempt(self._artifacts.refuse, module, args, kwargs, reason)
-            count_precompiled("refused")
+        """Let an artifact serve the calls of `module` that it fits, once it was compared."""
+        if found not in self._found[module]:
+            self._found[module] = (found, *self._found[module])
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         """Compile a call ahead of time, if possible."""

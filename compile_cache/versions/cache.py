@@ -22,7 +22,6 @@ from compile_cache.versions.fetch import Fetched, fetch
 from compile_cache.versions.heads import HEAD_READ_BYTES, StoredPack
 from compile_cache.versions.ledger import Ledger
 from compile_cache.versions.packs import USED, PacksOfKey
-from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
 
 log = logging.getLogger("compile_cache")
@@ -42,8 +41,7 @@ class CompileCache:
         self.environment = environment
         self.rules = rules
         self._directory = directory
-        earlier = RefusedEarlier(directory.refused, stores.reading.location, rules)
-        self.packs = PacksOfKey(stores.reading, key, rules, earlier)
+        self.packs = PacksOfKey(stores.reading, key, rules)
         self._ledger = Ledger(directory, self.packs)
 
     def of_written_store(self) -> CompileCache:

@@ -44,7 +44,6 @@ class CacheDirectory:
         self.path = root / str(number)
         self.inbox = root / f"{number}.inbox"
         self._outbox = root / f"{number}.outbox"
-        self.refused = root / "refused"
         self._lock_fd = lock_fd
 
     @classmethod
@@ -101,7 +100,7 @@ class CacheDirectory:
         return directory
 
     def annex(self) -> CacheDirectory:
-        """An empty directory inside this one's inbox, with its own inbox and outbox and the same refused packs.
+        """An empty directory inside this one's inbox, with its own inbox and outbox.
 
         Raises:
             OSError: the directory cannot be made.
@@ -109,7 +108,6 @@ class CacheDirectory:
         root = self.inbox / "annex"
         _make_empty(root)
         annex = CacheDirectory(root, 0, self._lock_fd)
-        annex.refused = self.refused
         for folder in (annex.path, annex.inbox, annex._outbox):
             folder.mkdir()
         return annex
@@ -195,7 +193,7 @@ def _own(root: Path) -> None:
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+|refused")  # letters: folders of the compiling process
+_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+")  # letters: folders of the compiling process
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 

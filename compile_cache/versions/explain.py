@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.aot.refusals import Refusal
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
@@ -14,9 +13,7 @@ from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import explain_miss, predecessors, stored_versions
 from compile_cache.versions.packs import PacksOfKey, Selection
 from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.stored_refusals import stored_refusals
 from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal
 
 
@@ -28,8 +25,7 @@ class Explanation:
     from `packs`, as far as their heads tell. `refused` and `withdrawn` packs are left out.
 
     `stored_versions` of the model have packs in use for this environment. `assumes_no_sources`: the version would be
-    another one if the predictor names sources. `refusals` are the kinds of calls that a boot of the same code serves
-    eager.
+    another one if the predictor names sources.
     """
 
     key: CacheKey
@@ -43,7 +39,6 @@ class Explanation:
     withdrawn: tuple[Withdrawal, ...] = ()
     stored_versions: tuple[str, ...] = ()
     assumes_no_sources: bool = False
-    refusals: tuple[Refusal, ...] = ()
 
 
 def explain_boot(
@@ -51,7 +46,7 @@ def explain_boot(
 ) -> Explanation:
     """Find what a boot would restore, by the boot's own rules, without torch and without a cache directory.
 
-    The directory's number is assumed to be 0, as in a container. This reads only the packs' heads, and refusals.
+    The directory's number is assumed to be 0, as in a container. This reads only the packs' heads.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -60,7 +55,6 @@ def explain_boot(
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     key = key_for(settings, environment, model, version_for(settings, model, sources, environ))
     rules = Rules.of(settings)
-    earlier = RefusedEarlier(Path(settings.dir) / "refused", store.location, rules, is_read_only=True)
     found = Explanation(
         key,
         environment,
@@ -71,15 +65,14 @@ def explain_boot(
     refused: list[RefusedPack] = []
     withdrawn: list[Withdrawal] = []
     for candidate in (key, *predecessors(store, key)):
-        packs = PacksOfKey(store, candidate, rules, earlier)
+        packs = PacksOfKey(store, candidate, rules)
         packs.refresh()
         withdrawn += [read_withdrawal(store, entry) for entry in packs.withdrawn.values()]
         found = replace(found, withdrawn=tuple(withdrawn))
         selection = packs.select()
         refused += selection.refused
         if selection.files:
-            found = replace(found, refused=tuple(refused), refusals=stored_refusals(packs))
-            return _with_packs(found, candidate, selection)
+            return _with_packs(replace(found, refused=tuple(refused)), candidate, selection)
     return replace(found, reason=explain_miss(store, key, environment), refused=tuple(refused))
 
 

@@ -8,19 +8,15 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.pack.format import Run, runs, unpack_run
 from compile_cache.pack.manifest import PackFile
 from compile_cache.pack.reading import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
 from compile_cache.store.base import ObjectStore
-from compile_cache.versions.heads import HEAD_READ_BYTES, WHOLE_PACK_BYTES, StoredPack
+from compile_cache.versions.heads import WHOLE_PACK_BYTES, StoredPack
 from compile_cache.versions.packs import PacksOfKey
 from compile_cache.versions.refused import RefusedPack
-
-if TYPE_CHECKING:
-    from compile_cache.versions.portion import Portion
 
 _MOST_LISTINGS = 5
 
@@ -48,14 +44,9 @@ class Fetched:
 
 
 def fetch(
-    packs: PacksOfKey,
-    inbox: Path,
-    abandoned: threading.Event | None = None,
-    left_alone: Collection[str] = (),
-    portion: Portion | None = None,
+    packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = None, left_alone: Collection[str] = ()
 ) -> Fetched:
-    """Read, verify and unpack the selected files of all packs but `left_alone`, in parallel. With a `portion`, only its
-    files. Other frames are not read.
+    """Read, verify and unpack the selected files of all packs but `left_alone`, in parallel. Other frames are not read.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
@@ -66,12 +57,10 @@ def fetch(
     """
     started = time.perf_counter()
     task = _Unpacking(packs.store, inbox, abandoned)
-    first_bytes = HEAD_READ_BYTES if portion else WHOLE_PACK_BYTES
-    packs.refresh(first_bytes, abandoned)
+    packs.refresh(WHOLE_PACK_BYTES, abandoned)
     listings = 1
     while True:
         selection = packs.select(left_alone)
-        selection = portion.of(selection) if portion else selection
         needed = selection.needed
         failures = task.unpack([(p, needed[p.entry.name]) for p in selection.packs if p.entry.name in needed])
         if not failures:
@@ -80,7 +69,7 @@ def fetch(
             packs.drop(pack.entry, error)
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
-            packs.refresh(first_bytes, abandoned)
+            packs.refresh(WHOLE_PACK_BYTES, abandoned)
     packs.forget_beginnings()
     folders = [task.folder(pack) for pack in selection.packs]
     files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}

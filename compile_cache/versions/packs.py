@@ -15,7 +15,6 @@ from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.versions.choose import Choice, choose
 from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
 from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.refused_earlier import RefusedEarlier
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.withdrawal import withdrawals_among
 
@@ -53,7 +52,7 @@ class PacksOfKey:
     withdrawals, from other stores' listings.
     """
 
-    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules, earlier: RefusedEarlier) -> None:
+    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
         self.store = store
         self.key = key
         self.rules = rules
@@ -62,7 +61,6 @@ class PacksOfKey:
         self.withdrawn: Mapping[str, StoredObject] = {}
         self.withdrawn_elsewhere: Mapping[str, StoredObject] = {}
         self.is_listed = False
-        self._earlier = earlier
         self._refused: dict[str, RefusedPack] = {}
         self._unavailable: set[str] = set()
         self._without_room: set[str] = set()
@@ -125,8 +123,6 @@ class PacksOfKey:
             if abandoned is not None and abandoned.is_set():
                 raise Abandoned(f"{entry.name} was not read: the time is up")
             try:
-                if reason := self._earlier.reason(entry):
-                    raise PackError(reason)
                 found[entry.name] = reader.read(entry, first_bytes, abandoned)
             except ObjectNotFound:
                 vanished.append(entry.name)
@@ -156,11 +152,6 @@ class PacksOfKey:
             self._unavailable.add(entry.name)
         elif isinstance(error, TooManyPacks):
             self._without_room.add(entry.name)
-        elif is_final:
-            try:
-                self._earlier.remember(entry, str(error))
-            except OSError as problem:  # a full disk, for example: the next boot judges the pack again
-                log.info("refusal.not_remembered pack=%s error=%s", entry.name, problem)
 
     def forget_beginnings(self) -> None:
         """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""

@@ -53,6 +53,6 @@ def _content(store: str | None, found: FoundReports) -> Content | None:
         return None
     settings = opt.read_settings(store)
     reading = opt.open_reading(settings)
-    content = read_content(reading, settings, [stored.report for stored in found.reports])
+    content = read_content(reading, [stored.report for stored in found.reports])
     opt.warn_of_problems(reading)
     return content

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compile_cache.cli.report.parts import kind_of_boot
 from compile_cache.cli.report.reading import StoredReport
 from compile_cache.cli.report.stored import key_of
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.lifecycle.history import PastBoot
 from compile_cache.regions.ladder import RegionReport
 
 
@@ -23,7 +22,6 @@ class VersionHistory:
     key: CacheKey | None
     kind: str
     boots: Sequence[StoredReport]
-    first: PastBoot | None = None
     timed: Sequence[RegionReport] = ()
 
     @property
@@ -39,18 +37,17 @@ class VersionHistory:
         return sum(c.hits + c.precompiled_loaded for c in counts), sum(c.misses for c in counts)
 
 
-def histories(reports: Sequence[StoredReport], first_boots: Mapping[CacheKey, PastBoot]) -> list[VersionHistory]:
-    """The histories of each version, the latest boot's first; then of the versions that only the store knows."""
+def histories(reports: Sequence[StoredReport]) -> list[VersionHistory]:
+    """The histories of each version, the latest boot's first."""
     boots: dict[CacheKey | None, dict[str, list[StoredReport]]] = {}
     for stored in reports:
         kinds = boots.setdefault(key_of(stored.report), {})
         kinds.setdefault(kind_of_boot(stored.report), []).append(stored)
-    found = [
-        VersionHistory(key, kind, of_kind, first_boots.get(key) if key else None, _timed(of_kind))
+    return [
+        VersionHistory(key, kind, of_kind, _timed(of_kind))
         for key, kinds in boots.items()
         for kind, of_kind in kinds.items()
     ]
-    return [*found, *(VersionHistory(key, "", (), first) for key, first in first_boots.items() if key not in boots)]
 
 
 def _timed(boots: Sequence[StoredReport]) -> list[RegionReport]:

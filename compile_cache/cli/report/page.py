@@ -39,7 +39,7 @@ def _sections(found: FoundReports, content: Content | None) -> list[Element]:
     sections = []
     if found.reports:
         sections += [newest_section(found.reports[0]), boots_section(found.reports, found.left_out)]
-    past = histories(found.reports, content.first_boots if content else {})
+    past = histories(found.reports)
     if past:
         sections.append(history_section(past))
     if found.reports:

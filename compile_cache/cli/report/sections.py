@@ -31,10 +31,7 @@ def history_section(histories: Sequence[VersionHistory]) -> Element:
     )
     rows = [_history_row(history) for history in histories]
     timed = [row for history in histories for row in _timed_rows(history)]
-    parts = [table((*columns, "first boot*>"), rows, "READY and hits by version")]
-    if any(history.first for history in histories):
-        note = "* Until READY, without imports: the version's first boot in this environment, as its packs remember it."
-        parts.append(sentence(note, faint=True))
+    parts = [table(columns, rows, "READY and hits by version")]
     if timed:
         parts.append(tag("h3", "Step times by version"))
         names = ("model_", "version_", "region_", "compiled>", "eager>", "speed>")
@@ -50,15 +47,12 @@ def _key_cells(key: CacheKey | None) -> tuple[str, str, str]:
 
 
 def _history_row(history: VersionHistory) -> Sequence[Cell]:
-    first = f"{history.first.own_s:.1f} s" if history.first else ""
-    if not history.boots:
-        return (*_key_cells(history.key), "", "0", "", "", "", "", first)
     least_s, median_s, most_s = history.ready_s
     hits, misses = history.lookups
     spread = f"{least_s:.2f} to {most_s:.2f} s" if len(history.boots) > 1 else ""
     kind = tag("span", history.kind, class_=f"badge {history.kind}")
     figures = (str(len(history.boots)), f"{median_s:.2f} s", spread, str(hits), str(misses))
-    return (*_key_cells(history.key), kind, *figures, first)
+    return (*_key_cells(history.key), kind, *figures)
 
 
 def _timed_rows(history: VersionHistory) -> Iterator[Sequence[Cell]]:
