@@ -53,8 +53,6 @@ class Settings:
     setup_budget_s: float = 240.0
     leave_eager: tuple[str, ...] = ()
     publish: bool = True
-    most_packs: int = 4
-    peer_wait_s: float = 0.0
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0
     max_restore_bytes: int = 4 << 30
@@ -225,13 +223,6 @@ def _list(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _count(value: str) -> int:
-    count = int(value)
-    if count < 0:
-        raise ValueError("must be a number from 0 on")
-    return count
-
-
 def _size_bytes(value: str) -> int:
     size_bytes = int(value)
     if size_bytes <= 0:
@@ -257,8 +248,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "setup_budget_s": _seconds,
     "leave_eager": _list,
     "publish": _boolean,
-    "most_packs": _count,
-    "peer_wait_s": _seconds,
     "restore_timeout_s": _seconds,
     "exit_budget_s": _seconds,
     "max_restore_bytes": _size_bytes,

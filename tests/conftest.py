@@ -89,7 +89,6 @@ _LONGEST_FIRST = (
     "test_choose",
     "test_fuzz",
     "test_text",
-    "test_withdraw_command",
     "test_background_prepare",
     "test_preload",
     "test_cli",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from boots import TESTS, assert_fully_warm, boot_once, run_boot, settings
-from marked_processes import wait_for
+from boots import assert_fully_warm, boot_once, run_boot, settings
 
 from compile_cache.pack.signing import generate_keys
 from compile_cache.store.local import LocalStore
@@ -98,31 +93,6 @@ def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path
     booted = boot_once(settings(tmp_path, layers=str(source / "store")), "--restore-alone", forked=False)
     assert booted.report["restore"]["outcome"] == "miss"
     assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a second container's cache directory needs a mount of its own, so root")
-def test_boot_waits_for_another_that_compiles_the_same_and_is_warm(tmp_path):
-    environ = settings(tmp_path, peer_wait_s="240")
-    first = subprocess.Popen(
-        [sys.executable, TESTS / "boot_once.py"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_for(lambda: list(tmp_path.glob("store/v1/*/*/*/compile.lease")))
-        # The same cache directory's path, as another container would have it, so that the key is the same.
-        command = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path / "cache"} && exec "$@"', "sh"]
-        waiting = {**environ, "COMPILE_CACHE_REPORT": str(tmp_path / "second.json")}
-        second = subprocess.run(
-            [*command, sys.executable, TESTS / "boot_once.py"], env=waiting, capture_output=True, text=True, timeout=300
-        )
-        assert first.wait(300) == 0
-    finally:
-        first.kill()
-        first.wait()
-    assert second.returncode == 0, second.stderr
-    report = json.loads((tmp_path / "second.json").read_text())
-    assert report["fully_cached"], report
-    assert report["restore"]["waited_for_peer_s"] > 0
-    assert not list(tmp_path.glob("store/v1/*/*/*/compile.lease"))
 
 
 def test_key_that_cannot_be_fails_the_boot_and_is_not_shown(tmp_path):

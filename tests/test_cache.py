@@ -24,7 +24,6 @@ from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.store.base import ObjectStore, StoredObject, Stores
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.compaction import compact
 from compile_cache.versions.directory import CacheDirectory
 from compile_cache.versions.rules import Rules
 
@@ -80,6 +79,14 @@ def tick(store: ObjectStore) -> None:
         if store.list("clock")[0].modified_s > newest:
             return
         time.sleep(0.02)
+
+
+def published_five(publisher: Machine) -> Machine:
+    """A machine that has published five packs."""
+    for number in range(5):
+        publisher.write({f"{number}.so": b"kernel" * number, f"fxgraph/ab/f{number}/entry": b"graph"})
+        publisher.publish()
+    return publisher
 
 
 def packed_paths(packs: Sequence[Pack]) -> list[str]:
@@ -579,21 +586,16 @@ def test_what_another_boot_has_published_meanwhile_is_not_published_again(store,
 
 
 def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(local, machine):
-    """A reader that loses the race against a compaction lists again."""
-    one, two = machine(local), machine(local)
-    one.write(COLD)
-    one.publish()
-    two.write({"more.so": b"more"})
-    two.publish()
+    """A reader that loses the race against a merge lists again."""
+    publisher = published_five(machine(local))
 
-    class Compacted(LocalStore):
+    class Merged(LocalStore):
         is_done = False
 
         def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
             if not self.is_done and len(lists) == 1:
                 self.is_done = True
-                compactor = machine(local)
-                compact(compactor.cache, compactor.cache.staging, "the test")
+                publisher.cache.merge("the test")
             return super().read(name, start, size_bytes)
 
         def list(self, prefix: str) -> Sequence[StoredObject]:
@@ -601,11 +603,11 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
             return super().list(prefix)
 
     lists: list[str] = []
-    booted = machine(Compacted(Path(local.location)))
+    booted = machine(Merged(Path(local.location)))
     booted.restore()
     assert len(local.list("v1/")) == 2  # the merged pack and the environment's record
     booted.restore()
-    assert booted.files() == {**COLD, "more.so": b"more"}
+    assert booted.files() == publisher.files()
 
 
 def test_a_refused_pack_is_not_fetched_again_by_a_later_boot_of_the_host(local, machine, key, environment):
@@ -753,76 +755,119 @@ def test_a_use_is_recorded_once_a_day_as_an_empty_object(store, machine, key):
 def test_who_signs_and_trusts_nobody_trusts_itself_alone(local, machine):
     """It would otherwise merge what a stranger has put there into a pack with its own signature."""
     private, public = generate_keys()
-    stranger, booted, fleet = machine(local), machine(local, signer=Signer(private)), None
+    stranger, booted = machine(local), machine(local, signer=Signer(private))
     stranger.write({"evil.so": b"evil"})
     stranger.publish()
     assert [refused.is_final for refused in booted.restore().refused] == [True]
-    booted.write({"own.so": b"own"})
-    booted.publish()
-    compact(booted.cache.of_written_store(), booted.directory.inbox, "the test")
+    published_five(booted)
+    booted.write({"evil.so": b"evil"})
+    assert booted.cache.merge("the test").packs == 5
     fleet = machine(local, trusted=TrustedKeys([public]))
     fleet.restore()
-    assert fleet.files() == {"own.so": b"own"}
+    assert "evil.so" not in fleet.files()
 
 
-def test_a_compaction_without_a_key_leaves_signed_packs_alone(local, machine):
-    private, public = generate_keys()
-    publisher = machine(local, signer=Signer(private))
-    for number in range(3):
-        publisher.write({f"{number}.so": b"kernel"})
-        publisher.publish()
+def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
+    private, _ = generate_keys()
+    published_five(machine(local, signer=Signer(private)))
     unsigned = machine(local)
-    compact(unsigned.cache, unsigned.cache.staging, "the test")
-    fleet = machine(local, trusted=TrustedKeys([public]))
-    fleet.restore()
-    assert sorted(fleet.files()) == ["0.so", "1.so", "2.so"]
+    unsigned.restore()
+    assert unsigned.cache.merge("the test").packs == 0
+    assert len(unsigned.cache.list()) == 5
 
 
-def test_compaction_leaves_one_pack_with_everything(store, machine):
-    publisher, booted = machine(store), machine(store)
-    for number in range(5):
-        publisher.write({f"{number}.so": b"kernel" * number, f"fxgraph/ab/f{number}/entry": b"graph"})
-        publisher.publish()
-    compactor = machine(store)
-    done = compact(compactor.cache, compactor.cache.staging, "the test")
-    assert done.packs == 5
+def test_merging_leaves_one_pack_with_everything(store, machine):
+    publisher, booted = published_five(machine(store)), machine(store)
+    assert publisher.cache.merge("the test").packs == 5
     booted.restore()
     assert booted.files() == publisher.files()
     assert len(booted.cache.pack_names) == 1
 
 
-def test_compaction_keeps_what_was_changed_in_place(local, machine):
+def test_four_packs_are_left_as_they_are(local, machine):
+    publisher = published_five(machine(local))
+    local.delete(publisher.cache.list()[0].name)
+    before = stored(local)
+    assert publisher.cache.merge("the test").packs == 0
+    assert stored(local) == before
+
+
+def test_packs_with_a_file_that_is_not_here_or_is_another_stay(local, machine):
+    publisher = published_five(machine(local))
+    (publisher.directory.path / "3.so").unlink()
+    publisher.write({"4.so": b"damaged in place"})
+    booted = machine(local)
+    assert publisher.cache.merge("the test").packs == 3
+    booted.restore()
+    assert len(booted.cache.pack_names) == 3
+    assert sorted(booted.files()) == sorted([*publisher.files(), "3.so"])
+
+
+def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
+    """Or a boot would find too many packs again, and merge for nothing."""
+    first, second = machine(local), machine(local)
+    for one, content in ((first, b"one"), (second, b"two")):
+        one.cache.refresh()
+        one.write({"fxgraph/ab/fabc/" + content.decode(): content})
+    staged = second.cache.stage((), "the test")
+    published_five(first)
+    for pack in staged:
+        second.cache.publish(pack)
+    assert first.cache.merge("the test").packs == 6
+    assert len(first.cache.list()) == 1
+
+
+def test_merging_keeps_what_was_changed_in_place(local, machine):
     first, second, booted = machine(local), machine(local), machine(local)
-    first.write({**COLD, "more.so": b"more"})
+    first.write(COLD)
     first.publish()
+    published_five(first)
     second.restore()
     second.write({"autotune/best.best_config": b"better"})
     second.publish()
-    first.write({"late.so": b"late"})
-    first.publish()
-    compactor = machine(local)
-    compact(compactor.cache, compactor.cache.staging, "the test")
+    assert second.cache.merge("the test").packs == 7
     booted.restore()
-    assert booted.files() == {
-        **COLD,
-        "more.so": b"more",
-        "late.so": b"late",
-        "autotune/best.best_config": b"better",
-    }
+    assert booted.files() == second.files()
+    assert booted.files()["autotune/best.best_config"] == b"better"
 
 
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
-    published_pair(local, machine)
-    before = stored(local)
-
     class Damaging(LocalStore):
         def put(self, name: str, content: Path | bytes) -> None:
             super().put(name, damage_flip(content.read_bytes()) if isinstance(content, Path) else content)
 
-    compactor = machine(Damaging(Path(local.location)))
+    published_five(machine(local))
+    before = stored(local)
+    merger = machine(Damaging(Path(local.location)))
+    merger.restore()
     with pytest.raises(PackError):
-        compact(compactor.cache, compactor.cache.staging, "the test")
+        merger.cache.merge("the test")
     assert stored(local) == before
+
+
+@pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "removed"])
+def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, machine, is_merged):
+    """Another container merges the same packs, or `compile-cache rm` removes one, just before this one would delete."""
+    publisher = published_five(machine(local))
+    other = machine(local)
+    other.restore()
+    removed = publisher.cache.list()[0].name
+
+    class Interrupted(LocalStore):
+        def put(self, name: str, content: Path | bytes) -> None:
+            super().put(name, content)
+            if is_merged:
+                assert other.cache.merge("the other").packs
+            else:
+                local.delete(removed)
+
+    merger = machine(Interrupted(Path(local.location)))
+    merger.restore()
+    assert merger.cache.merge("the test").packs == 0
+    booted = machine(local)
+    booted.restore()
+    assert len(booted.cache.pack_names) == (1 if is_merged else 4)
+    assert (booted.files() == publisher.files()) == is_merged
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
@@ -851,16 +896,32 @@ def test_a_read_that_breaks_off_is_tried_again(local, machine):
     assert booted.files() == {**COLD, "more.so": b"more"}
 
 
-def test_what_was_pruned_is_published_again_by_whoever_still_has_it(local, machine, key):
-    serving, booted = machine(local), machine(local)
+def test_what_was_removed_from_the_store_is_brought_back_by_a_new_boot_alone(local, machine, key):
+    serving, restored, new = machine(local), machine(local), machine(local)
     serving.write(COLD)
     serving.publish()
+    restored.restore()
     for entry in local.list(key.prefix):
         local.delete(entry.name)
-    serving.cache.refresh()
-    serving.publish()
-    booted.restore()
-    assert booted.files() == COLD
+    for running in (serving, restored):
+        running.write({"own.so": b"own"})
+        running.cache.refresh()
+        running.publish()
+    new.restore()
+    assert new.files() == {"own.so": b"own"}
+    new.write(COLD)
+    assert sorted(packed_paths(new.publish())) == sorted(COLD)
+
+
+def test_what_a_damaged_pack_had_is_published_by_who_compiled_it_again(local, machine):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    (pack,) = first.publish()
+    (entry,) = [entry for entry in local.list("v1/") if entry.name.endswith(".pack")]
+    local.put(entry.name, damage_flip(pack.local.read_bytes()))
+    second.restore()
+    second.write(COLD)
+    assert sorted(packed_paths(second.publish())) == sorted(COLD)
 
 
 def test_tritons_record_of_a_kernel_is_not_restored_without_its_binary(local, machine):

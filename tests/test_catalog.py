@@ -36,12 +36,12 @@ def listing(*names: str) -> Catalog:
 # Names.
 
 
-def test_a_version_is_its_packs_its_marks_and_its_leases():
-    catalog = listing(FOLDER + PACK, FOLDER + OTHER_PACK, FOLDER + "used-2026-11-20", FOLDER + "compile.lease")
+def test_a_version_is_its_packs_and_its_other_objects():
+    catalog = listing(FOLDER + PACK, FOLDER + OTHER_PACK, FOLDER + "used-2026-11-20", FOLDER + "notes.txt")
     (version,) = catalog.versions
     assert version.key == CacheKey("0a", "org--model", "1")
     assert [pack.name for pack in version.packs] == [FOLDER + PACK, FOLDER + OTHER_PACK]
-    assert [other.name for other in version.others] == [FOLDER + "used-2026-11-20", FOLDER + "compile.lease"]
+    assert [other.name for other in version.others] == [FOLDER + "used-2026-11-20", FOLDER + "notes.txt"]
     assert version.size_bytes == catalog.size_bytes == 20
 
 
@@ -49,13 +49,13 @@ def test_a_version_is_as_new_as_its_newest_pack():
     assert listing(FOLDER + PACK, FOLDER + OTHER_PACK).versions[0].published_s == 2
 
 
-def test_a_mark_of_use_counts_as_a_use_and_a_lease_does_not():
+def test_a_mark_of_use_counts_as_a_use_and_another_object_does_not():
     assert listing(FOLDER + PACK, FOLDER + "used-2026-11-20").versions[0].used_s == 2
-    assert listing(FOLDER + PACK, FOLDER + "compile.lease").versions[0].used_s == 1
+    assert listing(FOLDER + PACK, FOLDER + "notes.txt").versions[0].used_s == 1
 
 
 def test_a_version_without_packs_was_published_never():
-    version = listing(FOLDER + "compile.lease").versions[0]
+    version = listing(FOLDER + "notes.txt").versions[0]
     assert version.packs == ()
     assert version.published_s == 0
 
@@ -185,7 +185,7 @@ def test_predecessors_are_other_versions_newest_pack_first(tmp_path, local, key)
 def test_only_versions_of_this_model_and_environment_precede(local, key):
     put_pack(local, replace(key, model_name=key.model_name + "-2"))
     put_pack(local, replace(key, environment="0" * 32))
-    local.put(replace(key, model_version="leased").prefix + "compile.lease", b"{}")
+    local.put(replace(key, model_version="noted").prefix + "notes.txt", b"{}")
     assert predecessors(local, replace(key, model_version="mine")) == []
 
 

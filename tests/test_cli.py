@@ -88,7 +88,6 @@ def test_ls_as_json_is_one_document_with_the_record(run, root, local, key, envir
         "version": "version-1",
         "environment": environment.digest,
         "packs": 1,
-        "withdrawn_packs": 0,
         "size_bytes": size_bytes,
         "published_s": modified_s,
         "used_s": modified_s,
@@ -441,6 +440,34 @@ def names(local: LocalStore) -> set[str]:
     return {entry.name for entry in local.list("")}
 
 
+# rm
+
+
+def test_rm_deletes_a_versions_packs_and_no_others(run, local, key):
+    names = [put_pack(local, key), put_pack(local, key, {"more.so": b"more"})]
+    other = put_pack(local, replace(key, model_version="version-2"))
+    found = run("rm", "org--model/version-1", "--yes")
+    assert found.code == 0
+    assert sorted(found.lines) == sorted(f"removed {name}" for name in names)
+    assert [entry.name for entry in local.list("v1/") if entry.name.endswith(".pack")] == [other]
+
+
+def test_rm_deletes_one_pack_by_the_beginning_of_its_name(run, local, key):
+    name, other = put_pack(local, key), put_pack(local, key, {"more.so": b"more"})
+    assert run("rm", "org--model/version-1", digest_of(name)[:12], "--yes", "--json").json["removed"] == [name]
+    assert [entry.name for entry in local.list("v1/") if entry.name.endswith(".pack")] == [other]
+    missing = run("rm", "org--model/version-1", "f00", "--yes")
+    assert (missing.code, "no pack begins with f00" in missing.err) == (1, True)
+
+
+def test_rm_asks_first_and_names_yes_where_nobody_answers(run, local, key):
+    name = put_pack(local, key)
+    assert "give --yes" in run("rm", "org--model/version-1", answer="").err
+    assert run("rm", "org--model/version-1", answer="n\n").code == 1
+    assert local.read(name)
+    assert run("rm", "org--model/version-1", answer="y\n").lines == [f"removed {name}"]
+
+
 def test_prune_without_apply_says_that_nothing_was_removed_and_removes_nothing(run, root, local, aged):
     found = run("prune", "--unused-days", "30")
     assert found.code == 0
@@ -713,7 +740,7 @@ def test_an_unknown_command_is_a_usage_error(run):
 
 def test_help_names_every_command(run):
     text = run("--help").out
-    commands = ("ls", "show", "verify", "pull", "push", "withdraw", "reinstate", "prune", "explain", "keygen")
+    commands = ("ls", "show", "verify", "pull", "push", "prune", "rm", "explain", "keygen")
     assert all(name in text for name in commands)
     assert "--install-completion" in text
 

@@ -103,9 +103,9 @@ def test_only_what_is_wanted_is_copied(source, target, key, environment):
     assert [entry.name for entry in target.list("")] == [wanted]
 
 
-def test_marks_of_use_and_leases_stay_where_they_are(source, target, key):
+def test_marks_of_use_and_other_objects_stay_where_they_are(source, target, key):
     name = put_pack(source, key)
-    for other in ("used-2026-11-20", "compile.lease"):
+    for other in ("used-2026-11-20", "notes.txt"):
         source.put(key.prefix + other, b"")
     copy(source, target)
     assert [entry.name for entry in target.list("")] == [name]

@@ -101,8 +101,6 @@ HARSH = PrunePolicy(unused_days=0, keep_versions=0, most_bytes=0)
         [pack("1", 1, 1)],
         [pack("1", 1, 100), pack("1", 2, 1)],
         [pack("1", 1, 100), other("1", "used-2026-11-20", 1)],
-        [pack("1", 1, 100), other("1", "compile.lease", 0)],
-        [other("1", "compile.lease", 0)],
     ],
     ids=["published", "published again", "used", "compiled for", "compiled for the first time"],
 )
@@ -129,8 +127,8 @@ def test_what_is_in_use_and_does_not_fit_is_told():
 # Leftovers.
 
 
-def test_marks_and_leases_without_packs_go_once_they_are_old():
-    old, young = other("old", "publish.lease", 5), other("young", "used-2026-11-20", 1)
+def test_marks_without_packs_go_once_they_are_old():
+    old, young = other("old", "used-2026-11-16", 5), other("young", "used-2026-11-20", 1)
     found = plan(PrunePolicy(unused_days=30), old, young)
     assert [version.key.model_version for version in found.leftovers] == ["old"]
 
@@ -171,14 +169,13 @@ class Memory:
         return sum(entry.size_bytes for entry in self.entries.values())
 
 
-def test_packs_go_before_marks_and_leases():
-    entries = [other("1", "compile.lease", 50), other("1", "used-2026-11-20", 50), pack("1", 1, 50), pack("1", 2, 50)]
+def test_packs_go_before_marks():
+    entries = [other("1", "used-2026-11-20", 50), pack("1", 1, 50), pack("1", 2, 50)]
     store = Memory(entries)
     pruned = apply_prune(store, plan(PrunePolicy(unused_days=30), *entries))
     assert [name.rpartition("/")[2].partition(".")[2] or name[-15:] for name in store.deleted] == [
         "pack",
         "pack",
-        "lease",
         "used-2026-11-20",
     ]
     assert (pruned.versions, pruned.packs, pruned.freed_bytes, pruned.skipped) == (1, 2, 200, ())
@@ -186,7 +183,7 @@ def test_packs_go_before_marks_and_leases():
 
 @pytest.mark.parametrize(
     "since",
-    [pack("1", 9, 0), other("1", "used-2026-11-21", 0), other("1", "compile.lease", 0), pack("1", 1, 49)],
+    [pack("1", 9, 0), other("1", "used-2026-11-21", 0), pack("1", 1, 49)],
     ids=["published", "used", "compiled for", "put again"],
 )
 def test_a_version_touched_since_the_plan_is_skipped_and_named(since):
@@ -256,7 +253,7 @@ objects = st.builds(
     folders,
     st.one_of(
         st.builds("{:064x}.pack".format, st.integers(0, 5)),
-        st.sampled_from(["used-2026-11-20", "used-2026-10-01", "compile.lease", "notes.txt"]),
+        st.sampled_from(["used-2026-11-20", "used-2026-10-01", "notes.txt"]),
     ),
     st.integers(0, 1000),
     days,

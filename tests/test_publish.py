@@ -93,7 +93,7 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
         directory = CacheDirectory.claim(tmp_path / "cache")
         cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
         report, written = BootReport(), tmp_path / "report.json"
-        settings = Settings(exit_budget_s=exit_budget_s, most_packs=0, report=str(written))
+        settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
         publisher = Publisher(cache, report, settings, Compiled(withheld))
         started.append(Started(publisher, cache, directory, report.publish, written))
         started[-1].write(files)
@@ -377,7 +377,7 @@ for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
 key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
 cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-publisher = Publisher(cache, BootReport(), Settings(exit_budget_s=float(budget_s), most_packs=0))
+publisher = Publisher(cache, BootReport(), Settings(exit_budget_s=float(budget_s)))
 """
 START = "publisher.start()\n"
 HANG = """

@@ -1,4 +1,4 @@
-"""The restore beside the loading of the weights: how long a boot waits for it, and for other boots."""
+"""The restore beside the loading of the weights: how long a boot waits for it, and from where it is seeded."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filled_stores import put_pack
 
-from compile_cache.key.cache_key import environment_for, key_for
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.lease import Lease
 
 PATIENCE_S = 60.0
 LONG_S = 3600.0
@@ -57,36 +56,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_store_that_does_not_answer_costs_its_own_time_and_none_for_other_boots(tmp_path, silent_port, aws_variables):
+def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
+    """So a new version rolls a read-only layer back."""
+    for folder, outcome in (("store", "seeded"), ("layer", "miss")):
+        restore, prefix = prepare(
+            tmp_path / folder, store=str(tmp_path / folder / "store"), layers=(str(tmp_path / folder / "layer"),)
+        )
+        environment, model, _ = prefix.removeprefix("v1/").rstrip("/").split("/")
+        put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
+        restore.start()
+        assert join(restore) == outcome
+
+
+def test_a_store_that_does_not_answer_costs_its_own_time(tmp_path, silent_port, aws_variables):
     store = {"store": "s3://bucket/models", "s3_endpoint_url": f"http://127.0.0.1:{silent_port}"}
-    restore, _ = prepare(tmp_path, **store, restore_timeout_s=0.2, peer_wait_s=LONG_S)
+    restore, _ = prepare(tmp_path, **store, restore_timeout_s=0.2)
     restore.start()
     assert join(restore) == "failed"
-
-
-def test_the_time_given_to_another_boot_is_not_the_stores(tmp_path):
-    restore_timeout_s = 2.0
-    restore, prefix = prepare(
-        tmp_path, store=str(tmp_path / "store"), restore_timeout_s=restore_timeout_s, peer_wait_s=LONG_S
-    )
-    other = Lease(LocalStore(tmp_path / "store"), prefix + "compile.lease")
-    assert other.acquire()
-    restore.start()
-    with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(restore.join)
-        wait_until(lambda: restore.turn.waited_s > restore_timeout_s)
-        other.release()
-        report = joining.result().report
-    assert report.outcome == "miss"
-    assert report.waited_for_peer_s > restore_timeout_s
-    restore.turn.release()
-
-
-def test_a_boot_that_finds_nothing_has_the_turn_until_it_is_abandoned(tmp_path):
-    store = LocalStore(tmp_path / "store")
-    restore, prefix = prepare(tmp_path, store=str(tmp_path / "store"), peer_wait_s=LONG_S)
-    restore.start()
-    assert join(restore) == "miss"
-    assert [entry.name for entry in store.list(prefix)] == [prefix + "compile.lease"]
-    restore.abandon()
-    wait_until(lambda: not store.list(prefix))

@@ -29,8 +29,6 @@ GOOD = [
     ),
     ("SIGNING_KEY", PRIVATE, PRIVATE),
     ("TRUSTED_KEYS", f"{PUBLIC}, {OTHER_PUBLIC}", (PUBLIC, OTHER_PUBLIC)),
-    ("MOST_PACKS", "0", 0),
-    ("PEER_WAIT_S", "30", 30.0),
     ("S3_ENDPOINT_URL", "https://example.com", "https://example.com"),
     ("DIR", "/var/cache", "/var/cache"),
     ("MODEL_NAME", "org/name", "org/name"),
@@ -92,9 +90,6 @@ BAD = [
     ("LAYERS", "ftp://host/packs", "neither a local folder nor the URL of a store or of a mirror"),
     ("LAYERS", "https://", "neither a local folder nor the URL of a store or of a mirror"),
     ("LAYERS", "off", "neither a local folder nor the URL of a store or of a mirror"),
-    ("MOST_PACKS", "-1", "must be a number from 0 on"),
-    ("MOST_PACKS", "many", "many"),
-    ("PEER_WAIT_S", "-1", "must be seconds between 0 and 86400"),
 ]
 
 
@@ -149,8 +144,6 @@ def test_the_defaults_are_those_of_the_readme():
         setup_budget_s=240.0,
         leave_eager=(),
         publish=True,
-        most_packs=4,
-        peer_wait_s=0.0,
         restore_timeout_s=60.0,
         exit_budget_s=7.0,
         max_restore_bytes=4 * 1024**3,

@@ -6,49 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from containers import compile_missing, graph, open_cache, packs_in, restored_keys
+from containers import compile_missing, graph, open_cache, packs_in
 from soak_fleet import Fleet, run_fleet
 from soak_publish import Round, Soak, make_turn, violations
 
-from compile_cache.store.base import StoredObject
 from compile_cache.store.local import LocalStore
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.compaction import compact
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Interrupted:
-    """A store in which something else happens before the first deletion of a pack."""
-
-    def __init__(self, store: LocalStore, meanwhile: Callable[[], None]) -> None:
-        self._store = store
-        self._meanwhile = [meanwhile]
-
-    @property
-    def location(self) -> str:
-        return self._store.location
-
-    def list(self, prefix: str) -> Sequence[StoredObject]:
-        return self._store.list(prefix)
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        return self._store.read(name, start, size_bytes)
-
-    def put(self, name: str, content: Path | bytes) -> None:
-        self._store.put(name, content)
-
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        return self._store.put_if_absent(name, content)
-
-    def delete(self, name: str) -> None:
-        while self._meanwhile:
-            self._meanwhile.pop()()
-        self._store.delete(name)
 
 
 @pytest.fixture
@@ -63,10 +30,6 @@ def publish(store: LocalStore, root: Path, name: str) -> set[str]:
     for pack in cache.stage((), "the test"):
         cache.publish(pack)
     return {artifact.key for artifact in graph(name, 4096)}
-
-
-def open_compactor(store: LocalStore | Interrupted, root: Path) -> CompileCache:
-    return open_cache(store, root)[0].of_written_store()
 
 
 def checked(store: LocalStore, folder: Path, promised: set[str]) -> Round:
@@ -92,52 +55,6 @@ def test_a_fleet_leaves_few_packs_and_loses_nothing(tmp_path):
     result = run_fleet(fleet)
     assert result.problems == ()
     assert result.is_good, result
-
-
-@pytest.mark.parametrize("last_first", [False, True])
-def test_compactions_that_overlap_leave_a_copy_of_everything(store, tmp_path, last_first):
-    """Three, each of which reads what the one before has written before that one deletes anything. The last one finds
-    two packs with the same in them, one of which the second is about to delete."""
-    keys = publish(store, tmp_path / "a", "a") | publish(store, tmp_path / "b", "b")
-    published = packs_in(store)
-
-    def compact_second() -> None:
-        cache = open_compactor(Interrupted(store, compact_third), tmp_path / "second")
-        compact(cache, cache.staging, "the second")
-
-    def compact_third() -> None:
-        if last_first:
-            for entry in published:  # as the first one does, which goes on now
-                store.delete(entry.name)
-        cache = open_compactor(store, tmp_path / "third")
-        compact(cache, cache.staging, "the third")
-
-    cache = open_compactor(Interrupted(store, compact_second), tmp_path / "first")
-    compact(cache, cache.staging, "the first")
-    assert restored_keys(store, tmp_path / "next") == (keys, [])
-    assert len(packs_in(store)) == 1
-
-
-def test_what_only_repeats_other_packs_is_merged_too(store, tmp_path):
-    """Or a boot would find too many packs again, and compact for nothing."""
-    first, second = (open_cache(store, tmp_path / name) for name in ("first", "second"))
-    for cache, directory in (first, second):
-        cache.refresh()
-        compile_missing(directory.path, graph("a", 4096), seed=0)
-    for cache, _ in (first, second):
-        for pack in cache.stage((), "the test"):
-            cache.publish(pack)
-    compactor = open_compactor(store, tmp_path / "compactor")
-    assert compact(compactor, compactor.staging, "the test").packs == 2
-    assert len(packs_in(store)) == 1
-
-
-def test_one_pack_is_left_as_it_is(store, tmp_path):
-    publish(store, tmp_path / "a", "a")
-    before = packs_in(store)
-    compactor = open_compactor(store, tmp_path / "compactor")
-    assert compact(compactor, compactor.staging, "the test").stored_bytes == 0
-    assert packs_in(store) == before
 
 
 def test_a_key_that_is_gone_is_a_violation_and_named(store, tmp_path):

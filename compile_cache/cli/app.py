@@ -15,19 +15,21 @@ from typer.core import TyperGroup
 from compile_cache import __version__
 from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
-from compile_cache.cli import printing, withdrawing
+from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
+from compile_cache.cli.rm import rm
 from compile_cache.errors import CompileCacheError
 from compile_cache.pack.signing import generate_keys
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.store.local import LocalStore
+from compile_cache.store.opening import open_stores
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.copy import Copied, copy_versions
 from compile_cache.versions.explain import explain_boot
 from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import PackState, list_withdrawn, verify_all, verify_heads
+from compile_cache.versions.verify import PackState, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):
@@ -48,7 +50,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="Fill, list, verify, copy, withdraw and prune stores of compiled artifacts; explain what a boot finds.",
+    help="Fill, list, verify, copy, remove and prune stores of compiled artifacts; explain what a boot finds.",
 )
 _silent = logging.NullHandler()
 
@@ -75,7 +77,7 @@ def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False)
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
-    versions = [v for v in catalog.versions if v.all_packs and opt.Selection(model).takes(v.key)]
+    versions = [v for v in catalog.versions if v.packs and opt.Selection(model).takes(v.key)]
     versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
     printing.print_versions(reading, catalog, versions, json)
 
@@ -93,7 +95,7 @@ def show(
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
     version = opt.find_version(catalog.versions, key)
-    packs = verify_heads(reading, version.all_packs, Rules.of(settings))
+    packs = verify_heads(reading, version.packs, Rules.of(settings))
     printing.print_version(reading, catalog, version, packs, files, json)
 
 
@@ -105,7 +107,7 @@ def verify(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Read and verify every pack in use. The exit code is 1 if a pack is not sound, or if there are no packs."""
+    """Read and verify every pack. The exit code is 1 if a pack is not sound, or if there are no packs."""
     settings = opt.read_settings(store)
     looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
     versions = [v for v in read_catalog(looked_at).versions if opt.Selection(model).takes(v.key)]
@@ -113,7 +115,7 @@ def verify(
     packs = [pack for version in versions for pack in version.packs]
     with out.progress_bar("verifying") as progress:
         verified = verify_all(looked_at, packs, Rules.of(settings), progress)
-    printing.print_verified(looked_at, [*verified, *list_withdrawn(looked_at, versions)], json)
+    printing.print_verified(looked_at, verified, json)
     damaged = [pack.entry for pack in verified if pack.state is PackState.DAMAGED]
     if delete and damaged and (yes or typer.confirm(f"Delete the damaged packs ({len(damaged)})?", err=True)):
         # Read again: a pack that was only damaged on its way here is sound in the store.
@@ -139,7 +141,7 @@ def pull(
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())
     selection = opt.Selection(model, version, environment)
-    copied = _copy(opt.open_reading(settings), target, settings, selection, is_mirror=True)
+    copied = _copy(opt.open_reading(settings), target, settings, selection)
     if to.is_dir():
         write_index(to)
     _end(copied, target)
@@ -160,13 +162,11 @@ def push(
     _end(copied, target)
 
 
-def _copy(
-    source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection, is_mirror: bool = False
-) -> Copied:
+def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection) -> Copied:
     with out.progress_bar("copying") as progress:
-        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress, is_mirror)
+        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress)
     opt.warn_of_problems(source)
-    if not copied.versions and not copied.withdrawn:
+    if not copied.versions:
         raise CompileCacheError(f"there is nothing to copy in {source.location}{selection.text}")
     return copied
 
@@ -206,8 +206,7 @@ def prune(
     printing.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
 
 
-app.command("withdraw")(withdrawing.withdraw_command)
-app.command("reinstate")(withdrawing.reinstate_command)
+app.command()(rm)
 
 
 @app.command()
@@ -229,10 +228,10 @@ def explain(
         explaining.print_report(report, json)
     elif model is not None:
         settings = opt.read_settings(store)
-        reading = opt.open_reading(settings)
-        explanation = explain_boot(settings, reading, model, source or (), os.environ)
-        opt.warn_of_problems(reading)
-        explaining.print_explanation(settings, reading, explanation, json)
+        stores = open_stores(settings)
+        explanation = explain_boot(settings, stores, model, source or (), os.environ)
+        opt.warn_of_problems(stores.reading)
+        explaining.print_explanation(settings, stores.reading, explanation, json)
 
 
 @app.command()

@@ -35,8 +35,6 @@ def print_explanation(settings: Settings, store: ObjectStore, found: Explanation
         out.print_line(f"stored       for this environment: {', '.join(versions[:_MOST_VERSIONS])}{more}")
     for refused in found.refused:
         out.print_line(f"refused      {refused.name}: {refused.reason}")
-    for withdrawal in found.withdrawn:
-        out.print_line(f"withdrawn    {withdrawal.pack}: {withdrawal.text.removeprefix('withdrawn ')}")
     usable = f"{out.count_text(found.packs, 'pack')}, {out.size_text(found.stored_bytes)}"
     said = {"hit": usable, "seeded": f"from version {found.seeded_from}, {usable}; {found.reason}"}
     out.print_line(f"{found.outcome}: {said.get(found.outcome, found.reason)}")

@@ -99,17 +99,16 @@ class Selection:
         return f" of {', '.join(named)}" if named else ""
 
 
-def find_version(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> StoredVersion:
+def find_version(versions: Sequence[StoredVersion], text: str) -> StoredVersion:
     """The only version that `text` names (`find_versions`).
 
     Raises:
         CompileCacheError: `text` names no version.
         Exit: `text` names several versions. They are listed on stderr.
     """
-    found = find_versions(versions, text, withdrawn)
+    found = find_versions(versions, text)
     if not found:
-        state = "withdrawn" if withdrawn else "stored"
-        raise CompileCacheError(f"nothing {state} begins with {text}: `compile-cache ls` lists the stored versions")
+        raise CompileCacheError(f"nothing stored begins with {text}: `compile-cache ls` lists the stored versions")
     if len(found) > 1:
         print_note(f"error: {text} is ambiguous; use more characters:")
         for version in found:
@@ -118,17 +117,16 @@ def find_version(versions: Sequence[StoredVersion], text: str, withdrawn: bool =
     return found[0]
 
 
-def find_versions(versions: Sequence[StoredVersion], text: str, withdrawn: bool = False) -> list[StoredVersion]:
+def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVersion]:
     """The versions that `text` may name.
 
     `text` is the beginning of `[environment/]model/version` (the environment's digest may be cut too), or of a pack's
-    name. A full name finds only that version, even if other names begin with it. With `withdrawn`, only withdrawals
-    count; their packs may be gone.
+    name. A full name finds only that version, even if other names begin with it.
     """
     parts = text.removeprefix("v1/").rstrip("/").split("/")
-    stored = [version for version in versions if (version.withdrawals if withdrawn else version.all_packs)]
+    stored = [version for version in versions if version.packs]
     if len(parts) == 1:
-        begins = [v for v in stored if v.key.model_name.startswith(text) or _has_pack(v, text, withdrawn)]
+        begins = [v for v in stored if v.key.model_name.startswith(text) or _has_pack(v, text)]
         return [v for v in begins if v.key.model_name == text] or begins
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
@@ -136,6 +134,5 @@ def find_versions(versions: Sequence[StoredVersion], text: str, withdrawn: bool 
     return [v for v in begins if v.key.model_version == version] or begins
 
 
-def _has_pack(version: StoredVersion, text: str, withdrawn: bool) -> bool:
-    entries = version.withdrawals if withdrawn else version.all_packs
-    return any(entry.name.rpartition("/")[2].startswith(text) for entry in entries)
+def _has_pack(version: StoredVersion, text: str) -> bool:
+    return any(entry.name.rpartition("/")[2].startswith(text) for entry in version.packs)

@@ -13,8 +13,7 @@ from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import Catalog, Version, read_record
 from compile_cache.versions.copy import Copied
 from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy
-from compile_cache.versions.verify import PackState, VerifiedPack, read_withdrawals
-from compile_cache.versions.withdrawal import Withdrawal
+from compile_cache.versions.verify import PackState, VerifiedPack
 
 
 def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Version], as_json: bool) -> None:
@@ -32,22 +31,21 @@ def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Vers
             version.key.model_name,
             out.short_version(version.key.model_version),
             out.short(version.key.environment),
-            str(len(version.all_packs)),
+            str(len(version.packs)),
             out.size_text(version.size_bytes),
             out.age_text(version.published_s),
             out.age_text(version.used_s),
-            f"{len(version.withdrawn)} withdrawn" if version.withdrawn else "",
         )
         for version in versions
     ]
     if rows:
-        out.print_table(("model", "version", "environment", "packs>", "size>", "published", "last used", ""), rows)
+        out.print_table(("model", "version", "environment", "packs>", "size>", "published", "last used"), rows)
         out.print_line()
         out.print_table(
             ("environment", ""), [(out.short(digest), out.environment_text(records[digest])) for digest in environments]
         )
         out.print_line()
-    packs = out.count_text(sum(len(version.all_packs) for version in versions), "pack")
+    packs = out.count_text(sum(len(version.packs) for version in versions), "pack")
     total = f"{out.count_text(len(versions), 'version')}, {packs}, {out.size_text(size_bytes)}"
     out.print_line(f"{total} in {store.location}")
     if catalog.strangers:
@@ -60,8 +58,7 @@ def version_record(version: Version) -> dict[str, Any]:
         "model": version.key.model_name,
         "version": version.key.model_version,
         "environment": version.key.environment,
-        "packs": len(version.all_packs),
-        "withdrawn_packs": len(version.withdrawn),
+        "packs": len(version.packs),
         "size_bytes": version.size_bytes,
         "published_s": version.published_s,
         "used_s": version.used_s,
@@ -78,14 +75,11 @@ def print_version(
 ) -> None:
     """Print the answer of `show`."""
     record = read_record(store, catalog, version.key.environment)
-    withdrawn = read_withdrawals(store, version)
-    heads = [pack.head for pack in packs if pack.head and pack.entry.name not in withdrawn]
+    heads = [pack.head for pack in packs if pack.head]
     kinds = Counter(_kind(key) for key in {file.key for head in heads for file in head.manifest.files})
     if as_json:
         environment = asdict(record) if record else None
-        shown = [
-            {**_pack_record(pack, with_files), **_withdrawal_record(withdrawn.get(pack.entry.name))} for pack in packs
-        ]
+        shown = [_pack_record(pack, with_files) for pack in packs]
         document = {**version_record(version), "record": environment, "packs": shown}
         out.print_json({**document, "logical_keys": dict(sorted(kinds.items()))})
         return
@@ -94,15 +88,13 @@ def print_version(
     out.print_line(f"  published     {out.age_text(version.published_s)}, last used {out.age_text(version.used_s)}")
     out.print_line(f"  logical keys  {', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds)) or 'none'}")
     for pack in packs:
-        _print_pack(pack, withdrawn.get(pack.entry.name), with_files)
+        _print_pack(pack, with_files)
 
 
-def _print_pack(pack: VerifiedPack, withdrawal: Withdrawal | None, with_files: bool) -> None:
+def _print_pack(pack: VerifiedPack, with_files: bool) -> None:
     out.print_line()
     out.print_line(f"pack {pack.entry.name.rpartition('/')[2].removesuffix('.pack')}")
     out.print_line(f"  {_signature(pack) if pack.state is PackState.SOUND else f'{pack.state.value}: {pack.reason}'}")
-    if withdrawal:
-        out.print_line(f"  {withdrawal.text}")
     if pack.head is None:
         return
     manifest = pack.head.manifest
@@ -130,12 +122,6 @@ def _pack_record(pack: VerifiedPack, with_files: bool) -> dict[str, Any]:
         if with_files:
             record["files"] = [asdict(file) for file in manifest.files]
     return record
-
-
-def _withdrawal_record(withdrawal: Withdrawal | None) -> dict[str, Any]:
-    if withdrawal is None:
-        return {"withdrawn_s": None}
-    return {"withdrawn_s": withdrawal.since_s, "withdrawn_because": withdrawal.reason}
 
 
 def _kind(key: str) -> str:
@@ -195,10 +181,6 @@ def print_copied(copied: Copied, target: ObjectStore) -> None:
     """Print the answer of `pull` and `push`."""
     for refused in copied.refused:
         out.print_note(f"not copied: {refused.name}: {refused.reason}")
-    for withdrawal in copied.withdrawn:
-        out.print_note(f"not copied: {withdrawal.pack}: {withdrawal.text}")
-    for name in copied.withdrawn_in_target:
-        out.print_note(f"withdrawn in {target.location}: {name}; `compile-cache reinstate` there brings it back")
     what = f"{out.count_text(copied.packs, 'pack')}, {out.size_text(copied.stored_bytes)}"
     there = f"; {out.count_text(copied.present_packs, 'pack')} there already" if copied.present_packs else ""
     out.print_line(f"copied {what}, to {target.location}{there}")
@@ -218,7 +200,7 @@ def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned:
             removal.version.key.model_name,
             out.short_version(removal.version.key.model_version),
             out.short(removal.version.key.environment),
-            str(len(removal.version.all_packs)),
+            str(len(removal.version.packs)),
             out.size_text(removal.version.size_bytes),
             out.age_text(removal.version.used_s),
             removal.reason,

@@ -262,7 +262,7 @@ class Boot(Serving):
         return self._publisher is None or self._publisher.wait(timeout_s)
 
     def end_publishing(self) -> None:
-        """Publish the rest within the exit budget. After that, nothing is published or compacted."""
+        """Publish the rest within the exit budget. After that, nothing is published or merged."""
         if self._publisher is not None:
             self._publisher.flush()
 
@@ -319,11 +319,10 @@ class Boot(Serving):
             return
         cache = self._restored.cache if self._restored is not None else None
         if cache is None or not self._settings.may_publish:
-            self._restore.turn.pass_on()
             return
         from compile_cache.lifecycle.publish import Publisher
 
-        self._publisher = Publisher(cache, self.report, self._settings, self._compiler, self._restore.turn)
+        self._publisher = Publisher(cache, self.report, self._settings, self._compiler)
         self._publisher.start()
 
     @contextlib.contextmanager

@@ -4,8 +4,8 @@ Cog has no teardown hook, so everything is published as soon as the warm-up has 
 later are staged at once as finished packs, and published once compiling has been quiet for a while. The exit hook only
 waits until this thread has uploaded the staged packs: Python 3.12 starts no threads at exit.
 
-A thousand containers that start together all compile the same. So one container at a time uploads, after it has listed
-the store again. The others find the artifacts there, and upload only the missing ones.
+Containers that start together compile the same. So each waits a random time and lists the store again before it
+uploads: most find the artifacts there, and upload only what is missing. A file that two upload is merged later.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from compile_cache.errors import CompileCacheError
+from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.lifecycle.turns import CompileTurn, PublishTurn
-from compile_cache.lifecycle.upkeep import Upkeep
 from compile_cache.pack.format import Pack
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.timeline import note, noted
 from compile_cache.versions.cache import CompileCache
+from compile_cache.versions.merge import MOST_PACKS
 
 log = logging.getLogger("compile_cache")
 
@@ -36,6 +36,10 @@ _QUIET_S = 10.0
 # Artifacts of the second process arrive complete, and are published soon.
 _ARRIVED_QUIET_S = 1.0
 _RETRY_S = 30.0
+# Containers that start together wait up to so long before they upload.
+_SPREAD_S = 3.0
+# Until then, the first predictions have the CPU to themselves.
+_MERGE_AFTER_S = 20.0
 
 
 class CompiledFiles(Protocol):
@@ -56,8 +60,7 @@ class CompiledFiles(Protocol):
 class Publisher:
     """Publishes for one boot. `start` begins at READY and registers the exit hook.
 
-    Each attempt updates and writes `report`. Other boots wait for `compile_turn` instead of compiling the same. It is
-    released when everything is published.
+    Each attempt updates and writes `report`.
     """
 
     def __init__(
@@ -66,18 +69,16 @@ class Publisher:
         report: BootReport,
         settings: Settings,
         compiler: CompiledFiles | None = None,
-        compile_turn: CompileTurn | None = None,
     ) -> None:
         self._cache = cache
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
         self._compiler = compiler
-        self._compile_turn = compile_turn
         self._creator = _creator()
         self._closing = threading.Event()
-        self._turn = PublishTurn(cache)
-        self._upkeep = Upkeep(cache, self._turn, self._report, settings.most_packs, self._creator, self._closing)
+        self._marked_on = ""
+        self._merge_at: float | None = None
         self._staged: list[Pack] = []
         self._staged_at: CompileCounts | None = None
         self._withheld: set[str] = set()
@@ -108,14 +109,14 @@ class Publisher:
                 self._idle.clear()
                 quiet_s = self._quiet_s()
                 stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _retry_s()
-                due_s = time.monotonic() + quiet_s
+                due_s = time.monotonic() + quiet_s + random.uniform(0.0, _SPREAD_S)
             if self._staged and (closing or time.monotonic() >= due_s):
-                is_done = self._attempt(self._put_staged)
-                due_s = time.monotonic() + (self._turn.next_look_s() if is_done else _retry_s())
-                if not self._staged or not is_done:
-                    self._finish()
-            elif not self._staged:
-                self._finish()
+                self._attempt(self._put_staged)
+                due_s = time.monotonic() + _retry_s()
+                self._idle.set()
+            if not self._staged:
+                self._idle.set()
+                self._tend()
             if closing:
                 return
             self._closing.wait(_POLL_S)
@@ -132,15 +133,23 @@ class Publisher:
             return 0.0
         return _QUIET_S if read_counts().since(self._staged_at).misses else _ARRIVED_QUIET_S
 
-    def _finish(self) -> None:
-        """Let other boots go on, and tidy the key. Called when nothing is left to publish."""
-        if self._compile_turn is not None:
-            self._compile_turn.release()
-        self._idle.set()
-        if not self._staged:
-            self._turn.begin_anew()
-            for step in self._upkeep.due():
-                self._attempt(step, is_upkeep=True)
+    def _tend(self) -> None:
+        """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
+        later."""
+        today = datetime.now(UTC).date().isoformat()
+        if self._marked_on != today:
+            self._marked_on = today
+            self._attempt(lambda: self._cache.mark_used(today), is_upkeep=True)
+            if len(self._cache.pack_names) > MOST_PACKS:
+                self._merge_at = time.monotonic() + _MERGE_AFTER_S * random.uniform(1.0, 2.0)
+        if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
+            self._merge_at = None
+            self._attempt(self._merge, is_upkeep=True)
+
+    def _merge(self) -> None:
+        merged = self._cache.merge(self._creator)
+        self._report.merged_packs += merged.packs
+        log.info("publish.merged packs=%d bytes=%d", merged.packs, merged.stored_bytes)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
         """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is
@@ -188,20 +197,19 @@ class Publisher:
         return set(self._compiler.withheld), set(self._compiler.unread_files())
 
     def _put_staged(self) -> None:
-        """Upload the packs that are still missing in the store, most valuable first. Upload none while another
-        container has the turn, or while a listed pack cannot be read."""
-        closing = self._closing.is_set()
-        self._drop_published()
-        if not self._staged or not (closing or self._turn.take_or_wait_no_longer()):
-            return
-        try:
-            if not closing:
-                self._drop_published()  # again, because another container had the turn until now
-            while self._staged:
-                self._put(self._staged[0])
-                self._staged.pop(0).local.unlink(missing_ok=True)
-        finally:
-            self._turn.release()
+        """Upload the packs that are still missing in the store, most valuable first. Before each, list the store again.
+
+        Raises:
+            StoreUnavailable: a listed pack cannot be read now, and may have the same files.
+        """
+        while True:
+            self._drop_published()
+            if not self._staged:
+                return
+            if not (self._cache.is_fully_known or self._closing.is_set()):
+                raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
+            self._put(self._staged[0])
+            self._staged.pop(0).local.unlink(missing_ok=True)
 
     def _drop_published(self) -> None:
         self._cache.refresh()
@@ -211,7 +219,7 @@ class Publisher:
     def _put(self, pack: Pack) -> None:
         started = time.perf_counter()
         self._cache.publish(pack)
-        self._upkeep.forget()
+        self._marked_on = ""
         self._report.packs += 1
         self._report.files += len(pack.manifest.files)
         self._report.stored_bytes += pack.stored_bytes

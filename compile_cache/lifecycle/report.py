@@ -33,14 +33,12 @@ class RestoreReport:
     | `discarded` | torch contradicted the environment of the key |
     | `off` | there is no store, or no cache directory |
 
-    `reason` says why in one line. `waited_for_peer_s` is the time spent waiting for another boot that compiled for the
-    same key. `problems` names the layers that could not be read.
+    `reason` says why in one line. `problems` names the layers that could not be read.
     """
 
     outcome: str = "off"
     reason: str = ""
     seeded_from: str = ""
-    waited_for_peer_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     packs: int = 0
     files: int = 0
@@ -55,7 +53,7 @@ class PublishReport:
     """The packs uploaded so far, and one line for each failure.
 
     `withheld_files` counts files of graphs that differ from eager, `unread_files` counts files that no warm boot would
-    read, `compacted_packs` counts packs that were merged into one.
+    read, `merged_packs` counts packs that were merged into one.
     """
 
     packs: int = 0
@@ -64,7 +62,7 @@ class PublishReport:
     seconds: float = 0.0
     withheld_files: int = 0
     unread_files: int = 0
-    compacted_packs: int = 0
+    merged_packs: int = 0
     failures: list[str] = field(default_factory=list)
 
 

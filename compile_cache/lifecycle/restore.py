@@ -13,7 +13,6 @@ from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.report import RestoreReport
-from compile_cache.lifecycle.turns import CompileTurn
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores
 from compile_cache.store.opening import open_stores
@@ -57,7 +56,6 @@ class Restore:
         sources: Sequence[str | Path],
         environ: MutableMapping[str, str],
     ) -> None:
-        self.turn = CompileTurn(settings.peer_wait_s)
         self._settings = settings
         self._directory = directory
         self._model = model
@@ -75,9 +73,8 @@ class Restore:
         self._fetching.start()
 
     def abandon(self) -> None:
-        """Stop fetching, and let no other boot wait for this one."""
+        """Stop fetching."""
         self._abandoned.set()
-        self.turn.pass_on()
 
     @property
     def explanation(self) -> str:
@@ -87,7 +84,7 @@ class Restore:
     def join(self) -> Restored:
         """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment.
 
-        A store that does not answer costs at most `restore_timeout_s`, besides the time of waiting for another boot.
+        A store that does not answer costs at most `restore_timeout_s`.
         """
         failure = self._wait()
         known = self._known
@@ -124,7 +121,6 @@ class Restore:
             outcome,
             reason,
             seeded_from=fetched.seeded_from,
-            waited_for_peer_s=self.turn.waited_s,
             problems=list(getattr(stores.reading, "problems", ())) if stores else [],
             packs=len(fetched.packs),
             files=files,
@@ -140,17 +136,13 @@ class Restore:
 
     def _wait(self) -> Exception | None:
         """Wait for the thread as long as the store may take, then abandon it. Returns the failure, if any."""
-        while (left_s := self._left_s()) > 0 and not self._fetching.done.is_set():
-            self._fetching.done.wait(left_s)
-        if self._fetching.done.is_set():
+        left_s = self._settings.restore_timeout_s - (time.monotonic() - self._started)
+        if self._fetching.done.wait(max(0.0, left_s)):
             return self._fetching.failure
         self.abandon()
         return StoreUnavailable(
             f"{self._location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
         )
-
-    def _left_s(self) -> float:
-        return self._settings.restore_timeout_s + self.turn.waited_s - (time.monotonic() - self._started)
 
     def _run(self, fetching: _Fetching) -> None:
         with noted("restore", "key"):
@@ -162,7 +154,6 @@ class Restore:
 
     def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
         """Drop the files of the wrong environment, and fetch those of the observed one."""
-        self.turn.pass_on()
 
         def run(fetching: _Fetching) -> None:
             self._directory.empty_inbox()
@@ -178,36 +169,23 @@ class Restore:
         return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
-        """Fetch this key's packs.
-
-        If there are none, wait for another boot that compiles for this key. If there are still none, take the packs of
-        another version. If there are none either, find out why.
-        """
+        """Fetch this key's packs. If there are none, take the packs of another version. If there are none either, find
+        out why."""
         fetching.cache = cache
-        must_compile = False
-        try:
-            with noted("restore", "fetch"):
-                fetching.fetched = cache.fetch(self._abandoned)
-            if cache.is_empty and self._settings.peer_wait_s and self._settings.may_publish:
-                with noted("restore", "turn to compile"):
-                    self.turn.wait(cache, self._abandoned)
-                with noted("restore", "fetch"):
-                    fetching.fetched = cache.fetch(self._abandoned)
-            if cache.is_empty:
-                with noted("restore", "other versions"):
-                    fetching.fetched = self._seed(cache, fetching.fetched)
-            must_compile = cache.is_empty and not self._abandoned.is_set()
-        finally:
-            if not must_compile:
-                self.turn.pass_on()
-        if must_compile and not fetching.fetched.files:
+        with noted("restore", "fetch"):
+            fetching.fetched = cache.fetch(self._abandoned)
+        if cache.is_empty:
+            with noted("restore", "other versions"):
+                fetching.fetched = self._seed(cache, fetching.fetched)
+        if cache.is_empty and not fetching.fetched.files and not self._abandoned.is_set():
             fetching.done.set()  # nobody has to wait for the explanation
             fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
 
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
-        """The files of the model's newest other version for this environment."""
+        """The files of the model's newest other version for this environment, from the written store alone: so a new
+        version rolls a read-only layer back."""
         refused, seconds = own.refused, own.seconds
-        for key in predecessors(cache.stores.reading, cache.key):
+        for key in predecessors(cache.writing, cache.key) if cache.stores.writing else ():
             fetched = cache.for_version(key).fetch(self._abandoned)
             refused, seconds = refused + fetched.refused, seconds + fetched.seconds
             if fetched.files:

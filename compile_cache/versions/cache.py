@@ -21,6 +21,7 @@ from compile_cache.versions.directory import CacheDirectory
 from compile_cache.versions.fetch import Fetched, fetch
 from compile_cache.versions.heads import HEAD_READ_BYTES, StoredPack
 from compile_cache.versions.ledger import Ledger
+from compile_cache.versions.merge import Merged, merge
 from compile_cache.versions.packs import USED, PacksOfKey
 from compile_cache.versions.rules import Rules
 
@@ -44,25 +45,13 @@ class CompileCache:
         self.packs = PacksOfKey(stores.reading, key, rules)
         self._ledger = Ledger(directory, self.packs)
 
-    def of_written_store(self) -> CompileCache:
-        """The same key in the written store only, with another staging folder. For compaction.
+    def for_version(self, key: CacheKey) -> CompileCache:
+        """Another key's packs in the written store, fetched into the same staging folder.
 
         Raises:
             StoreError: no store is written.
-            OSError: the staging folder cannot be made.
         """
-        stores = Stores(self.writing, self.writing)
-        written = CompileCache(stores, self.key, self.environment, self._directory.annex(), self.rules)
-        written.packs.withdrawn_elsewhere = self.packs.withdrawn  # a layer may withdraw what this store has
-        return written
-
-    def forget_annex(self) -> None:
-        """Free the disk space of `of_written_store`."""
-        self._directory.empty_annex()
-
-    def for_version(self, key: CacheKey) -> CompileCache:
-        """Another key's packs in the same stores, fetched into the same staging folder."""
-        return CompileCache(self.stores, key, self.environment, self._directory, self.rules)
+        return CompileCache(Stores(self.writing, self.writing), key, self.environment, self._directory, self.rules)
 
     @property
     def directory(self) -> CacheDirectory:
@@ -166,6 +155,17 @@ class CompileCache:
         self._ledger.published(pack)
         if is_first:
             store.put(self.key.environment_prefix + "environment.json", self.environment.to_json().encode())
+
+    def merge(self, creator: str) -> Merged:
+        """Merge the packs of the written store into one, if there are too many (merge.py).
+
+        Raises:
+            StoreError: the store failed. Nothing is lost.
+            PackError: the merged pack is damaged. Nothing was deleted.
+            OSError: the staging folder cannot be written.
+        """
+        packs = PacksOfKey(self.writing, self.key, self.rules)
+        return merge(packs, self._directory.path, self._directory.empty_outbox(), creator)
 
     def mark_used(self, today: str) -> None:
         """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.

@@ -16,7 +16,6 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
 from compile_cache.pack.format import PACK_NAME
 from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.versions.withdrawal import read_withdrawal, withdrawals_among
 
 ROOT = f"v{FORMAT_VERSION}/"
 
@@ -27,7 +26,6 @@ _NAME = re.compile(
     rf"{ROOT}(?P<environment>{_PART})/(?:(?P<model>{_PART})/(?P<version>{_PART})/)?(?P<object>[A-Za-z0-9._-]+)"
 )
 USED_NAME = re.compile(r"used-\d{4}-\d{2}-\d{2}")
-LEASE_NAME = re.compile(r"[a-z]+\.lease")
 RECORD = "environment.json"
 MOST_RECORD_BYTES = 64 << 10
 _MOST_PREDECESSORS = 3
@@ -35,34 +33,26 @@ _MOST_PREDECESSORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One key's objects: its packs in use, oldest first, its withdrawn packs, the withdrawals, and the others (uses,
-    leases). A withdrawal outlives its pack. Times are seconds since 1970."""
+    """One key's objects: its packs, oldest first, and the others (marks of its use). Times are seconds since 1970."""
 
     key: CacheKey
     packs: tuple[StoredObject, ...] = ()
     others: tuple[StoredObject, ...] = ()
-    withdrawn: tuple[StoredObject, ...] = ()
-    withdrawals: tuple[StoredObject, ...] = ()
-
-    @property
-    def all_packs(self) -> tuple[StoredObject, ...]:
-        """The packs in use, then the withdrawn packs."""
-        return (*self.packs, *self.withdrawn)
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
         """Everything."""
-        return (*self.packs, *self.others, *self.withdrawn, *self.withdrawals)
+        return (*self.packs, *self.others)
 
     @property
     def size_bytes(self) -> int:
-        """The size of all packs, withdrawn or not."""
-        return sum(pack.size_bytes for pack in self.all_packs)
+        """The size of all packs."""
+        return sum(pack.size_bytes for pack in self.packs)
 
     @property
     def published_s(self) -> float:
-        """The time when the newest pack in use was stored; else the newest withdrawn pack; 0 without packs."""
-        return max((pack.modified_s for pack in self.packs or self.withdrawn), default=0.0)
+        """The time when the newest pack was stored; 0 without packs."""
+        return max((pack.modified_s for pack in self.packs), default=0.0)
 
     @property
     def used_s(self) -> float:
@@ -117,21 +107,12 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
 
 def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
     """The version with the objects `entries`."""
-    withdrawals = withdrawals_among(entries)
-    marks = set(withdrawals.values())
-    packs: list[StoredObject] = []
-    withdrawn: list[StoredObject] = []
-    others: list[StoredObject] = []
-    for entry in entries:
-        if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]):
-            (withdrawn if entry.name in withdrawals else packs).append(entry)
-        elif entry not in marks:
-            others.append(entry)
-    return Version(key, tuple(packs), tuple(others), tuple(withdrawn), tuple(withdrawals.values()))
+    packs = tuple(entry for entry in entries if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
+    return Version(key, packs, tuple(entry for entry in entries if entry not in packs))
 
 
 def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
-    """The versions of the key's model with packs in use for its environment. The version with the newest pack is first.
+    """The versions of the key's model with packs for its environment. The version with the newest pack is first.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -158,8 +139,6 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
         StoreError: the store cannot be listed or read.
     """
     catalog = read_catalog(store)
-    if withdrawn := next((v for v in catalog.versions if v.key == key and v.withdrawn and not v.packs), None):
-        return _explain_withdrawn(store, withdrawn)
     same_model = [v for v in catalog.versions if v.packs and v.key.model_name == key.model_name]
     elsewhere = [v for v in same_model if v.key.environment != key.environment]
     if not same_model:
@@ -174,13 +153,6 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
     if record is None:
         return f"{key.model_name} is stored for another environment, whose record cannot be read"
     return "stored for another environment: " + ", ".join(record.differences(environment))
-
-
-def _explain_withdrawn(store: ObjectStore, version: Version) -> str:
-    """Why no pack of `version` is in use. Takes one read."""
-    newest = max(version.withdrawals, key=lambda entry: entry.modified_s)
-    which = f"version {version.key.model_version} of {version.key.model_name}"
-    return f"every pack stored for {which} is withdrawn; the last one is {read_withdrawal(store, newest).text}"
 
 
 def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,23 +17,19 @@ from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Ver
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import PackState, Progress, verify_heads, verify_whole
-from compile_cache.versions.withdrawal import WITHDRAWN, Withdrawal, read_withdrawal
 
 _MOST_LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The result of a copy. `present_packs` were in the target already. `refused` packs, and packs `withdrawn` in the
-    source, were not copied. `withdrawn_in_target` packs are in use in the source, but withdrawn in the target."""
+    """The result of a copy. `present_packs` were in the target already. `refused` packs were not copied."""
 
     versions: int = 0
     packs: int = 0
     stored_bytes: int = 0
     present_packs: int = 0
     refused: tuple[RefusedPack, ...] = ()
-    withdrawn: tuple[Withdrawal, ...] = ()
-    withdrawn_in_target: tuple[str, ...] = ()
 
 
 def copy_versions(
@@ -42,16 +38,12 @@ def copy_versions(
     is_wanted: Callable[[CacheKey], bool],
     rules: Rules,
     progress: Progress = lambda done_bytes, total_bytes: None,
-    with_withdrawals: bool = False,
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
     Each pack is read into a temporary folder and verified there; then `target` gets it in one put. So an interrupted
     copy leaves only whole and sound packs, and the next copy goes on from there. If packs are merged meanwhile, the
     source is listed again. Several threads call `progress`, one at a time.
-
-    Withdrawn packs are not copied. With `with_withdrawals`, for a mirror, they are also withdrawn in `target`. Nothing
-    is reinstated there.
 
     Raises:
         StoreError: a store cannot be listed, or `target` cannot be written.
@@ -60,35 +52,18 @@ def copy_versions(
     copy = _Copy(source, target, rules, _Counter(progress))
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
-        wanted = [version for version in catalog.versions if is_wanted(version.key)]
-        versions = [version for version in wanted if version.packs]
+        versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
         copy.packs(versions)
         if not copy.vanished:
             break
     copy.records(catalog, {version.key.environment for version in versions})
-    withdrawals = [entry for version in wanted for entry in version.withdrawals]
-    in_target = {entry.name for entry in target.list(ROOT)}
-    if with_withdrawals:
-        _copy_withdrawals(source, target, withdrawals, in_target)
-    there = {pack.name for version in wanted for pack in version.withdrawn}
     return Copied(
         len(versions),
         len(copy.copied),
         sum(copy.copied.values()),
         len(copy.present),
         (*copy.refused.values(), *copy.vanished.values()),
-        tuple(found for entry in withdrawals if (found := read_withdrawal(source, entry)).pack in there),
-        tuple(pack.name for version in versions for pack in version.packs if pack.name + WITHDRAWN in in_target),
     )
-
-
-def _copy_withdrawals(
-    source: ObjectStore, target: ObjectStore, withdrawals: Sequence[StoredObject], in_target: Collection[str]
-) -> None:
-    """Withdraw those of these packs that `target` has."""
-    for entry in withdrawals:
-        if entry.name not in in_target and entry.name.removesuffix(WITHDRAWN) in in_target:
-            target.put(entry.name, read_withdrawal(source, entry).to_json())
 
 
 class _Counter:

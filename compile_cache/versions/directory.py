@@ -99,23 +99,6 @@ class CacheDirectory:
         atexit.register(_remove_own, root, os.getpid())
         return directory
 
-    def annex(self) -> CacheDirectory:
-        """An empty directory inside this one's inbox, with its own inbox and outbox.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
-        root = self.inbox / "annex"
-        _make_empty(root)
-        annex = CacheDirectory(root, 0, self._lock_fd)
-        for folder in (annex.path, annex.inbox, annex._outbox):
-            folder.mkdir()
-        return annex
-
-    def empty_annex(self) -> None:
-        """Remove the annex."""
-        shutil.rmtree(self.inbox / "annex", ignore_errors=True)
-
     def empty_inbox(self) -> None:
         """Remove fetched files.
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore
+from compile_cache.store.base import Stores
 from compile_cache.versions.catalog import explain_miss, predecessors, stored_versions
 from compile_cache.versions.packs import PacksOfKey, Selection
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +21,9 @@ class Explanation:
     """What a boot on this machine would find.
 
     `outcome` is `hit`, `seeded` (from the version `seeded_from`) or `miss`, and `reason` says why. Files would be taken
-    from `packs`, as far as their heads tell. `refused` and `withdrawn` packs are left out.
+    from `packs`, as far as their heads tell. `refused` packs are left out.
 
-    `stored_versions` of the model have packs in use for this environment. `assumes_no_sources`: the version would be
+    `stored_versions` of the model have packs for this environment. `assumes_no_sources`: the version would be
     another one if the predictor names sources.
     """
 
@@ -36,22 +35,22 @@ class Explanation:
     stored_bytes: int = 0
     seeded_from: str = ""
     refused: tuple[RefusedPack, ...] = ()
-    withdrawn: tuple[Withdrawal, ...] = ()
     stored_versions: tuple[str, ...] = ()
     assumes_no_sources: bool = False
 
 
 def explain_boot(
-    settings: Settings, store: ObjectStore, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]
+    settings: Settings, stores: Stores, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]
 ) -> Explanation:
     """Find what a boot would restore, by the boot's own rules, without torch and without a cache directory.
 
     The directory's number is assumed to be 0, as in a container. This reads only the packs' heads.
 
     Raises:
-        StoreError: the store cannot be listed.
+        StoreError: a store cannot be listed.
         SettingsError: a path in `sources` does not exist.
     """
+    store = stores.reading
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     key = key_for(settings, environment, model, version_for(settings, model, sources, environ))
     rules = Rules.of(settings)
@@ -63,12 +62,10 @@ def explain_boot(
         assumes_no_sources=not sources and not settings.model_version,
     )
     refused: list[RefusedPack] = []
-    withdrawn: list[Withdrawal] = []
-    for candidate in (key, *predecessors(store, key)):
-        packs = PacksOfKey(store, candidate, rules)
+    others = predecessors(stores.writing, key) if stores.writing else ()
+    for candidate in (key, *others):
+        packs = PacksOfKey(store if candidate == key or stores.writing is None else stores.writing, candidate, rules)
         packs.refresh()
-        withdrawn += [read_withdrawal(store, entry) for entry in packs.withdrawn.values()]
-        found = replace(found, withdrawn=tuple(withdrawn))
         selection = packs.select()
         refused += selection.refused
         if selection.files:

@@ -21,8 +21,7 @@ _TUNED = ".best_config"
 
 
 class Ledger:
-    """Compares `directory` with the known packs. Files that were pruned meanwhile count as new again; withdrawn files
-    do not."""
+    """Compares `directory` with the packs that the store has, or had: what was removed there meanwhile is not new."""
 
     def __init__(self, directory: CacheDirectory, packs: PacksOfKey) -> None:
         self._directory = directory
@@ -58,7 +57,7 @@ class Ledger:
 
     def is_superseded(self, pack: Pack) -> bool:
         """Whether another container has meanwhile published a part of this staged pack."""
-        keys = self._stored_keys()
+        keys = self._packs.seen
         return any(file.key in keys for file in pack.manifest.files if file.replaces is None)
 
     def published(self, pack: Pack) -> None:
@@ -71,14 +70,10 @@ class Ledger:
         """The files that the store lacks, in parts of a pack each, the most valuable first."""
         return [part for part in _parts(sorted(self._new(withheld), key=_by_value)) if part]
 
-    def _stored_keys(self) -> set[str]:
-        return {file.key for pack in self._packs.known.values() for file in pack.head.manifest.files}
-
     def _new(self, withheld: Collection[str]) -> Iterator[Source]:
         """The files to publish: those with new logical keys, those whose content differs from the stored one, and the
         files of another version that this boot has read."""
-        self._forget_pruned()
-        keys = self._stored_keys()
+        keys = self._packs.seen
         counts_all_read = bool(self._seeded) and not _records_reads(self._directory.inbox)
         siblings: dict[str, list[str]] = {}
         for path in self._stored:
@@ -97,14 +92,6 @@ class Ledger:
                 yield Source(local, path, key)
             elif (more := siblings.get(key)) and (variant := _variant(key, more)) not in keys:
                 yield Source(local, path, variant)
-
-    def _forget_pruned(self) -> None:
-        """Count files that the store has lost as new. A key with withdrawn packs is exempt: those packs have the files
-        that seem lost, or were merged from packs that had them, and nobody may publish them again."""
-        if self._packs.withdrawn:
-            return
-        paths = {file.path for pack in self._packs.known.values() for file in pack.head.manifest.files}
-        self._stored = {path: stored for path, stored in self._stored.items() if path in paths}
 
     def _changed(self, local: Path, path: str, key: str, stamp: FileStamp) -> Iterator[Source]:
         stored_sha256, stored_stamp = self._stored[path]

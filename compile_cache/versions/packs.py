@@ -16,7 +16,6 @@ from compile_cache.versions.choose import Choice, choose
 from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.withdrawal import withdrawals_among
 
 log = logging.getLogger("compile_cache")
 
@@ -47,9 +46,8 @@ class Selection:
 class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
-    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `withdrawn`
-    has the withdrawals by the name of their pack; withdrawn packs count as absent. `withdrawn_elsewhere` has further
-    withdrawals, from other stores' listings.
+    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `seen` has
+    the logical keys of all packs that were ever known, those deleted meanwhile among them, but not of damaged ones.
     """
 
     def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
@@ -58,8 +56,7 @@ class PacksOfKey:
         self.rules = rules
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
-        self.withdrawn: Mapping[str, StoredObject] = {}
-        self.withdrawn_elsewhere: Mapping[str, StoredObject] = {}
+        self.seen: set[str] = set()
         self.is_listed = False
         self._refused: dict[str, RefusedPack] = {}
         self._unavailable: set[str] = set()
@@ -76,7 +73,7 @@ class PacksOfKey:
         return bool(self._without_room)
 
     def list(self) -> Sequence[StoredObject]:
-        """The packs of this key that are in use, oldest first. Objects that are not named like packs are ignored.
+        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -84,14 +81,7 @@ class PacksOfKey:
         found = self.store.list(self.key.prefix)
         names = [entry.name.removeprefix(self.key.prefix) for entry in found]
         self.uses = {name for name in names if name.startswith(USED)}
-        self._note_withdrawn({**withdrawals_among(found), **self.withdrawn_elsewhere})
-        packs = [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
-        return [entry for entry in packs if entry.name not in self.withdrawn]
-
-    def _note_withdrawn(self, withdrawn: Mapping[str, StoredObject]) -> None:
-        for name in withdrawn.keys() - self.withdrawn.keys():
-            log.info("pack.withdrawn name=%s This pack is not used. `compile-cache show` says why.", name)
-        self.withdrawn = withdrawn
+        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
 
     def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
@@ -134,15 +124,23 @@ class PacksOfKey:
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
         self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        self.seen |= self._keys()
         return vanished
+
+    def _keys(self) -> set[str]:
+        return {file.key for pack in self.known.values() for file in pack.head.manifest.files}
 
     def add(self, pack: StoredPack) -> None:
         """Add a pack that was just uploaded."""
         self.known[pack.entry.name] = pack
+        self.seen |= self._keys()
 
     def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
-        """Count a pack as absent, because reading more of it failed."""
-        self.known.pop(entry.name, None)
+        """Count a pack as absent, because reading more of it failed. The files of a damaged pack may be published
+        again."""
+        pack = self.known.pop(entry.name, None)
+        if pack is not None and isinstance(error, PackError):
+            self.seen -= {file.key for file in pack.head.manifest.files} - self._keys()
         self._refuse(entry, error)
 
     def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:

@@ -1,18 +1,17 @@
 """Pruning: finds the versions that a store does not need, and removes them. Versions in use are never touched.
 
-Versions are removed whole: their packs add up, and a single pack is of little use. Withdrawals stay, because a layer or
-a running container may have their packs.
+Versions are removed whole: their packs add up, and a single pack is of little use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from compile_cache.errors import SettingsError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.versions.catalog import LEASE_NAME, RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of
+from compile_cache.versions.catalog import RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of
 
 _DAY_S = 86_400.0
 
@@ -27,8 +26,7 @@ class PrunePolicy:
     | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
     | `most_bytes` | the least recently used versions, until all packs fit |
 
-    A version stays if any of its objects was written in the last `in_use_days`: a pack, the mark of its use, or the
-    lease of a boot that compiles for it.
+    A version stays if any of its objects was written in the last `in_use_days`: a pack, or the mark of its use.
     """
 
     unused_days: float | None = None
@@ -59,7 +57,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """The objects to remove: versions with their packs, `leftovers` (marks and leases of versions without packs), and
+    """The objects to remove: versions with their packs, `leftovers` (marks of versions without packs), and
     the records of `environments` in which nothing is left. `kept_bytes` is the size of the packs that stay."""
 
     removals: tuple[Removal, ...] = ()
@@ -90,7 +88,7 @@ class Pruned:
 
 def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
     """A plan from the catalog of the written store. Changes nothing."""
-    versions = [version for version in catalog.versions if version.all_packs]
+    versions = [version for version in catalog.versions if version.packs]
     kept = {version.key: version for version in versions}
     removals: list[Removal] = []
 
@@ -139,10 +137,10 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
             skipped.append(planned.key)
             continue
         for version in catalog_of(entries).versions:
-            for entry in (*version.all_packs, *_ours(version.others)):
+            for entry in (*version.packs, *_ours(version.others)):
                 store.delete(entry.name)
-            versions += bool(version.all_packs)
-            packs += len(version.all_packs)
+            versions += bool(version.packs)
+            packs += len(version.packs)
             freed_bytes += version.size_bytes
     for digest in plan.environments:
         folder = f"{ROOT}{digest}/"
@@ -152,10 +150,28 @@ def apply_prune(store: ObjectStore, plan: PrunePlan) -> Pruned:
     return Pruned(versions, packs, freed_bytes, tuple(skipped))
 
 
+def remove_packs(store: ObjectStore, version: Version, packs: Collection[str] | None = None) -> list[StoredObject]:
+    """Delete the packs of `version` with the names `packs` (all, if that is None) and return them. Of a whole version,
+    packs that a container publishes or merges meanwhile are deleted too.
+
+    Raises:
+        StoreError: the store cannot be listed, or refuses to delete.
+    """
+    removed: list[StoredObject] = []
+    due = [pack for pack in version.packs if packs is None or pack.name in packs]
+    while due:
+        for pack in due:
+            store.delete(pack.name)
+        removed += due
+        gone = {pack.name for pack in removed}
+        left = next((v.packs for v in catalog_of(store.list(version.key.prefix)).versions), ())
+        due = [pack for pack in left if packs is None and pack.name not in gone]
+    return removed
+
+
 def _by_use(versions: Iterable[Version]) -> list[Version]:
-    """The versions by last use, the latest first; at equal times, the latest published first. Versions without a pack
-    in use come last."""
-    return sorted(versions, key=lambda v: (bool(v.packs), v.used_s, v.published_s), reverse=True)
+    """The versions by last use, the latest first; at equal times, the latest published first."""
+    return sorted(versions, key=lambda v: (v.used_s, v.published_s), reverse=True)
 
 
 def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]]:
@@ -172,22 +188,20 @@ def _touched_s(version: Version) -> float:
 
 
 def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
-    """The marks of use and the leases. Other objects in a version's folder do not belong to this library."""
-    names = [(entry, entry.name.rpartition("/")[2]) for entry in entries]
-    return [entry for entry, name in names if USED_NAME.fullmatch(name) or LEASE_NAME.fullmatch(name)]
+    """The marks of use. Other objects in a version's folder do not belong to this library."""
+    return [entry for entry in entries if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]
 
 
 def _is_leftover(version: Version) -> bool:
-    return not version.all_packs and bool(_ours(version.others))
+    return not version.packs and bool(_ours(version.others))
 
 
 def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:
-    """The environments of which only the record would be left, unless somebody has just begun to publish there. An
-    environment with a withdrawal keeps its record, which the command line shows."""
+    """The environments of which only the record would be left, unless somebody has just begun to publish there."""
     inhabited = {
         version.key.environment
         for version in catalog.versions
-        if version.key not in gone or version.withdrawals or len(_ours(version.others)) < len(version.others)
+        if version.key not in gone or len(_ours(version.others)) < len(version.others)
     }
     return tuple(
         sorted(

@@ -1,4 +1,4 @@
-"""Verifying stored packs one by one, for `compile-cache` and for compaction."""
+"""Verifying stored packs one by one, for `compile-cache` and for merging."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from compile_cache.pack.head import Head
 from compile_cache.pack.reading import ObjectReader, in_daemon_threads
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.versions.catalog import Version
 from compile_cache.versions.heads import HeadReader
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
-from compile_cache.versions.withdrawal import Withdrawal, read_withdrawal, withdrawals_among
 
 # Called with the number of bytes read so far and the total.
 Progress = Callable[[int, int], None]
@@ -26,14 +24,13 @@ class PackState(StrEnum):
     """The state of a stored pack.
 
     `REFUSED` packs may be intact, but the trusted keys, the limits, the pack format or their place forbid their use.
-    Only their heads were read. `WITHDRAWN` packs are out of use, and were not read.
+    Only their heads were read.
     """
 
     SOUND = "sound"
     DAMAGED = "damaged"
     REFUSED = "refused"
     UNREADABLE = "unreadable"
-    WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +97,6 @@ def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rul
 
     in_daemon_threads(look, entries)
     return [pack for entry in entries if (pack := found[entry.name])]
-
-
-def read_withdrawals(store: ObjectStore, version: Version) -> dict[str, Withdrawal]:
-    """The withdrawals of `version` by the name of the pack. Takes one small read for each."""
-    entries = withdrawals_among(version.withdrawals)
-    return {pack.name: read_withdrawal(store, entries[pack.name]) for pack in version.withdrawn}
-
-
-def list_withdrawn(store: ObjectStore, versions: Sequence[Version]) -> list[VerifiedPack]:
-    """The withdrawn packs of `versions`, with the reasons. No pack is read."""
-    found = []
-    for version in versions:
-        withdrawals = read_withdrawals(store, version)
-        found += [VerifiedPack(p, PackState.WITHDRAWN, withdrawals[p.name].text) for p in version.withdrawn]
-    return found
 
 
 def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:

@@ -86,12 +86,11 @@ def store_section(content: Content) -> Element:
     problems = [sentence(tag("span", f"Left out: {problem}", class_="bad")) for problem in content.problems]
     if not content.versions:
         return section("store", "Store", location, *problems, sentence("Nothing is stored there."))
-    columns = ("model_", "version_", "environment_", "packs>", "withdrawn>", "size>", "published_", "last used_")
+    columns = ("model_", "version_", "environment_", "packs>", "size>", "published_", "last used_")
     rows = [
         (
             *_key_cells(version.key),
             str(len(version.packs)),
-            str(len(version.withdrawn)) if version.withdrawn else "",
             size_text(version.size_bytes),
             time_of(version.published_s),
             age_text(version.used_s),
@@ -99,7 +98,7 @@ def store_section(content: Content) -> Element:
         for version in content.versions
     ]
     environments = [(short(digest), environment_text(record)) for digest, record in content.environments.items()]
-    packs = count_text(sum(len(version.all_packs) for version in content.versions), "pack")
+    packs = count_text(sum(len(version.packs) for version in content.versions), "pack")
     size = size_text(sum(version.size_bytes for version in content.versions))
     total = f"{count_text(len(content.versions), 'version')}, {packs}, {size}."
     strangers = f" Objects that are not of compile_cache: {content.strangers}." if content.strangers else ""

@@ -42,7 +42,7 @@ def read_content(store: ObjectStore, reports: Iterable[BootReport]) -> Content:
         StoreError: the store cannot be listed.
     """
     catalog = read_catalog(store)
-    versions = [version for version in catalog.versions if version.all_packs]
+    versions = [version for version in catalog.versions if version.packs]
     versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
     missed = {
         key: None for report in reports if report.restore.outcome not in ("hit", "off") and (key := key_of(report))
