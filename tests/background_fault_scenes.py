@@ -94,13 +94,14 @@ def ends_while(work: str) -> dict[str, Any]:
 
     places: dict[str, tuple[type, str]] = {
         "take": (Backlog, "_taken"),
-        "preload": (Preloading, "_import_and_load"),
+        "preload": (Preloading, "_run"),
     }
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide
 
         if work == "preload":
+            assert boot._restore._fetching.done.wait(PATIENCE_S)
             boot.preload()
         else:
             begun(boot, (Wide,))

@@ -13,7 +13,7 @@ import pytest
 from boots import run_boot, settings
 
 import compile_cache
-from compile_cache.lifecycle.workplace import claim_workplace
+from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
 
 ROOT = Path(__file__).parent.parent

@@ -610,28 +610,6 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
     assert booted.files() == publisher.files()
 
 
-def test_a_refused_pack_is_not_fetched_again_by_a_later_boot_of_the_host(local, machine, key, environment):
-    bad, _ = published_pair(local, machine)
-    local.put(bad, damage_flip(local.read(bad)))
-    reads: list[str] = []
-
-    class Watched(LocalStore):
-        def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-            reads.append(name)
-            return super().read(name, start, size_bytes)
-
-    watched = Watched(Path(local.location))
-    booted = machine(watched)
-    (refused,) = booted.restore().refused
-    assert reads.count(bad) > 0
-    reads.clear()
-    booted.directory.empty_inbox()
-    later = CompileCache(Stores(watched, watched), key, environment, booted.directory, Rules(LIMITS))
-    (again,) = later.fetch().refused
-    assert bad not in reads
-    assert refused.reason in again.reason
-
-
 def test_a_store_that_does_not_answer_makes_no_pack_a_refused_one(local, machine):
     published_pair(local, machine)
     answers = []

@@ -102,7 +102,7 @@ HARSH = PrunePolicy(unused_days=0, keep_versions=0, most_bytes=0)
         [pack("1", 1, 100), pack("1", 2, 1)],
         [pack("1", 1, 100), other("1", "used-2026-11-20", 1)],
     ],
-    ids=["published", "published again", "used", "compiled for", "compiled for the first time"],
+    ids=["published", "published again", "used"],
 )
 def test_what_was_touched_in_the_last_two_days_stays_whatever_the_rules_say(entries):
     assert plan(HARSH, *entries).is_empty
@@ -184,7 +184,7 @@ def test_packs_go_before_marks():
 @pytest.mark.parametrize(
     "since",
     [pack("1", 9, 0), other("1", "used-2026-11-21", 0), pack("1", 1, 49)],
-    ids=["published", "used", "compiled for", "put again"],
+    ids=["published", "used", "put again"],
 )
 def test_a_version_touched_since_the_plan_is_skipped_and_named(since):
     entries = [pack("1", 1, 50), pack("2", 2, 50)]

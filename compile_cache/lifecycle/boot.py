@@ -81,7 +81,7 @@ class Boot(Serving):
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
     ) -> None:
-        from compile_cache.lifecycle.process import keep_worker_alive_on_interrupt, name_user
+        from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user
 
         self._started = time.perf_counter()
         super().__init__(BootReport(store=settings.store, scope=settings.scope, mode=settings.mode))
@@ -105,7 +105,7 @@ class Boot(Serving):
             self._start_restore(self._directory, model, sources, environ)
 
     def _claim_directory(self, model: str, environ: MutableMapping[str, str]) -> None:
-        from compile_cache.lifecycle.workplace import claim_workplace
+        from compile_cache.lifecycle.host import claim_workplace
 
         workplace = claim_workplace(self._settings, model)
         for warning in workplace.warnings:
@@ -158,17 +158,22 @@ class Boot(Serving):
             self._timeline.add("setup", phase, started, seconds)
 
     def preload(self) -> None:
-        """On a thread, import the modules that precompiled regions need, and load the regions, while the weights load.
-        If none were restored, import torch's compiler, unless a second process compiles.
+        """Load restored functions on a thread while the weights load. What that needs is imported first, on the
+        caller's thread: about 0.1 s where diffusers is imported.
 
-        Call it after the caller's own imports: later imports of the same packages wait for this thread.
+        Call it after the caller's own imports. If the restore has not ended by then, or has brought no functions, this
+        does nothing, and `compile` loads them.
         """
-        from compile_cache.lifecycle.preload import Preloading
+        if self._preloading is not None or not self._has_precompiled():
+            return
+        compiler = self._prepared_compiler()
+        if compiler is not None:
+            from compile_cache.lifecycle.preload import Preloading
 
-        if self._settings.enabled and self._preloading is None:
-            is_to_compile = self._settings.cold_start == "block"
-            self._preloading = Preloading(self._has_precompiled, self._load_precompiled, is_to_compile)
-            self._preloading.start()
+            with self._degrading("load precompiled regions ahead"):
+                preloading = Preloading(compiler.prefetch)
+                preloading.start()
+                self._preloading = preloading
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Have the second process call `function` before it compiles, for example to register an attention.
@@ -213,8 +218,6 @@ class Boot(Serving):
             if not self._has_tried_compiler and self._directory is not None:
                 self._has_tried_compiler = True
                 with self._degrading("set up compilation; serving eager"):
-                    if self._preloading is not None and self._preloading.failure is not None:
-                        raise self._preloading.failure
                     from compile_cache.regions.compiler import Compiler
 
                     is_hit = self.report.restore.outcome == "hit"
@@ -222,19 +225,13 @@ class Boot(Serving):
             return self._compiler
 
     def _has_precompiled(self) -> bool:
-        """Wait for the restore. Returns whether it brought precompiled regions."""
+        """Whether the restore has ended, and brought precompiled regions."""
+        if self._restore is None or not self._restore.has_ended:
+            return False
         from compile_cache.versions.directory import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)
-
-    def _load_precompiled(self) -> bool:
-        """Wait for the restore, and load its precompiled regions. Returns whether there are any."""
-        self._join()
-        with self._degrading("load precompiled regions"):
-            compiler = self._prepared_compiler()
-            return compiler is not None and compiler.prefetch() > 0
-        return False
 
     def warm_up(self, call: Callable[[], Any]) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
@@ -288,7 +285,7 @@ class Boot(Serving):
             self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
-        from compile_cache.lifecycle.process import process_age_s, say
+        from compile_cache.lifecycle.host import process_age_s, say
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation

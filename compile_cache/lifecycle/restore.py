@@ -77,6 +77,11 @@ class Restore:
         self._abandoned.set()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether `join` need not wait."""
+        return self._fetching.done.is_set()
+
+    @property
     def explanation(self) -> str:
         """Why nothing was found; empty if that is not known yet."""
         return self._fetching.explanation

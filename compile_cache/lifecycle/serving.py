@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from compile_cache.regions.counters import CompileCounts, read_counts
 if TYPE_CHECKING:
     from torch import nn
 
-    from compile_cache.lifecycle.prediction import Prediction
     from compile_cache.regions.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
@@ -55,8 +55,6 @@ class Serving:
 
     def prediction(self) -> Prediction:
         """A counter of the calls that serve a prediction, from now on."""
-        from compile_cache.lifecycle.prediction import Prediction
-
         return Prediction(self.report, self._compiler)
 
     def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
@@ -84,3 +82,47 @@ class Serving:
     def counts(self) -> CompileCounts:
         """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
         return read_counts().since(self._counted_before)
+
+
+class Prediction:
+    """Counts calls from its creation on. Predictions at the same time count one another's calls."""
+
+    def __init__(self, report: BootReport, compiler: Compiler | None) -> None:
+        self._report = report
+        self._compiler = compiler
+        self._counted = read_counts()
+        self._before = self._serving()
+        self._waited_s = self._waiting_s()
+
+    def metrics(self) -> dict[str, Any]:
+        """Values by metric name, for `record_metric`. Four are added to the boot's own:
+
+        - `served`: the steps that served each region's calls
+        - `compiled_now`: graphs that this process compiled meanwhile
+        - `waited_s`: seconds that requests waited for these
+        - `compiling`: kinds of calls that the second process has not answered yet
+        """
+        return {
+            **self._report.metrics(),
+            "compile_cache.served": {name: _words(steps) for name, steps in self.served().items()},
+            "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
+            "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
+            "compile_cache.compiling": self._compiler.waiting if self._compiler else 0,
+        }
+
+    def served(self) -> dict[str, Counter[str]]:
+        """For each region with calls, the number of calls by the step that served them."""
+        served = {name: after - self._before[name] for name, after in self._serving().items()}
+        return {name: steps for name, steps in served.items() if steps}
+
+    def _serving(self) -> dict[str, Counter[str]]:
+        regions = self._compiler.regions.values() if self._compiler else ()
+        return {region.report.name: Counter(region.served) for region in regions}
+
+    def _waiting_s(self) -> float:
+        return sum(region.waited_s for region in self._compiler.regions.values()) if self._compiler else 0.0
+
+
+def _words(calls: Counter[str]) -> str:
+    """The steps of calls in words, the most frequent first: `precompiled, eager`."""
+    return ", ".join(step for step, _ in calls.most_common())

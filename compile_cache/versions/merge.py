@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.errors import PackError
+from compile_cache.errors import ObjectNotFound, PackError
 from compile_cache.pack.format import Source, sha256_of, write_pack
 from compile_cache.pack.manifest import PackFile
 from compile_cache.versions.choose import choose
@@ -53,6 +53,8 @@ def merge(packs: PacksOfKey, directory: Path, folder: Path, creator: str) -> Mer
     pack.local.unlink()
     try:
         verify_pack(store, name, pack.stored_bytes, packs.rules)
+    except ObjectNotFound:  # somebody else has merged it already
+        return Merged()
     except PackError:
         store.delete(name)
         raise
