@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Callable
@@ -19,6 +19,7 @@ _LONGEST_WAIT_S = 60.0
 _LOADER = (
     "torch._dynamo.aot_compile",
     "torch._functorch._aot_autograd.aot_autograd_result",
+    "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
     "torch._inductor.output_code",
     "torch._inductor.async_compile",
     "torch._inductor.hooks",
@@ -32,7 +33,7 @@ class Preloading:
     """Imports torch's loader on the caller's thread, and then calls `load` on a thread of its own.
 
     torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
-    half-made module. So the thread imports nothing of torch.
+    half-made module. So the thread imports none of its modules.
     """
 
     def __init__(self, load: Callable[[], object]) -> None:
@@ -45,11 +46,12 @@ class Preloading:
         """Import the loader, and begin.
 
         Raises:
-            ImportError, AttributeError: this torch has other modules.
+            ImportError: this torch has other modules.
         """
         with noted("preload", "import torch's loader"):
             for name in _LOADER:
-                importlib.import_module(name)
+                if importlib.util.find_spec(name):
+                    importlib.import_module(name)
         end_at_exit(self._thread, lambda: None)
         self._thread.start()
 
