@@ -1,4 +1,4 @@
-"""Preloading: the thread loads what was restored, and leaves the imports of torch's compiler to the thread that boots."""
+"""Preloading: the thread loads what was restored; the thread that boots does the imports of torch's compiler."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import importlib
 import os
 import re
 import sys
@@ -20,7 +22,6 @@ import torch
 from compile_cache.aot.adapter import Compilation, torch_key
 from compile_cache.aot.describe import code_digest
 from compile_cache.aot.guards import RecordedGuard, importable, resolve
-from compile_cache.aot.sources import file_digest
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.key import environment
@@ -188,3 +189,18 @@ def _source_difference(name: str, source: Mapping[str, Any]) -> str:
 
 
 _cached_code_digest = functools.cache(code_digest)
+
+
+@functools.cache
+def file_digest(module: str) -> str:
+    """SHA-256 of a module's source file. It is read from disk once.
+
+    Raises:
+        NotPrecompilable: the module has no source file.
+    """
+    file = getattr(importlib.import_module(module), "__file__", None)
+    try:
+        with open(file or "", "rb") as source:
+            return hashlib.sha256(source.read()).hexdigest()
+    except OSError as error:
+        raise NotPrecompilable(f"the source file of {module} is missing") from error

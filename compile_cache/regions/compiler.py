@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.check import PeakMemory
 from compile_cache.regions.ladder import RegionReport
-from compile_cache.regions.left_eager import LeftEager
 from compile_cache.regions.region import Region
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.settings import Settings
@@ -262,6 +261,46 @@ class Compiler:
             for region in self.regions.values():
                 region.watched, region.may_compile = False, True
                 region.conclude()
+
+
+class LeftEager:
+    """Finds the modules to leave eager, by class name, and reports them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._reports: dict[type[nn.Module], RegionReport] = {}
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether to leave `module` eager. If so, it is counted."""
+        kind = type(module)
+        if kind.__name__ not in self._names:
+            return False
+        report = self._reports.setdefault(
+            kind,
+            RegionReport(
+                kind.__name__, 0, step="eager", reason="left eager by COMPILE_CACHE_LEAVE_EAGER", is_left_eager=True
+            ),
+            RegionReport(
+                kind.__name__, 0, step="eager", reason="left eager by COMPILE_CACHE_LEAVE_EAGER", is_left_eager=True
+            ),
+        )
+        report.instances += 1
+        return True
+
+    @property
+    def reports(self) -> list[RegionReport]:
+        """A report for each class that `takes` met."""
+        return list(self._reports.values())
+
+    def warnings(self, compiled: Sequence[str]) -> list[str]:
+        """A warning for each name that no class had. `compiled` has the names of the other classes."""
+        met = {report.name for report in self.reports}
+        classes = ", ".join(sorted({*met, *compiled})) or "none"
+        return [
+            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
+            for name in self._names
+            if name not in met
+        ]
 
 
 def _signal_compiles(compiling: threading.Event) -> None:
