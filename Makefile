@@ -13,7 +13,7 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 QUANTIZE := $(VENV)/quantize
 
 # An hour as root. `make test` has a small part of it.
-SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py exit_flush.py \
+SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py \
   "soak_predictions.py --predictions 2000"
 
 .PHONY: demo test container soak lint types clean
@@ -23,7 +23,7 @@ help:
 	@echo "make demo        boot the demo model in a real Cog server: eager, cold, restored"
 	@echo "make test        run the whole test suite"
 	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
-	@echo "make soak        servers and the store under load and faults, in full; needs root, tini and iproute2"
+	@echo "make soak        servers and the store under load and faults, in full; needs root and iproute2"
 	@echo "make lint        ruff"
 	@echo "make types       mypy"
 
@@ -37,7 +37,6 @@ container: $(READY)
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py
 
 soak: $(READY)
-	$(BIN)/python -m pytest benchmarks
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \

@@ -1,260 +1,314 @@
-"""Boots of the same predictor compared: eager, cold (nothing stored yet), warm (restored from what cold stored) and
-cached (as warm, without precompiled regions: torch traces them, and finds their graphs).
+"""Boots of predict.py compared: eager, cold (nothing stored), warm (restored), and those of an older checkout in turn.
 
-Each boot is a fresh process. One eager boot that is not measured comes first, so that all measured ones read the
-weights from the page cache; then the cold ones, then eager and warm in turn. Exits with 1 if a check fails.
+    python benchmarks/boot.py --store /tmp/boots --warm 3
+    python benchmarks/boot.py --model /tmp/flux1 --sizes 1024x1024 --against ../before --warm 8 --store /tmp/boots
+    python benchmarks/boot.py --model /tmp/llama --text --against ../before --warm 8 --store /tmp/boots-llama
+
+Each boot is a fresh process of its checkout's code, with the store and the cache directory of its checkout. An eager
+boot that is not measured comes first, so that all others read the weights from the page cache; then a cold boot of each
+checkout, which fills its store; then rounds of eager and warm boots. Checkouts take turns at being first. --imports
+adds warm boots under Python's `-X importtime`, which only boot. A boot is added to --out as a JSON line when it is
+done. A call goes on where the last one stopped: it skips the boots that --out has. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
-from fresh_boot import RESTORED_STEPS, ROOT, Boot, Plan, prepare, run_boot
-from table import Row, markdown
+from fresh_boot import ROOT, Model, boot_environment, conclude, new_log, run_process
+from one_boot import READY
+from table import markdown, spread
 
-KINDS = ("eager", "cold", "warm", "cached", "unpreloaded")
+# A boot as JSON: what one_boot.py printed, and which boot of the run it is.
+Boot = dict[str, Any]
+KINDS = ("eager", "cold", "warm", "cached")
 _COLUMNS = (
+    "checkout",
     "boot",
     "n",
-    "process start to READY, s",
+    "READY, s",
+    "without imports, s",
     "− eager, s",
-    "boot to READY, s",
     "weights, s",
     "warm-up, s",
     "compile, s",
     "restore, s",
-    "waited for it, s",
-    "first prediction, s",
-    "step, ms",
-    "step / eager",
+    "first answer, s",
+    "first token, s",
+    "step or token, ms",
+    "modules at READY",
     "boot's peak, GB",
-    "prediction's peak, GB",
 )
+# Student's t: 95 % of the values are below, for 1, 2, … degrees of freedom.
+_T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746)
+_IMPORT = re.compile(r"^import time:\s+(\d+) \|")
 
 
-def boot_function(is_under_cog: bool) -> Callable[[Plan, str, Path], Boot]:
-    """What makes a boot: a process of the predictor alone, or one under Cog's server."""
-    if not is_under_cog:
-        return run_boot
-    sys.path.append(str(ROOT / "demo"))
-    from cog_boot import run_cog_boot
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A state of the code, with a store, a cache directory and logs of its own in `work`."""
 
-    return run_cog_boot
+    name: str
+    root: Path
+    work: Path
+
+    def boot(self, kind: str, model: Model, args: Any) -> Boot:
+        """One boot of this checkout's code in a process of its own.
+
+        Raises:
+            SystemExit: it failed; names its log.
+        """
+        environ = boot_environment(self.work, kind, self.work / "store", self.root)
+        environ |= {"MODEL": str(model.folder), "COMPILE_CACHE_COLD_START": "block", **model.variables}
+        command = [sys.executable, *(["-X", "importtime"] if kind == "imports" else [])]
+        command += [str(ROOT / "benchmarks" / "one_boot.py"), json.dumps({} if kind == "imports" else model.inputs)]
+        command += ["--steps", *map(str, args.steps), "--pairs", str(args.pairs)]
+        log = new_log(self.work, kind)
+        line = run_process(kind, command + ["--text"] * model.is_text, environ, log, args.timeout)
+        imported = read_imports(log) if kind == "imports" else {}
+        return {"checkout": self.name, "kind": kind, **json.loads(line), **imported}
 
 
-def in_order(work: Path, cold: int, warm: int, in_turn: Sequence[str], budget_s: float) -> Iterator[tuple[str, Path]]:
-    """Kind and store of each measured boot: cold ones with a store each, then `warm` rounds of the kinds `in_turn` with
-    the last of these. None starts after `budget_s`."""
-    started = time.monotonic()
-    stores = [work / f"store-{number}" for number in range(cold)]
-    order = [("cold", store) for store in stores]
-    order += [(kind, stores[-1]) for _ in range(warm) for kind in in_turn]
-    for kind, store in order:
-        if time.monotonic() - started > budget_s:
-            print(f"no further boot after {budget_s:g} s")
+def read_imports(log: Path) -> dict[str, float]:
+    """How many modules `-X importtime` lists until READY, and the sum of their own seconds, on all threads."""
+    lines = log.read_text(errors="replace").partition(READY)[0].splitlines()
+    own_us = [int(found[1]) for line in lines if (found := _IMPORT.match(line))]
+    return {"imports": len(own_us), "imports_s": sum(own_us) / 1e6}
+
+
+def steps(args: Any) -> Iterator[tuple[str, str, int]]:
+    """Checkout, kind and round of each boot, in order."""
+    names = ["this", *(["other"] if args.against else [])]
+    yield from ((name, "cold", 1) for name in names)
+    for number in range(1, max(args.warm, args.imports) + 1):
+        ordered = names if number % 2 else names[::-1]
+        if number <= args.warm:
+            yield "this", "eager", number
+            yield from ((name, "warm", number) for name in ordered)
+            if args.cached:
+                yield "this", "cached", number
+        if number <= args.imports:
+            yield from ((name, "imports", number) for name in ordered)
+
+
+def run(model: Model, args: Any, done: list[Boot]) -> None:
+    """Boot what is missing, as far as the time allows, and add it to `done`."""
+    begun, longest_s = time.monotonic(), 0.0
+    checkouts = {"this": Checkout("this", ROOT, args.store / "this")}
+    if args.against:
+        checkouts["other"] = Checkout("other", args.against.resolve(), args.store / "other")
+    known = {(boot["checkout"], boot["kind"], boot["round"]) for boot in done}
+    left = [step for step in steps(args) if step not in known]
+    for name, kind, number in [("this", "eager", 0), *left] if left else []:
+        started = time.monotonic()
+        if started + longest_s > begun + args.limit_s:
+            print(f"no further boot: {args.limit_s:g} s are nearly over", flush=True)
             return
-        yield kind, store
-
-
-def collect(boots: Iterable[Any], describe: Callable[[Any], str], out: Path | None) -> dict[str, list[Any]]:
-    """The boots by kind. Each is printed, and added to the file `out`, as soon as it is done."""
-    found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for boot in boots:
-        found[boot.kind].append(boot)
+        checkouts[name].work.mkdir(parents=True, exist_ok=True)
+        boot = {"model": model.folder.name, "round": number, **checkouts[name].boot(kind, model, args)}
+        longest_s = max(longest_s, time.monotonic() - started)
         print(describe(boot), flush=True)
-        if out:
-            with out.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(boot)) + "\n")
-    return found
+        if number:
+            done.append(boot)
+            with args.out.open("a") as file:
+                file.write(json.dumps(boot) + "\n")
 
 
 def describe(boot: Boot) -> str:
     """One line on one boot."""
-    return (
-        f"{describe_report(boot.kind, boot.report)}; first prediction {boot.first.seconds:.3f} s, "
-        f"step {boot.step_ms:.2f} ms, picture {boot.first.sha256[:12]} of {boot.first.colours} colours"
-    )
-
-
-def describe_report(kind: str, report: Mapping[str, Any]) -> str:
-    """What a line on a boot of any model begins with."""
-    counts, restore = report["counts"], report["restore"]
-    regions = ", ".join(f"{region['name']} {region['step']}" for region in report["regions"])
+    report = boot["report"]
+    counts = report["counts"]
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases"].items())
+    regions = ", ".join(f"{region['name']} {region['step']}" for region in report["regions"])
+    asked = f"; {boot['step_ms']:.3f} ms, answer {boot['sha256'][:12]}" if "step_ms" in boot else ""
     return (
-        f"{kind}: {report['process_s']:.2f} s to READY ({phases}); restore {restore['outcome']}, "
-        f"{restore['files']} files, {restore['stored_bytes'] / 1e6:.1f} MB; {regions or 'no regions'}; "
-        f"{hits(counts)} hits, {misses(counts)} misses, {counts['kernels_compiled']} kernels, "
-        f"{counts['benchmarks']} benchmarks"
+        f"{boot['checkout']} {boot['kind']} {boot['round'] or 'not measured'}: READY after {ready_s(boot):.2f} s "
+        f"({phases}); restore {report['restore']['outcome']}; {regions or 'no regions'}; {misses(boot)} misses, "
+        f"{counts['kernels_compiled']} kernels, {len(boot['modules'])} modules{asked}"
     )
-
-
-def hits(counts: dict[str, int]) -> int:
-    """Lookups answered from the cache."""
-    return counts["fxgraph_hits"] + counts["aotautograd_hits"]
-
-
-def misses(counts: dict[str, int]) -> int:
-    """Lookups that were not."""
-    return sum(count for name, count in counts.items() if name.endswith(("_misses", "_bypasses")))
 
 
 def ready_s(boot: Boot) -> float:
-    """Seconds from the start of the process, or of Cog's server, to READY."""
-    return boot.http_ready_s if boot.http_ready_s is not None else boot.report["process_s"]
+    """Seconds from the start of the process to READY."""
+    return float(boot["report"]["process_s"])
 
 
-def gigabytes(size_bytes: int | None) -> float | None:
-    """In units of 10⁹ bytes; None stays None."""
-    return None if size_bytes is None else size_bytes / 1e9
+def own_s(boot: Boot) -> float:
+    """That without the predictor's imports, which vary by seconds from boot to boot."""
+    return ready_s(boot) - float(boot["report"]["phases"]["import"])
 
 
-def row(kind: str, boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
+def step_ms(boot: Boot) -> float:
+    """Milliseconds of a denoising step, or of a token."""
+    return float(boot["step_ms"])
+
+
+def modules(boot: Boot) -> float:
+    """How many modules are imported at READY."""
+    return len(boot["modules"])
+
+
+def misses(boot: Boot) -> int:
+    """Lookups that the cache did not answer."""
+    counts = boot["report"]["counts"]
+    return sum(count for name, count in counts.items() if name.endswith(("_misses", "_bypasses")))
+
+
+def select(boots: Sequence[Boot], checkout: str, kind: str) -> list[Boot]:
+    """The boots of one kind."""
+    return [boot for boot in boots if (boot["checkout"], boot["kind"]) == (checkout, kind)]
+
+
+def pairs(ours: Sequence[Boot], theirs: Sequence[Boot], value: Callable[[Boot], float]) -> list[tuple[float, float]]:
+    """The values of two boots of one round each."""
+    of_round = {boot["round"]: value(boot) for boot in theirs}
+    return [(value(boot), of_round[boot["round"]]) for boot in ours if boot["round"] in of_round]
+
+
+def interval(values: Sequence[float], digits: int) -> str:
+    """The mean, its 90 % interval (Student's t), and all values."""
+    middle = mean(values)
+    each = ", ".join(f"{value:.{digits}f}" for value in values)
+    if len(values) < 2:
+        return f"{middle:.{digits}f}, n = 1"
+    reach = _T[min(len(values) - 1, len(_T)) - 1] * stdev(values) / len(values) ** 0.5
+    return (
+        f"mean {middle:.{digits}f}, 90 % interval {middle - reach:.{digits}f} to {middle + reach:.{digits}f}, "
+        f"median {median(values):.{digits}f}, n = {len(values)} ({each})"
+    )
+
+
+def row(boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
     """One line of the table: medians, with their range."""
-    shown = Row(boots, () if kind == "eager" else eager)
+
+    def of(value: Callable[[Boot], float | None], digits: int = 2) -> str:
+        return spread([value(boot) for boot in boots], digits)
+
+    is_eager = boots[0]["kind"] == "eager"
     return [
-        kind,
+        boots[0]["checkout"],
+        boots[0]["kind"],
         str(len(boots)),
-        shown.of(ready_s),
-        shown.against(lambda one, other: one - other, ready_s),
-        shown.of(lambda boot: boot.report["ready_s"]),
-        shown.of(lambda boot: boot.report["phases"]["weights"]),
-        shown.of(lambda boot: boot.warm_up_s),
-        shown.of(lambda boot: boot.report["compile_s"]),
-        shown.of(lambda boot: boot.report["restore"]["seconds"]),
-        shown.of(lambda boot: boot.report["restore"]["waited_s"]),
-        shown.of(lambda boot: boot.first.seconds),
-        shown.of(lambda boot: boot.step_ms),
-        shown.against(lambda one, other: one / other, lambda boot: boot.step_ms),
-        shown.of(lambda boot: gigabytes(boot.report["device_peak_bytes"])),
-        shown.of(lambda boot: gigabytes(boot.prediction_peak_bytes)),
+        of(ready_s),
+        of(own_s),
+        "–" if is_eager or not eager else f"{median(map(ready_s, boots)) - median(map(ready_s, eager)):.2f}",
+        of(lambda boot: boot["report"]["phases"]["weights"]),
+        of(lambda boot: boot["report"]["phases"]["warm_up"]),
+        of(lambda boot: boot["report"]["compile_s"]),
+        of(lambda boot: boot["report"]["restore"]["seconds"]),
+        of(lambda boot: boot["first_s"]),
+        of(lambda boot: boot["first_piece_s"], 4),
+        of(step_ms, 3),
+        of(modules, 0),
+        of(lambda boot: peak / 1e9 if (peak := boot["report"]["device_peak_bytes"]) is not None else None),
     ]
 
 
-def compare(boots: dict[str, list[Boot]]) -> Iterator[str]:
-    """What the table does not show: differences of boots that ran one after the other, and of steps."""
-    extra = [ready_s(warm) - ready_s(eager) for eager, warm in zip(boots["eager"], boots["warm"], strict=False)]
-    if extra:
-        shown = ", ".join(f"{seconds:.2f}" for seconds in extra)
-        yield f"each warm boot − the eager one before it, s: {shown}; median {median(extra):.2f}"
-    if boots["cached"]:
-        steps = [[boot.step_ms for boot in boots[kind]] for kind in ("warm", "cached")]
-        yield f"step, precompiled / cached: {median(steps[0]) / median(steps[1]):.3f}"
-    pictures = {kind: sorted({boot.first.sha256[:12] for boot in found}) for kind, found in boots.items() if found}
-    yield f"pictures: {pictures}"
+def comparisons(boots: Sequence[Boot]) -> Iterator[str]:
+    """Differences and ratios in pairs of one round: warm against eager, and this checkout against the other."""
+    eager, warm, other = (select(boots, *of) for of in (("this", "eager"), ("this", "warm"), ("other", "warm")))
+    for name, theirs in (("eager", eager), ("the other", other)):
+        if not pairs(warm, theirs, ready_s):
+            continue
+        for what, value, digits in (
+            ("READY", ready_s, 2),
+            ("READY without imports", own_s, 2),
+            ("modules", modules, 0),
+        ):
+            found = [one - two for one, two in pairs(warm, theirs, value)]
+            yield f"warm − {name}, {what}{', s' if digits else ''}: {interval(found, digits)}"
+        ratios = [one / two for one, two in pairs(warm, theirs, step_ms)]
+        yield f"warm / {name}, step or token: {interval(ratios, 4)}"
+    if other:
+        new = set(warm[-1]["modules"]) - set(other[-1]["modules"])
+        gone = set(other[-1]["modules"]) - set(warm[-1]["modules"])
+        yield f"modules of this warm boot alone: {' '.join(sorted(new)) or 'none'}"
+        yield f"of the other alone: {' '.join(sorted(gone)) or 'none'}"
+    for name in ("this", "other"):
+        if imported := select(boots, name, "imports"):
+            counted, seconds = (spread([boot[key] for boot in imported]) for key in ("imports", "imports_s"))
+            yield f"-X importtime, {name}, until READY: {counted} imports, {seconds} s, n = {len(imported)}"
 
 
-def check(boots: dict[str, list[Boot]]) -> dict[str, bool]:
-    """Every claim of the table that has a yes or no."""
-    warm = boots["warm"] + boots["unpreloaded"]
-    compiled = boots["cold"] + warm + boots["cached"]
-    everything = compiled + boots["eager"]
+def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
+    """Every claim that has a yes or no."""
+    measured = [boot for boot in boots if boot["kind"] != "imports"]
+    warm = [boot for boot in boots if boot["kind"] in ("warm", "imports")]
+    eager, compiled = ([b for b in measured if (b["kind"] == "eager") == is_eager] for is_eager in (True, False))
+    regions = [boot["report"]["regions"] for boot in compiled]
+    errors = [[float(region["relative_error"] or 0) / region["tolerance"] for region in found] for found in regions]
     return {
-        "there are cold, eager and warm boots": all(boots[kind] for kind in ("cold", "eager", "warm")),
-        "every warm boot is fully precompiled": all(boot.report["fully_precompiled"] for boot in warm),
-        "every cached boot is fully cached": all(boot.report["fully_cached"] for boot in boots["cached"]),
-        "every region of a compiled boot is compiled": all(
-            has_regions(boot.report, ("cold", *RESTORED_STEPS)) for boot in compiled
+        "all boots were made": len(boots) == len(list(steps(args))),
+        "every warm boot is fully precompiled": all(boot["report"]["fully_precompiled"] for boot in warm),
+        "warm boots miss, compile and benchmark nothing": not any(
+            misses(boot) + boot["report"]["counts"]["kernels_compiled"] + boot["report"]["counts"]["benchmarks"]
+            for boot in warm
+        ),
+        "every cached boot is fully cached": all(
+            boot["report"]["fully_cached"] for boot in boots if boot["kind"] == "cached"
         ),
         "compiled regions differ from eager, as rounding does": all(
-            differs_within_tolerance(boot.report) for boot in compiled
+            0 < max(found, default=0.0) <= 1 for found in errors
         ),
-        "all warm boots draw the same picture": len({boot.first.sha256 for boot in warm}) == 1,
-        "all eager boots draw the same picture": len({boot.first.sha256 for boot in boots["eager"]}) == 1,
-        "no picture is of one colour": all(boot.first.colours > 1 for boot in everything),
-        "first predictions compile nothing": not any(boot.first.graphs_compiled for boot in everything),
-        "eager boots compile nothing": not any(boot.report["counts"]["graphs"] for boot in boots["eager"]),
-        "no boot warns": not any(boot.report["warnings"] for boot in everything),
+        "warm boots of a checkout answer alike": all(
+            len({boot["sha256"] for boot in select(boots, name, "warm")}) <= 1 for name in ("this", "other")
+        ),
+        "eager boots answer alike, and compile nothing": len({boot["sha256"] for boot in eager}) == 1
+        and not any(boot["report"]["counts"]["graphs"] for boot in eager),
+        "predictions compile nothing": not any(boot["graphs_after_ready"] for boot in measured),
+        "no boot warns": not any(boot["report"]["warnings"] for boot in boots),
     }
-
-
-def has_regions(report: Mapping[str, Any], steps: Sequence[str]) -> bool:
-    """Whether there are regions, and each is at one of these steps of the ladder."""
-    return bool(report["regions"]) and all(region["step"] in steps for region in report["regions"])
-
-
-def differs_within_tolerance(report: Mapping[str, Any]) -> bool:
-    """Whether every region's output differs from eager, which proves that it is compiled, by no more than allowed."""
-    return all(0 < float(region["relative_error"] or 0) <= region["tolerance"] for region in report["regions"])
-
-
-def conclude(results: Mapping[str, bool]) -> None:
-    """Print every claim and whether it holds.
-
-    Raises:
-        SystemExit: one does not.
-    """
-    for claim, holds in results.items():
-        print(f"{'ok    ' if holds else 'FAILED'} {claim}")
-    if not all(results.values()):
-        raise SystemExit(1)
-
-
-def pair_of_numbers(text: str) -> tuple[int, int]:
-    """`4,12` → (4, 12)."""
-    few, many = map(int, text.split(","))
-    if few >= many:
-        raise ValueError("the first number must be the smaller one")
-    return few, many
 
 
 def parse_arguments() -> Any:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo/flux-digits", help="a folder or hub id")
-    parser.add_argument("--sizes", default="64x64", help="as 1024x1024,1344x768; all are warmed up, the first is drawn")
-    parser.add_argument("--steps", type=pair_of_numbers, default=(4, 12), help="two numbers of denoising steps")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs of predictions for the time of a step")
-    parser.add_argument("--store", type=Path, required=True, help="new folder for stores, cache directory and logs")
-    parser.add_argument("--scope", choices=("regional", "whole"), default="regional")
-    parser.add_argument("--compare-cached", action="store_true", help="also warm boots without precompiled regions")
-    parser.add_argument("--compare-preload", action="store_true", help="also warm boots without boot.preload()")
-    parser.add_argument("--cog-server", action="store_true", help="boot under Cog's server, predict over HTTP")
-    return parse_boots(parser)
-
-
-def parse_boots(parser: argparse.ArgumentParser) -> Any:
-    """The command line, with what all comparisons of boots have in common."""
-    parser.add_argument("--cold", type=int, default=1, help="cold boots, each with an empty store of its own")
-    parser.add_argument("--warm", type=int, default=5, help="warm boots, and as many eager ones")
+    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given, which a CPU can boot")
+    parser.add_argument("--text", action="store_true", help="it is a language model")
+    parser.add_argument("--against", type=Path, help="the other checkout")
+    parser.add_argument("--sizes", default="64x64", help="as 1024x1024,768x1024; all are warmed up, the first is drawn")
+    parser.add_argument("--steps", type=int, nargs=2, default=(4, 12), help="a step takes their difference")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of random words")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--pairs", type=int, default=3, help="measurements of a step or a token in each boot")
+    parser.add_argument("--warm", type=int, default=5, help="rounds of eager and warm boots")
+    parser.add_argument("--cached", action="store_true", help="also warm boots without precompiled regions")
+    parser.add_argument("--imports", type=int, default=0, help="warm boots of each checkout under -X importtime")
+    parser.add_argument("--store", type=Path, required=True, help="folder of stores, cache directories and logs")
+    parser.add_argument("--out", type=Path, help="file of all boots; boots.jsonl in the store's folder if not given")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one boot and its predictions")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no boot after so many seconds")
-    parser.add_argument("--out", type=Path, help="file to which each boot is added as a JSON line")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds of everything")
     args = parser.parse_args()
-    if args.cold < 1:
-        parser.error("--cold must be 1 or more: warm boots restore what a cold one stored")
+    args.store = args.store.resolve()
+    args.store.mkdir(parents=True, exist_ok=True)
+    args.out = args.out or args.store / "boots.jsonl"
     return args
 
 
 def main() -> None:
-    """Boot, compare, check."""
+    """Boot what is missing, compare all, check."""
     args = parse_arguments()
-    plan = Plan(args.model, args.sizes, args.steps, prepare(args.store), args.pairs, args.scope, args.timeout)
-    print(
-        f"{args.model}, {args.sizes}, scope {args.scope}; attention: torch's SDPA in its default order, for all boots"
-    )
-    compared = {"cached": args.compare_cached, "unpreloaded": args.compare_preload}
-    in_turn = ("eager", "warm", *(kind for kind, is_wanted in compared.items() if is_wanted))
-    unmeasured = run_boot(plan, "eager", plan.work / "store-0")
-    print(f"machine: {unmeasured.machine}")
-    print(f"not measured, to fill the page cache: {describe(unmeasured)}", flush=True)
-    run = boot_function(args.cog_server)
-    order = in_order(plan.work, args.cold, args.warm, in_turn, args.budget)
-    boots = collect((run(plan, kind, store) for kind, store in order), describe, args.out)
-
-    rows = [row(kind, boots[kind], boots["eager"]) for kind in KINDS if boots[kind]]
-    print(f"\nmedian (least–greatest)\n\n{markdown(_COLUMNS, rows)}\n")
-    for line in compare(boots):
+    model = Model.of(args, args.sizes)
+    boots = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    run(model, args, boots)
+    if not boots:
+        raise SystemExit("no boot yet")
+    eager = select(boots, "this", "eager")
+    found = (select(boots, name, kind) for kind in KINDS for name in ("this", "other"))
+    rows = [row(of_kind, eager) for of_kind in found if of_kind]
+    print(f"\n{model.folder.name}, {boots[-1]['machine']}; median (least–greatest)\n\n{markdown(_COLUMNS, rows)}\n")
+    for line in comparisons(boots):
         print(line)
-    conclude(check(boots))
+    conclude(check(boots, args))
 
 
 if __name__ == "__main__":

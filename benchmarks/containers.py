@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +29,26 @@ from compile_cache.versions.rules import Rules
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})
 PATIENCE_S = 120.0
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@contextmanager
+def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
+    """The URL of an S3 server that lasts as long as the context."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    command = [Path(sys.executable).with_name("moto_server"), "-H", host, "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while server.poll() is None:
+                with socket.socket() as probe:
+                    if probe.connect_ex((host, port)) == 0:
+                        break
+                time.sleep(0.05)
+            yield f"http://{host}:{port}"
+        finally:
+            server.kill()
 
 
 @dataclass(frozen=True, slots=True)

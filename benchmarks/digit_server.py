@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import time
+import urllib.error
+import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import numpy
 from fresh_boot import ROOT, boot_environment, end
-from load import Client
 from PIL import Image
 from processes import MARK
 
@@ -24,24 +27,45 @@ SIZES = ((64, 64), (96, 64), (64, 96))
 SEEDS = 3
 READY_S = 180.0
 ANSWER_S = 60.0
+_RETRY_S = 0.002
 
 
-def start(work: Path, scope: str, store: Path, mark: str) -> CogServer:
+def start(work: Path, is_eager: bool, store: Path, mark: str) -> CogServer:
     """A server of the demo model, not READY yet."""
     log = work / f"{time.monotonic_ns()}.log"
     sizes = [f"{width}x{height}" for width, height in SIZES]
-    environ = boot_environment(work, "eager" if scope == "off" else "cold", store, scope)
+    environ = boot_environment(work, "eager" if is_eager else "cold", store)
     environ |= {"MODEL": "demo/flux-digits", "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]}
-    environ |= {"COMPILE_CACHE_COLD_START": "background", "HF_HUB_OFFLINE": "1", MARK: mark}
+    environ |= {"COMPILE_CACHE_COLD_START": "background", MARK: mark}
     server = CogServer("predict.py:Predictor", log, environ)
     server.start()
     return server
 
 
-def inputs(size: tuple[int, int], seed: int) -> dict[str, Any]:
-    """A request for a picture."""
+def ask(server: CogServer, size: tuple[int, int], seed: int) -> dict[str, Any]:
+    """The answer to a request for a picture. After an answer, the server says for some milliseconds that it is busy.
+
+    Raises:
+        RuntimeError: it failed, or the server stays busy.
+        OSError: the server does not answer.
+    """
     picture = {"prompt": "a handwritten three", "num_inference_steps": 2, "output_format": "png"}
-    return {**picture, "width": size[0], "height": size[1], "seed": seed}
+    body = json.dumps({"input": {**picture, "width": size[0], "height": size[1], "seed": seed}}).encode()
+    request = urllib.request.Request(f"{server.url}/predictions", body, {"Content-Type": "application/json"})
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                found = dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+            time.sleep(_RETRY_S)
+            continue
+        if found["status"] != "succeeded":
+            raise RuntimeError(f"the prediction {found['status']}: {found.get('error')}")
+        return found
+    raise RuntimeError(f"the server was busy for {ANSWER_S:g} s")
 
 
 def pixels(answer: dict[str, Any]) -> Any:
@@ -58,13 +82,9 @@ def difference(one: Any, other: Any) -> int:
 def make_references(folder: Path) -> dict[tuple[int, int, int], Any]:
     """What an eager server draws, by width, height and seed."""
     folder.mkdir(parents=True)
-    server = start(folder, "off", folder / "no-store", f"{os.getpid()}-eager")
+    server = start(folder, True, folder / "no-store", f"{os.getpid()}-eager")
     try:
         server.wait_ready(READY_S)
-        return {
-            (*size, seed): pixels(Client(server, inputs(size, seed), ANSWER_S).ask())
-            for size in SIZES
-            for seed in range(SEEDS)
-        }
+        return {(*size, seed): pixels(ask(server, size, seed)) for size in SIZES for seed in range(SEEDS)}
     finally:
         end(server.process)

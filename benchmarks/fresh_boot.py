@@ -1,94 +1,84 @@
-"""One boot of the predictor in a process of its own: what to boot, how, and what came of it."""
+"""A boot in a process of its own: its environment, its log, and what is asked of it. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The steps of a region for which a boot compiled nothing, best first.
-RESTORED_STEPS = ("precompiled", "cached")
 PROMPT = "a handwritten three"
 SEED = 0
+_STEPS = 4
+# Of large language models; the caller's own variables come first.
+_TEXT_SIZES = {"CACHE_TOKENS": "2304", "PROMPT_BUCKETS": "128,2048"}
+_ADDER_PROMPTS = ("123+456=", "12+345=357 67+8=75 " * 3 + "123+456=")
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """`sha256` is of the picture's pixels, not of its file; a picture of NaN has a single colour."""
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is booted: its folder, the variables that give its sizes, and the inputs of two requests. `new_inputs` are
+    of a size that nothing was warmed up for."""
 
-    seconds: float
-    sha256: str
-    colours: int
-    graphs_compiled: int
+    folder: Path
+    is_text: bool
+    variables: Mapping[str, str]
+    inputs: dict[str, Any]
+    new_inputs: dict[str, Any]
 
+    @classmethod
+    def of(cls, args: Any, warm_up: str) -> Model:
+        """From a command line with `model`, `text`, `sizes`, `prompt` and `tokens`; a demo model if it names none."""
+        if args.text:
+            return cls.of_text(args.model, args.prompt, args.tokens)
+        return cls.of_pictures(args.model, args.sizes, warm_up)
 
-@dataclass(frozen=True)
-class Boot:
-    """One boot and its predictions. `report` is the BootReport's JSON.
+    @classmethod
+    def of_pictures(cls, folder: Path | None, sizes: str, warm_up: str) -> Model:
+        """`sizes` as 1024x1024,768x1024: the first is drawn, and the last is the new one."""
+        numbers = [dict(zip(("width", "height"), map(int, size.split("x")), strict=True)) for size in sizes.split(",")]
+        inputs = {"prompt": PROMPT, "num_inference_steps": _STEPS, "seed": SEED}
+        variables = {"IMAGE_SIZES": sizes, "WARM_UP_SIZES": warm_up}
+        folder = (folder or ROOT / "demo/flux-digits").resolve()
+        return cls(folder, False, variables, {**inputs, **numbers[0]}, {**inputs, **numbers[-1]})
 
-    `step_ms` is the difference of two predictions that differ in their number of denoising steps alone, a step: text
-    encoding, VAE and picture file cancel out. `http_ready_s` counts from the start of Cog's server until it says
-    READY. `prediction_peak_bytes` is the largest device memory in use during the first prediction.
-    """
-
-    kind: str
-    report: dict[str, Any]
-    first: Prediction
-    step_ms: float
-    http_ready_s: float | None = None
-    prediction_peak_bytes: int | None = None
-    machine: dict[str, str] | None = None
-
-    @property
-    def warm_up_s(self) -> float:
-        """The calls that compile, or would."""
-        return self.report["phases"]["warm_up"]
-
-    @property
-    def setup_s(self) -> float:
-        """Importing the compiler and wrapping the regions; nothing when eager."""
-        return self.report["phases"].get("compile_setup", 0.0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all boots of one benchmark have in common. `steps` are two numbers of denoising steps."""
-
-    model: str
-    sizes: str
-    steps: tuple[int, int]
-    work: Path
-    pairs: int = 3
-    scope: str = "regional"
-    timeout_s: float = 600.0
-
-    def environment(self, kind: str, store: Path) -> dict[str, str]:
-        """The variables of a boot; other `COMPILE_CACHE_*` ones reach it as they are."""
-        model = os.path.abspath(self.model) if os.path.isdir(self.model) else self.model
-        sizes = {"IMAGE_SIZES": self.sizes, "WARM_UP_SIZES": self.sizes}
-        return {**boot_environment(self.work, kind, store, self.scope), "MODEL": model, **sizes}
-
-    def log(self, kind: str) -> Path:
-        """A new file for what a boot writes to stderr."""
-        return new_log(self.work, kind)
+    @classmethod
+    def of_text(cls, folder: Path | None, prompt: int, tokens: int) -> Model:
+        """Greedy answers of `tokens` to `prompt` tokens, and to twice as many. A small model has its own sizes."""
+        folder = (folder or ROOT / "demo/llama-adder").resolve()
+        config = json.loads((folder / "config.json").read_text())
+        positions = config["max_position_embeddings"]
+        is_small = positions < int(_TEXT_SIZES["CACHE_TOKENS"])
+        sizes = {"CACHE_TOKENS": str(positions), "PROMPT_BUCKETS": str(positions // 2)} if is_small else _TEXT_SIZES
+        short, long = _ADDER_PROMPTS if is_small else (made_up_text(config["vocab_size"], n * prompt) for n in (1, 2))
+        common = {"max_new_tokens": tokens, "temperature": 0.0, "seed": SEED}
+        variables = {name: os.environ.get(name, value) for name, value in sizes.items()}
+        return cls(folder, True, variables, {"prompt": short, **common}, {"prompt": long, **common})
 
 
-def boot_environment(work: Path, kind: str, store: Path, scope: str) -> dict[str, str]:
-    """This process's variables, and those of every boot of a benchmark in the folder `work`."""
+def made_up_text(vocabulary: int, tokens: int) -> str:
+    """Random words of the tokenizer that llama.py writes, a token each: the same on every machine."""
+    source = random.Random(SEED)
+    return " ".join(f"w{source.randrange(vocabulary)}" for _ in range(tokens))
+
+
+def boot_environment(work: Path, kind: str, store: Path, root: Path = ROOT) -> dict[str, str]:
+    """This process's variables, and those of a benchmark's boots: in the folder `work`, with the code in `root`."""
     return {
         **os.environ,
         "COMPILE_CACHE_STORE": str(store),
         "COMPILE_CACHE_DIR": str(work / "directory"),
-        "COMPILE_CACHE_SCOPE": "off" if kind == "eager" else scope,
+        "COMPILE_CACHE_SCOPE": "off" if kind == "eager" else "regional",
         **({"COMPILE_CACHE_PRECOMPILE": "0"} if kind == "cached" else {}),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
     }
 
 
@@ -109,19 +99,7 @@ def prepare(work: Path) -> Path:
     return work.resolve()
 
 
-def run_boot(plan: Plan, kind: str, store: Path) -> Boot:
-    """Boot without Cog's server, predict and end. `kind` is `eager`, `cold` or `warm`.
-
-    Raises:
-        SystemExit: the boot failed or took longer than `plan.timeout_s`; names its log.
-    """
-    command = [sys.executable, str(ROOT / "benchmarks" / "one_boot.py"), kind]
-    command += ["--steps", *map(str, plan.steps), "--pairs", str(plan.pairs), "--timeout", str(plan.timeout_s)]
-    command += ["--without-preload"] if kind == "unpreloaded" else []
-    return boot_from_json(run_process(kind, command, plan.environment(kind, store), plan.log(kind), plan.timeout_s))
-
-
-def run_process(kind: str, command: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> str:
+def run_process(kind: str, command: Sequence[str], environ: Mapping[str, str], log: Path, timeout_s: float) -> str:
     """Run a boot in a process of its own, with stderr in `log`; the last line that it prints.
 
     Raises:
@@ -156,7 +134,13 @@ def end(child: subprocess.Popen[Any]) -> None:
         child.wait()
 
 
-def boot_from_json(line: str) -> Boot:
-    """The inverse of `json.dumps(dataclasses.asdict(boot))`."""
-    record = json.loads(line)
-    return Boot(**{**record, "first": Prediction(**record["first"])})
+def conclude(results: Mapping[str, bool]) -> None:
+    """Print each claim of a benchmark and whether it holds.
+
+    Raises:
+        SystemExit: one does not.
+    """
+    for claim, holds in results.items():
+        print(f"{'ok    ' if holds else 'FAILED'} {claim}")
+    if not all(results.values()):
+        raise SystemExit(1)

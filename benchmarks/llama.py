@@ -1,7 +1,11 @@
-"""A Llama of any size with random weights and a tokenizer of made-up words: what `models.text` serves."""
+"""Write a Llama of any size with random weights and a tokenizer of made-up words: what `models.text` serves.
+
+python benchmarks/llama.py --shape llama-3.1-8b --out /tmp/llama
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,9 +45,9 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.16,  # 0.02 · √(4096 / 64): each layer does as much to its input as in the large one
 }
-# As many layers as the large one, and so as many guards.
-DEEP: dict[str, Any] = {**TINY, "num_hidden_layers": 32}
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "tiny": TINY, "deep": DEEP}
+
+
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "tiny": TINY}
 
 
 def device() -> str:
@@ -95,3 +99,18 @@ def make_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
 def text_of(tokens: Iterable[int]) -> str:
     """What the tokenizer makes these tokens of."""
     return " ".join(f"w{token}" for token in tokens)
+
+
+def main() -> None:
+    """Write the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    args = parser.parse_args()
+    parameters = write(SHAPES[args.shape], args.out)
+    size_bytes = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
+    print(f"{parameters / 1e9:.3f} B parameters, {size_bytes / 1e9:.2f} GB in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,90 +1,72 @@
-"""One boot of predict.Predictor in this process, as Cog's worker does it; prints one JSON line, a fresh_boot.Boot."""
+"""One boot of predict.py in this process, as Cog's worker does it, and predictions; prints one JSON line, for boot.py.
+
+The predictor is that of the checkout which comes first in PYTHONPATH. Until READY, nothing is imported for it.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect
 import json
-import time
+import os
+import sys
 from statistics import median
 from typing import Any
 
-from boot_process import describe_machine, synchronize, wait_published
-from cog.input import FieldInfo
-from fresh_boot import PROMPT, SEED, Boot, Prediction
-
-import compile_cache
-from predict import Predictor
+# Where `-X importtime` writes: what follows is imported after READY.
+READY = "== READY\n"
 
 
-def predict(predictor: Predictor, num_inference_steps: int) -> tuple[str, float]:
-    """The picture's path, and the seconds it took."""
-    inputs = {
-        **default_inputs(predictor),
-        "prompt": PROMPT,
-        "seed": SEED,
-        "output_format": "png",
-        "num_inference_steps": num_inference_steps,
-    }
-    synchronize()
-    started = time.perf_counter()
-    (path,) = predictor.run(**inputs)
-    synchronize()
-    return str(path), time.perf_counter() - started
+def ask(predictor: Any, inputs: dict[str, Any], steps: tuple[int, int], pairs: int) -> dict[str, Any]:
+    """The first answer, whatever predictions compiled, and the median of `pairs` measurements of a step or a token.
 
+    A denoising step is the difference of two predictions that differ in their number of steps alone: text encoding, VAE
+    and picture file cancel out. A token is the mean gap between pieces of text.
+    """
+    from served import InProcess
 
-def default_inputs(predictor: Predictor) -> dict[str, Any]:
-    """The value of every input that a request leaves out, as Cog fills them in."""
-    inputs = inspect.signature(predictor.run).parameters.items()
-    return {name: input.default.default for name, input in inputs if isinstance(input.default, FieldInfo)}
-
-
-def predict_first(predictor: Predictor, num_inference_steps: int) -> tuple[Prediction, int | None]:
-    """The first prediction after READY, and the most device memory in use meanwhile."""
-    import torch
-    from picture import identify
-
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    served = InProcess(predictor)
     before = predictor.boot.counts()
-    path, seconds = predict(predictor, num_inference_steps)
-    compiled = predictor.boot.counts().since(before)
-    first = Prediction(seconds, *identify(path), graphs_compiled=compiled.graphs)
-    return first, torch.cuda.max_memory_allocated() if on_gpu else None
-
-
-def measure_step_ms(predictor: Predictor, steps: tuple[int, int], pairs: int) -> float:
-    """Milliseconds a denoising step: the median of `pairs` differences."""
-    few, many = steps
-    differences_s = []
+    first = served.answer(**inputs)
+    if not predictor.boot.wait_published(300.0) or predictor.boot.report.publish.failures:
+        raise SystemExit(f"not published: {predictor.boot.report.publish.failures}")
+    step_ms = []
     for _ in range(pairs):
-        (_, few_s), (_, many_s) = predict(predictor, few), predict(predictor, many)
-        differences_s.append(many_s - few_s)
-    return median(differences_s) / (many - few) * 1e3
+        if first.arrivals_s:
+            gaps_s = served.answer(**inputs).gaps_s
+            step_ms.append(sum(gaps_s) / len(gaps_s) * 1e3)
+        else:
+            few_s, many_s = (served.answer(**{**inputs, "num_inference_steps": n}).seconds for n in steps)
+            step_ms.append((many_s - few_s) / (steps[1] - steps[0]) * 1e3)
+    return {
+        "first_s": first.seconds,
+        "first_piece_s": first.arrivals_s[0] if first.arrivals_s else None,
+        "sha256": first.sha256,
+        "step_ms": median(step_ms),
+        "graphs_after_ready": predictor.boot.counts().since(before).graphs,
+    }
 
 
 def main() -> None:
-    """Boot, predict, measure, print."""
+    """Boot, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", help="eager, cold or warm, for the record")
+    parser.add_argument("inputs", help="JSON of a request; empty: boot only")
+    parser.add_argument("--text", action="store_true")
     parser.add_argument("--steps", type=int, nargs=2, default=(4, 12))
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for what is published")
-    parser.add_argument("--without-preload", action="store_true", help="import torch's compiler when it is needed")
     args = parser.parse_args()
-    if args.without_preload:
-        compile_cache.Boot.preload = lambda boot: None
 
-    predictor = Predictor()
+    from predict import Predictor, TextPredictor
+
+    predictor = TextPredictor() if args.text else Predictor()
     predictor.setup()
-    first, peak_bytes = predict_first(predictor, args.steps[0])
-    wait_published(predictor.boot, args.timeout)
-    step_ms = measure_step_ms(predictor, args.steps, args.pairs)
+    os.write(2, READY.encode())
+    modules = sorted(sys.modules)
+    inputs = json.loads(args.inputs)
+    found = ask(predictor, inputs, tuple(args.steps), args.pairs) if inputs else {}
+    from served import describe_machine
+
     report = json.loads(predictor.boot.report.to_json())
-    boot = Boot(args.kind, report, first, step_ms, prediction_peak_bytes=peak_bytes, machine=describe_machine())
-    print(json.dumps(dataclasses.asdict(boot)), flush=True)
+    print(json.dumps({"report": report, "modules": modules, "machine": describe_machine(), **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,43 @@
-"""Answers of one way to generate, timed in this process; prints one JSON line, a decode.Decoded."""
+"""Answers of one way to generate, timed in this process; prints one JSON line. decode.py starts it."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import os
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from boot_process import describe_machine, wait_published
-from decode import CHOICES, WAYS, Answer, Decoded
-from text_boot import Timing, boot_text, describe_boot, text_settings, weight_bytes
+from decode import CHOICES, WAYS
+from served import InProcess, describe_machine
 
-if TYPE_CHECKING:
-    import torch
-
-# torch and the models are imported in the boot, after the restore has started.
-
-# As many as one of the ways needs until it compiles nothing and records no CUDA graph any more.
+# As many as a way needs until it compiles nothing and records no CUDA graph any more.
 _WARM_UPS = 3
+_REPEATS = 3
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 0.9}
 
 
 class Generated:
     """transformers' generate: what is compiled, it compiles itself, at its first calls."""
 
-    boot_line = ""
-    graphs_after_ready = 0
-
-    def __init__(self, folder: str, cache: str | None, prompt: int, tokens: int) -> None:
+    def __init__(self, inputs: dict[str, Any], cache: str | None) -> None:
         import torch
-        from llama import make_prompt
+        from transformers import AutoTokenizer
 
         from models.text.model import load_model
 
-        self.model = load_model(folder, None)
-        ids = make_prompt(self.model.config.vocab_size, prompt)
-        self._prompt = torch.tensor([ids], device=self.model.device)
-        self._arguments: dict[str, Any] = {"max_new_tokens": tokens, "attention_mask": torch.ones_like(self._prompt)}
+        self.model = load_model(os.environ["MODEL"], None)
+        tokenizer = AutoTokenizer.from_pretrained(os.environ["MODEL"])
+        prompt = tokenizer(inputs["prompt"], return_tensors="pt", return_token_type_ids=False).to(self.model.device)
+        length = inputs["max_new_tokens"]
+        self._arguments: dict[str, Any] = {**prompt, "max_new_tokens": length, "min_new_tokens": length}
         if cache:
             self._arguments["cache_implementation"] = cache
+        self._seed = torch.manual_seed
 
-    def _generate(self, choice: str, **arguments: Any) -> Any:
-        chosen = {"do_sample": True, **_SAMPLING} if choice == "sampled" else {"do_sample": False}
-        return self.model.generate(self._prompt, **self._arguments, **chosen, **arguments)
-
-    def time(self, choice: str) -> Timing:
-        """One answer, timed as its consumer sees it."""
-        import torch
+    def arrivals_s(self, choice: str) -> list[float]:
+        """Seconds from the request until each token is on the host."""
         from transformers.generation.streamers import BaseStreamer
 
         class Consumer(BaseStreamer):
@@ -57,116 +46,85 @@ class Generated:
             def __init__(self) -> None:
                 self.times_s: list[float] = []
 
-            def put(self, value: torch.Tensor) -> None:
+            def put(self, value: Any) -> None:
                 self.times_s.append(time.perf_counter())
 
             def end(self) -> None:
                 pass
 
         consumer = Consumer()
-        torch.manual_seed(0)
+        chosen = {"do_sample": True, **_SAMPLING} if choice == "sampled" else {"do_sample": False}
+        self._seed(0)
         started = time.perf_counter()
-        self._generate(choice, streamer=consumer)
-        return Timing(tuple(arrived - started for arrived in consumer.times_s[1:]))
+        self.model.generate(**self._arguments, **chosen, streamer=consumer)
+        return [arrived - started for arrived in consumer.times_s[1:]]
 
-    def greedy(self) -> tuple[list[int], list[float], list[int]]:
-        """The greedy answer's tokens, by how much its logits prefer each to the runner-up, and the runners-up."""
-        import torch
-
-        found = self._generate("greedy", return_dict_in_generate=True, output_logits=True)
-        # [tokens, 2], of logits: [1, vocabulary] each
-        best = torch.cat(found.logits).float().topk(2, dim=-1)
-        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
-        tokens = found.sequences[0, self._prompt.shape[1] :].tolist()
-        return tokens, margins, best.indices[:, 1].tolist()
-
-    def end(self) -> None:
-        """Nothing is published."""
+    def conclude(self) -> dict[str, Any]:
+        """Nothing was booted."""
+        return {}
 
 
 class Ours:
-    """The Generator, in a boot like TextPredictor's."""
+    """TextPredictor, after its setup."""
 
-    def __init__(self, folder: str, prompt: int, tokens: int, timeout_s: float) -> None:
-        self._booted = boot_text(text_settings(folder))
-        from llama import make_prompt
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        from predict import TextPredictor
 
-        from models.text.generation import Request
-        from models.text.sampling import Sampling
+        self._predictor = TextPredictor()
+        self._predictor.setup()
+        self.model = self._predictor.model.generator.decode.model
+        self._before = self._predictor.boot.counts()
+        self._served = InProcess(self._predictor)
+        self._inputs = inputs
 
-        self.model = self._booted.model.generator.decode.model
-        self._timeout_s = timeout_s
-        self._before = self._booted.boot.counts()
-        ids = make_prompt(self.model.config.vocab_size, prompt)
-        sampling = {"greedy": Sampling(), "sampled": Sampling(**_SAMPLING)}
-        self._requests = {choice: Request(ids, tokens, sampling[choice]) for choice in CHOICES}
-        self.boot_line = describe_boot(self._booted)
+    def arrivals_s(self, choice: str) -> list[float]:
+        """Seconds from the request until each piece of text; a token of llama.py's models is a piece."""
+        chosen = _SAMPLING if choice == "sampled" else {}
+        return list(self._served.answer(**{**self._inputs, **chosen}).arrivals_s)
 
-    def time(self, choice: str) -> Timing:
-        """One answer, timed as its consumer sees it."""
-        return Timing.of(self._booted.model.generator.tokens(self._requests[choice]))
-
-    def greedy(self) -> tuple[list[int], list[float], list[int]]:
-        """The greedy answer's tokens; no margins."""
-        return self._booted.model.run(self._requests["greedy"]), [], []
-
-    @property
-    def graphs_after_ready(self) -> int:
-        """How many graphs predictions have compiled."""
-        return self._booted.boot.counts().since(self._before).graphs
-
-    def end(self) -> None:
-        """Wait until what was compiled is in the store."""
-        wait_published(self._booted.boot, self._timeout_s)
+    def conclude(self) -> dict[str, Any]:
+        """What was compiled after READY, and whether all was restored; then wait until it is in the store."""
+        boot = self._predictor.boot
+        if not boot.wait_published(300.0) or boot.report.publish.failures:
+            raise SystemExit(f"not published: {boot.report.publish.failures}")
+        return {
+            "graphs_after_ready": boot.counts().since(self._before).graphs,
+            "fully_precompiled": boot.report.fully_precompiled,
+            "ready_s": boot.report.process_s,
+        }
 
 
-def measure(way: Generated | Ours, choice: str, repeats: int) -> Answer:
-    """Medians of several answers."""
-    timings = [way.time(choice) for _ in range(repeats)]
-    return Answer(
-        total_s=median(timing.total_s for timing in timings),
-        first_s=median(timing.first_s for timing in timings),
-        token_ms=median(timing.token_ms for timing in timings),
-        gap_ms=median(timing.median_gap_ms for timing in timings),
-    )
+def measure(way: Generated | Ours, choice: str) -> dict[str, float]:
+    """Medians of several answers: the first token, and the mean of a token after it."""
+    found = [way.arrivals_s(choice) for _ in range(_REPEATS)]
+    return {
+        "first_s": median(arrivals[0] for arrivals in found),
+        "token_ms": median((arrivals[-1] - arrivals[0]) / (len(arrivals) - 1) for arrivals in found) * 1e3,
+    }
+
+
+def weight_bytes(model: Any) -> int:
+    """What one token reads of the weights: all but the input embedding, of which it reads a row; that one as well where
+    the logits are made with it."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return int(total - (0 if is_tied else embedding.numel() * embedding.element_size()))
 
 
 def main() -> None:
     """Load, warm up, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompt", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for what is published")
+    parser.add_argument("inputs", help="JSON of a request")
     args = parser.parse_args()
-
-    way: Generated | Ours
-    if args.way.startswith("ours"):
-        way = Ours(args.model, args.prompt, args.tokens, args.timeout)
-    else:
-        way = Generated(args.model, "static" if args.way.startswith("static") else None, args.prompt, args.tokens)
+    inputs = json.loads(args.inputs)
+    way = Ours(inputs) if args.way == "ours" else Generated(inputs, "static" if args.way == "static" else None)
     for _ in range(1 if args.way == "eager" else _WARM_UPS):
-        way.time("greedy")
-    answers = {choice: measure(way, choice, args.repeats) for choice in CHOICES}
-    tokens, margins, runners_up = way.greedy()
-    from clock import copy_bytes_per_s
-
-    way.end()
-    record = Decoded(
-        way=args.way,
-        answers=answers,
-        tokens=tokens,
-        margins=margins,
-        runners_up=runners_up,
-        weight_bytes=weight_bytes(way.model),
-        copy_bytes_per_s=copy_bytes_per_s(),
-        graphs_after_ready=way.graphs_after_ready,
-        boot=way.boot_line,
-        machine=describe_machine(),
-    )
-    print(json.dumps(dataclasses.asdict(record)), flush=True)
+        way.arrivals_s("greedy")
+    answers = {choice: measure(way, choice) for choice in CHOICES}
+    found = {**way.conclude(), "weight_bytes": weight_bytes(way.model), "machine": describe_machine(), **answers}
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from boot_process import describe_machine, wait_published
 from peer_keepers import make_keeper
 from peer_records import Asked, PeerBoot
 from peer_ways import BY_NAME, Way
-from served import InProcess
+from served import InProcess, describe_machine
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
@@ -188,7 +187,8 @@ def settle(predictor: Any, served: InProcess, asked: Asked) -> float | None:
         while not served.answer(**asked.inputs).is_precompiled:
             if time.monotonic() - begun_s > _PATIENCE_S:
                 raise SystemExit(f"not precompiled {_PATIENCE_S:g} s after READY")
-    wait_published(predictor.boot, _PATIENCE_S)
+    if not predictor.boot.wait_published(_PATIENCE_S) or predictor.boot.report.publish.failures:
+        raise SystemExit(f"not published: {predictor.boot.report.publish.failures}")
     return settled_s
 
 

@@ -1,22 +1,20 @@
-"""One boot, and requests in parts; prints one JSON line, an `Asked`. unseen_calls.py starts it where no server is."""
+"""One boot, and requests in parts; prints one JSON line, an `Asked`. unseen_calls.py starts it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from observations import VARIABLE, Observed, Ready
-from served import Answer, InProcess, Served
+from served import Answer, InProcess
 
-# The compiling process may answer between two looks, and a call that it answers may be asked for again.
-_QUIET_SAMPLES = 4
+# The second process may answer between two looks, and a call that it answers may be asked for again.
+_QUIET_S = 1.0
 _LOOK_S = 0.25
 
 
@@ -32,58 +30,48 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One boot. `parts` are the answers by the name of their part, `waited_s` the seconds that a part waited for the
-    compiling process, None if that was longer than its patience. `spans` and `reasons` are the report's, without a
-    server: a region's reason says why it is not precompiled."""
+    """One boot. `report` is the BootReport's JSON at READY, `parts` the answers by the name of their part, `waited_s`
+    the seconds that a part waited for the second process, None if that was longer than its patience."""
 
     kind: str
-    ready: Ready
+    report: dict[str, Any]
     parts: dict[str, tuple[Answer, ...]]
     waited_s: dict[str, float | None]
-    spans: tuple[dict[str, Any], ...] = ()
-    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, line: str) -> Asked:
         """The inverse of `json.dumps(dataclasses.asdict(asked))`."""
         record = json.loads(line)
         parts = {name: tuple(Answer(**answer) for answer in found) for name, found in record["parts"].items()}
-        made = {"ready": Ready(**record["ready"]), "parts": parts, "spans": tuple(record["spans"])}
-        return cls(**{**record, **made})
+        return cls(**{**record, "parts": parts})
 
 
-def ask(kind: str, served: Served, observations: Path, parts: Iterable[Part]) -> Asked:
-    """Ask a server that is READY.
-
-    Raises:
-        RuntimeError: a prediction failed.
-    """
+def ask(kind: str, predictor: Any, parts: Sequence[Part]) -> Asked:
+    """Ask a predictor that is READY."""
+    report = json.loads(predictor.boot.report.to_json())
+    served = InProcess(predictor)
     found: dict[str, tuple[Answer, ...]] = {}
     waited_s: dict[str, float | None] = {}
     last: tuple[Answer, ...] = ()
     for part in parts:
         if part.patience_s and last and all(answer.is_precompiled for answer in last):
             break
-        waited_s[part.name] = wait_compiled(observations, part.patience_s) if part.patience_s else 0.0
+        waited_s[part.name] = wait_compiled(predictor.boot, part.patience_s) if part.patience_s else 0.0
         found[part.name] = tuple(served.answer(**request) for request in part.requests)
         last = found[part.name] if part.patience_s else ()
-    return Asked(kind, Observed.read(observations).ready, found, waited_s)
+    return Asked(kind, report, found, waited_s)
 
 
-def wait_compiled(observations: Path, patience_s: float) -> float | None:
-    """Wait until nothing is left to compile; the seconds, None if that takes longer than `patience_s`."""
-    began = time.monotonic()
-    while time.monotonic() - began < patience_s:
-        last = [sample.waiting for sample in Observed.read(observations).samples if sample.at_s > began]
-        if len(last) >= _QUIET_SAMPLES and not any(last[-_QUIET_SAMPLES:]):
-            return time.monotonic() - began
+def wait_compiled(boot: Any, patience_s: float) -> float | None:
+    """Wait until nothing has been left to compile for a while; the seconds, None if that takes longer."""
+    began = busy = time.monotonic()
+    while (now := time.monotonic()) - began < patience_s:
+        if boot.waiting:
+            busy = now
+        elif now - busy > _QUIET_S:
+            return now - began
         time.sleep(_LOOK_S)
     return None
-
-
-def parts_from(records: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """The inverse of `dataclasses.asdict` for each."""
-    return [Part(record["name"], tuple(record["requests"]), record["patience_s"]) for record in records]
 
 
 def main() -> None:
@@ -93,16 +81,12 @@ def main() -> None:
     parser.add_argument("parts", type=Path, help="a file with the JSON of a list of `Part`")
     args = parser.parse_args()
 
-    from observed_predict import Predictor
+    from predict import Predictor
 
     predictor = Predictor()
     predictor.setup()
-    parts = parts_from(json.loads(args.parts.read_text()))
-    asked = ask(args.kind, InProcess(predictor), Path(os.environ[VARIABLE]), parts)
+    asked = ask(args.kind, predictor, [Part(**record) for record in json.loads(args.parts.read_text())])
     predictor.boot.wait_published(60)
-    report = json.loads(predictor.boot.report.to_json())
-    reasons = {region["name"]: region["reason"] for region in report["regions"] if region["reason"]}
-    asked = dataclasses.replace(asked, spans=tuple(report["spans"]), reasons=reasons)
     print(json.dumps(dataclasses.asdict(asked)), flush=True)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median, quantiles
+from statistics import median
 
 from peer_records import COLD, NEXT, WARM, PeerBoot, Record
 from peer_ways import EAGER, WAYS, Way
-from table import markdown, spread
+from table import markdown, percentile, spread
 
 _GIVEN = ("way", "given", "stores", "verified before use")
 _BOOTS = (
@@ -140,8 +140,7 @@ def percentiles(values: Sequence[float]) -> str:
     """`52 / 61 (100)`: the median and the 99th percentile in ms, and how many there are."""
     if len(values) < 2:
         return "–"
-    p99 = quantiles(values, n=100, method="inclusive")[98]
-    return f"{median(values) * 1e3:.0f} / {p99 * 1e3:.0f} ({len(values)})"
+    return f"{median(values) * 1e3:.0f} / {percentile(values, 99) * 1e3:.0f} ({len(values)})"
 
 
 def left_by(records: Sequence[Record], killed_after: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import sys
 import time
@@ -25,18 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fresh_boot import PROMPT, ROOT, SEED, boot_environment, new_log, run_process
-from peer_plot import plot
+from fresh_boot import ROOT, Model, boot_environment, new_log, run_process
 from peer_records import COLD, NEXT, WARM, Asked, PeerBoot, Record, read_records
 from peer_table import describe, tables
 from peer_ways import BY_NAME, EAGER, WAYS, Way
-from text_boot import SIZES
 
 _KILLS = ("ready", "request")
 # A boot that has less time left is not begun.
 _LEAST_S = 20.0
-_STEPS = 4
-_MADE_UP_TEXT = {"long": "12+345=357 67+8=75 " * 3 + "123+456=", "short": "123+456="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +77,26 @@ def _killed_after(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all boots of one model have in common. `variables` are the sizes'; `name` is the model's in the records."""
+    """What all boots of one model have in common."""
 
-    name: str
-    is_text: bool
+    model: Model
     work: Path
-    variables: dict[str, str]
-    inputs: dict[str, Any]
-    new_inputs: dict[str, Any]
     requests: int
     timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """The model's in the records."""
+        return self.model.folder.name
 
     def run(self, step: Step, timeout_s: float) -> Record:
         """One boot, in `timeout_s` at most. A failure is a record with its error."""
         store = self._prepare_store(step)
         asked = Asked(
             step.way.name,
-            self.is_text,
-            self.inputs,
-            self.new_inputs if step.asks_new else None,
+            self.model.is_text,
+            self.model.inputs,
+            self.model.new_inputs if step.asks_new else None,
             0 if step.fills else self.requests,
             step.killed_after,
             step.fills,
@@ -161,8 +157,8 @@ class Plan:
         container = self.work / "container"
         shutil.rmtree(container, ignore_errors=True)
         (container / "tmp").mkdir(parents=True)
-        environ = {**boot_environment(container, EAGER, store, "regional"), **self.variables, "HF_HUB_OFFLINE": "1"}
-        environ["TMPDIR"] = str(container / "tmp")
+        environ = {**boot_environment(container, EAGER, store), **self.model.variables}
+        environ |= {"MODEL": str(self.model.folder), "TMPDIR": str(container / "tmp")}
         if way.is_ours:
             return {**environ, "COMPILE_CACHE_SCOPE": "regional", "COMPILE_CACHE_COLD_START": way.name}
         directory = container / "inductor"
@@ -225,7 +221,7 @@ def in_order(plan: Plan, left: Sequence[Step], failed: set[str]) -> Iterator[tup
 def parse_arguments() -> Any:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model's folder; a demo model if not given")
+    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given")
     parser.add_argument("--text", action="store_true", help="it is a language model")
     parser.add_argument("--sizes", default="64x64,96x64", help="of pictures: the one that is drawn, and a new one")
     parser.add_argument(
@@ -249,61 +245,11 @@ def parse_arguments() -> Any:
     return args
 
 
-def plan_of(args: Any) -> Plan:
-    """What is booted, and what is asked of it."""
-    demo = "demo/llama-adder" if args.text else "demo/flux-digits"
-    model = (Path(args.model) if args.model else ROOT / demo).resolve()
-    inputs, new_inputs = text_inputs(args, model) if args.text else picture_inputs(args.sizes.split(","))
-    seeded = {"seed": SEED}
-    return Plan(
-        name=model.name,
-        is_text=args.text,
-        work=args.work.resolve(),
-        variables={"MODEL": str(model), **(text_sizes(model) if args.text else picture_sizes(args.sizes))},
-        inputs={**inputs, **seeded},
-        new_inputs={**new_inputs, **seeded},
-        requests=args.requests,
-        timeout_s=args.timeout,
-    )
-
-
-def picture_sizes(sizes: str) -> dict[str, str]:
-    """The model draws both sizes, and the first is warmed up."""
-    return {"IMAGE_SIZES": sizes, "WARM_UP_SIZES": sizes.partition(",")[0]}
-
-
-def picture_inputs(sizes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request of the first size, and of the second one."""
-    numbers = [dict(zip(("width", "height"), map(int, size.split("x")), strict=True)) for size in sizes[:2]]
-    first, second = ({"prompt": PROMPT, "num_inference_steps": _STEPS, **size} for size in numbers)
-    return first, second
-
-
-def text_sizes(model: Path) -> dict[str, str]:
-    """The largest cache and prompt of every boot: what the other benchmarks have, or what a small model has."""
-    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
-    is_small = positions < int(SIZES["CACHE_TOKENS"])
-    sizes = {"CACHE_TOKENS": str(positions), "PROMPT_BUCKETS": str(positions // 2)} if is_small else SIZES
-    return {name: os.environ.get(name, value) for name, value in sizes.items()}
-
-
-def text_inputs(args: Any, model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request with a short prompt, and with a longer one, for which a static cache has to grow."""
-    if args.model is None:
-        short, long = _MADE_UP_TEXT["short"], _MADE_UP_TEXT["long"]
-    else:
-        from stream_http import make_text
-
-        short, long = make_text(str(model), args.prompt), make_text(str(model), 2 * args.prompt)
-    common = {"max_new_tokens": args.tokens, "temperature": 0.0}
-    return {"prompt": short, **common}, {"prompt": long, **common}
-
-
 def main() -> None:
     """Boot what is missing, print the tables, draw the plot."""
     args = parse_arguments()
     if not args.tables:
-        plan = plan_of(args)
+        plan = Plan(Model.of(args, args.sizes.partition(",")[0]), args.work.resolve(), args.requests, args.timeout)
         plan.work.mkdir(parents=True, exist_ok=True)
         ways = [BY_NAME[name] for name in args.ways.split(",") if BY_NAME[name].suits_text or not args.text]
         wanted = list(steps(ways, args.cold, args.warm, args.new))
@@ -313,7 +259,9 @@ def main() -> None:
     records = read_records([args.out])
     print(f"\n{tables(records)}")
     if args.svg:
-        args.svg.write_text(plot(records))
+        from peer_plot import plot
+
+        plot(records, args.svg)
 
 
 if __name__ == "__main__":

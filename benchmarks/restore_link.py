@@ -25,8 +25,7 @@ from statistics import median
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from containers import KEY, Artifact, open_cache, packs_in
-from exit import CREDENTIALS
+from containers import CREDENTIALS, KEY, Artifact, open_cache, packs_in
 from link import limited_link, run_inside, static_s3_server
 from table import markdown, spread
 

@@ -1,25 +1,20 @@
-"""Predictions of a server, over HTTP or in this process: how long each took, and what served it."""
+"""Predictions of a predictor in this process, as Cog's worker calls it: how long each took, and what served it.
+
+Imports no torch: the boot does, after its restore has started.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib.metadata import version
+from typing import Any
 
-from fresh_boot import ROOT
-from picture import identify
-
-sys.path.append(str(ROOT / "demo"))
-
-from cog_server import CogServer, files
-
-# After an answer it takes a moment until Cog's server takes the next request, which is no part of that one.
-_PAUSE_S = 0.1
+from cog.input import FieldInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +54,6 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
 
-class Served(Protocol):
-    """A server that is READY."""
-
-    def answer(self, **inputs: Any) -> Answer:
-        """One prediction; inputs that are left out have their defaults.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class OverHttp:
-    """Cog's server. Text has to be streamed: its project is a `streaming_project`."""
-
-    server: CogServer
-    is_text: bool
-
-    def answer(self, **inputs: Any) -> Answer:
-        """Over HTTP: the time is from the request to the whole answer."""
-        time.sleep(_PAUSE_S)
-        begun_s = time.monotonic()
-        if self.is_text:
-            return self._streamed(begun_s, inputs)
-        answered = self.server.predict(output_format="png", **inputs)
-        seconds = time.monotonic() - begun_s
-        if answered["status"] != "succeeded":
-            raise RuntimeError(f"the prediction {answered['status']}: {answered.get('error')}")
-        digest, _ = identify(io.BytesIO(files(answered)[0]))
-        return _answer(begun_s, seconds, digest, answered["metrics"])
-
-    def _streamed(self, begun_s: float, inputs: Mapping[str, Any]) -> Answer:
-        kind, data, pieces, arrivals_s = "", dict[str, Any](), list[str](), list[float]()
-        for kind, data in self.server.stream(**inputs):
-            if kind == "output":
-                pieces.append(data["chunk"])
-                arrivals_s.append(time.monotonic() - begun_s)
-        seconds = time.monotonic() - begun_s
-        if kind != "completed" or data["status"] != "succeeded":
-            raise RuntimeError(f"the answer ended with {kind or 'nothing'}: {data}")
-        return _answer(begun_s, seconds, _digest(pieces), data["metrics"], tuple(arrivals_s))
-
-
 class InProcess:
     """A predictor of this process, after its setup."""
 
@@ -111,35 +63,50 @@ class InProcess:
         predictor.record_metric = self._metrics.__setitem__
 
     def answer(self, **inputs: Any) -> Answer:
-        """As Cog's worker calls it."""
+        """One prediction; inputs that are left out have their defaults."""
         self._metrics.clear()
+        pieces, arrivals_s = list[str](), list[float]()
         begun_s = time.monotonic()
         output = self._predictor.run(**{**self._defaults(), **inputs})
         if not isinstance(output, list):
-            return self._iterated(begun_s, output)
+            for piece in output:
+                pieces.append(piece)
+                arrivals_s.append(time.monotonic() - begun_s)
         seconds = time.monotonic() - begun_s
-        digest, _ = identify(str(output[0]))
-        return _answer(begun_s, seconds, digest, _nested(self._metrics))
-
-    def _iterated(self, begun_s: float, output: Iterator[str]) -> Answer:
-        pieces, arrivals_s = list[str](), list[float]()
-        for piece in output:
-            pieces.append(piece)
-            arrivals_s.append(time.monotonic() - begun_s)
-        seconds = time.monotonic() - begun_s
-        return _answer(begun_s, seconds, _digest(pieces), _nested(self._metrics), tuple(arrivals_s))
+        content = pixels(str(output[0])) if isinstance(output, list) else "".join(pieces).encode()
+        ours = _nested(self._metrics)["compile_cache"]
+        return Answer(
+            begun_s=begun_s,
+            seconds=seconds,
+            sha256=hashlib.sha256(content).hexdigest(),
+            regions=ours.get("regions") or {},
+            served=ours.get("served") or {},
+            compiling=ours["compiling"],
+            compiled_now=ours["compiled_now"],
+            waited_s=ours["waited_s"],
+            arrivals_s=tuple(arrivals_s),
+        )
 
     def _defaults(self) -> dict[str, Any]:
         """The value of every input that a request leaves out, as Cog fills them in."""
-        from cog.input import FieldInfo
-
         inputs = inspect.signature(self._predictor.run).parameters.items()
         given = {name: input.default.default for name, input in inputs if isinstance(input.default, FieldInfo)}
         return {**given, "output_format": "png"} if "output_format" in given else given
 
 
-def _digest(pieces: list[str]) -> str:
-    return hashlib.sha256("".join(pieces).encode()).hexdigest()
+def pixels(file: str) -> bytes:
+    """The RGB pixels of a picture.
+
+    Raises:
+        ValueError: they have one colour, as those of a picture of NaN.
+    """
+    from PIL import Image
+
+    with Image.open(file) as image:
+        picture = image.convert("RGB")
+    if picture.getcolors(maxcolors=1):
+        raise ValueError(f"{file} has one colour")
+    return picture.tobytes()
 
 
 def _nested(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,18 +121,16 @@ def _nested(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _answer(
-    begun_s: float, seconds: float, sha256: str, metrics: Mapping[str, Any], arrivals_s: tuple[float, ...] = ()
-) -> Answer:
-    ours = metrics["compile_cache"]
-    return Answer(
-        begun_s=begun_s,
-        seconds=seconds,
-        sha256=sha256,
-        regions=ours.get("regions") or {},
-        served=ours.get("served") or {},
-        compiling=ours["compiling"],
-        compiled_now=ours["compiled_now"],
-        waited_s=ours["waited_s"],
-        arrivals_s=arrivals_s,
-    )
+def describe_machine() -> dict[str, str]:
+    """Hardware and versions."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else f"none, {torch.get_num_threads()} CPU threads",
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": version("triton") if on_gpu else "",
+        "diffusers": version("diffusers"),
+        "transformers": version("transformers"),
+    }

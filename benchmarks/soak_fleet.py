@@ -28,6 +28,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from containers import (
+    CREDENTIALS,
     Artifact,
     CountingStore,
     Counts,
@@ -36,8 +37,8 @@ from containers import (
     open_cache,
     packs_in,
     restored_keys,
+    s3_server,
 )
-from exit import CREDENTIALS, s3_server
 from table import markdown
 
 from compile_cache.errors import StoreError

@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import processes
-from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, difference, inputs, make_references, pixels, start
+from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, ask, difference, make_references, pixels, start
 from fresh_boot import ROOT, end
-from load import Client
 from table import markdown
 
 from compile_cache.errors import PackError, StoreError
@@ -133,7 +132,7 @@ class Soak:
         mark = f"{self._folder}-{self.epoch.counts['lives']}"
         if not keeps_directory:
             shutil.rmtree(self._folder / "directory", ignore_errors=True)
-        server = start(self._folder, "regional", self.store, mark)
+        server = start(self._folder, False, self.store, mark)
         try:
             yield server, mark
         finally:
@@ -192,7 +191,7 @@ class Soak:
         """One prediction, compared with eager; whether precompiled code served all of it. It may fail only if the
         server is `doomed`."""
         try:
-            answer = Client(server, inputs(size, seed), ANSWER_S).ask()
+            answer = ask(server, size, seed)
         except (OSError, RuntimeError, ValueError) as error:
             if doomed is None or not doomed.is_set():
                 self.epoch.violations.append(f"a prediction failed: {error!r}; see {server.log}")

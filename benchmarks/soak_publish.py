@@ -33,8 +33,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from containers import Artifact, graph, packs_in, restored_keys
-from exit import CREDENTIALS, s3_server
+from containers import CREDENTIALS, Artifact, graph, packs_in, restored_keys, s3_server
 from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
 from table import markdown, spread
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
 
 
 def spread(values: Iterable[float | None], digits: int = 2) -> str:
@@ -26,19 +22,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-@dataclass(frozen=True)
-class Row(Generic[T]):
-    """The records of one row, and those of another that it is compared with; none where it is that one itself."""
-
-    records: Sequence[T]
-    reference: Sequence[T] = ()
-
-    def of(self, value: Callable[[T], float | None], digits: int = 2) -> str:
-        """A cell: the median of a value, with its range."""
-        return spread([value(record) for record in self.records], digits)
-
-    def against(self, compare: Callable[[float, float], float], value: Callable[[T], float]) -> str:
-        """A cell: this row's median and the reference's, compared; a dash without a reference."""
-        if not self.reference:
-            return "–"
-        return f"{compare(median(map(value, self.records)), median(map(value, self.reference))):.2f}"
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that so many percent of them do not pass."""
+    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]

@@ -1,6 +1,6 @@
 """Requests of kinds that nobody warmed up: does one of them wait for a compiler, and are they precompiled afterwards?
 
-    python benchmarks/eight_blocks.py --shape z-image --out /tmp/z-image
+    python benchmarks/pipelines.py --shape z-image --out /tmp/z-image
     python benchmarks/unseen_calls.py --model /tmp/z-image --sizes 1024x1024,768x1024,1024x768 --store /tmp/unseen
 
 Three boots, each a process of its own: an eager one; one with an empty store that compiles in the background; and the
@@ -23,14 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from boot import conclude
-from cold_start_table import made_in_setup, percentile
-from fresh_boot import ROOT, SEED, boot_environment, new_log, prepare, run_process
-from observations import VARIABLE
-from one_unseen import Asked, Part, ask
+from fresh_boot import ROOT, SEED, boot_environment, conclude, new_log, prepare, run_process
+from one_unseen import Asked, Part
 from served import Answer
-from served_by_cog import served_by_cog
-from table import markdown
+from table import markdown, percentile
 
 _LONGEST_PROMPT = 200
 # Kinds are asked for again until one round is precompiled as a whole: a length of a prompt may have its code late.
@@ -90,7 +86,6 @@ class Plan:
     model: str
     mix: Mix
     work: Path
-    through_cog: bool
     deadline_s: float
 
     def run(self, kind: str, parts: Sequence[Part]) -> Asked:
@@ -100,22 +95,12 @@ class Plan:
             SystemExit: it failed, or the time is up; names its log.
         """
         timeout_s = max(1.0, self.deadline_s - time.monotonic())
-        store = self.work / "store"
         sizes = [f"{width}x{height}" for width, height in self.mix.sizes]
-        own = self.work / kind
-        own.mkdir()
-        observations = own / "observations"
-        environ = {
-            **boot_environment(self.work, kind, store, "regional"),
-            **{"MODEL": self.model, "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]},
-            **{"HF_HUB_OFFLINE": "1", VARIABLE: str(observations)},
-        }
+        environ = boot_environment(self.work, kind, self.work / "store")
+        environ |= {"MODEL": self.model, "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]}
+        environ["COMPILE_CACHE_COLD_START"] = "background"  # as behind Cog's server
         log = new_log(self.work, kind)
-        if self.through_cog:
-            with served_by_cog(False, environ, log, timeout_s) as ready:
-                return ask(kind, ready.served, observations, parts)
-        environ["COMPILE_CACHE_COLD_START"] = "background"  # through Cog's server, the default is
-        file = own / "parts.json"
+        file = log.with_suffix(".json")
         file.write_text(json.dumps([dataclasses.asdict(part) for part in parts]))
         command = [sys.executable, str(ROOT / "benchmarks" / "one_unseen.py"), kind, str(file)]
         return Asked.from_json(run_process(kind, command, environ, log, timeout_s))
@@ -139,10 +124,9 @@ def boots(plan: Plan, patience_s: float) -> Iterator[Asked]:
         waits = ", ".join(
             "not in time" if wait is None else f"{wait:.1f} s" for wait in found.waited_s.values() if wait != 0
         )
-        reasons = "".join(f"; {region}: {reason}" for region, reason in found.reasons.items())
         print(
-            f"{kind}: READY after {found.ready.report['process_s']:.2f} s; "
-            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}{reasons}",
+            f"{kind}: READY after {found.report['process_s']:.2f} s; "
+            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}",
             flush=True,
         )
         yield found
@@ -249,6 +233,13 @@ def check(found: Mapping[str, Asked]) -> dict[str, bool]:
     return results
 
 
+def made_in_setup(asked: Asked) -> int:
+    """Graphs, lookups that found nothing, kernels and artifacts of a boot until READY."""
+    counts = asked.report["counts"]
+    lookups = sum(count for name, count in counts.items() if name.endswith(("_misses", "_bypasses")))
+    return int(counts["graphs"] + counts["precompiled_made"] + counts["kernels_compiled"] + lookups)
+
+
 def bars(every: Sequence[Excess]) -> dict[str, bool]:
     """Claims about seconds, for an idle machine."""
     ratios = [ratio for one in every for ratio in one.ratios]
@@ -272,7 +263,6 @@ def main() -> None:
     parser.add_argument("--without-guidance", action="store_true", help="leave out requests with a guidance of 1.0")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps")
     parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--through-cog", action="store_true", help="through Cog's server, over HTTP")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that compiling is waited for")
     parser.add_argument(
         "--store", type=Path, required=True, help="new folder for the store, cache directories and logs"
@@ -284,7 +274,7 @@ def main() -> None:
     guidance = (None,) if args.without_guidance else (None, 1.0)
     mix = Mix(args.sizes, guidance, args.steps, args.requests)
     model = str(Path(args.model).resolve())
-    plan = Plan(model, mix, prepare(args.store), args.through_cog, time.monotonic() + args.limit_s)
+    plan = Plan(model, mix, prepare(args.store), time.monotonic() + args.limit_s)
     found: dict[str, Asked] = {}
     for asked in boots(plan, args.patience):
         found[asked.kind] = asked

@@ -2,7 +2,7 @@
 
 On the CPU, `from_pretrained` maps the files into memory and reads almost nothing. It decides which weights exist, their
 types, and which are tied or computed. Then `move` moves them to the GPU like `nn.Module.to`, but reads and copies many
-pieces at a time (benchmarks/weights.py).
+pieces at a time.
 """
 
 from __future__ import annotations

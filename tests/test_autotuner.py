@@ -1,6 +1,6 @@
 """Losers of autotuning: what of Triton's cache is left out, told with torch's own records of a compile.
 
-There is no Triton on a CPU, so the autotuners are stand-ins; benchmarks/autotuning.py has real ones, on a GPU.
+There is no Triton on a CPU, so the autotuners are stand-ins.
 """
 
 from __future__ import annotations

@@ -99,8 +99,6 @@ def test_a_predictor_without_a_run_of_its_own_project_is_an_error(tmp_path, sour
         "predict.py:Predictor",
         "predict.py:TextPredictor",
         "tests/toy_predictor.py:Predictor",
-        "benchmarks/observed_predict.py:Predictor",
-        "benchmarks/observed_predict.py:TextPredictor",
     ],
 )
 def test_cog_drops_nothing_of_the_predictors_here(predictor):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import llama
 import pytest
-import sdxl_shape
 import torch
 from cog_server import PROJECT
-from random_pipeline import check_picture, networks, save
+from pipelines import SHAPES, build_pipeline, check_picture, networks, save
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.image.pipeline import DiffusionModel, ImageInputs
@@ -17,13 +16,15 @@ from models.text.model import TextInputs, TextModel
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 
+TINY = SHAPES["tiny-sdxl"]
+
 
 @pytest.fixture(scope="module")
 def sdxl(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdxl")
-    pipeline = sdxl_shape.build_pipeline(sdxl_shape.TINY, PROJECT / "demo/flux-digits", torch.device("cpu"))
-    check_picture(pipeline, sdxl_shape.TINY.checked_size)
-    save(pipeline, folder, sdxl_shape.TINY.max_shard_size)
+    pipeline = build_pipeline(TINY, PROJECT / "demo/flux-digits", torch.device("cpu"))
+    check_picture(pipeline, TINY.checked_size)
+    save(pipeline, folder, TINY.max_shard_size)
     return pipeline, folder
 
 
@@ -46,7 +47,7 @@ def test_sdxl_warm_up_draws_with_guidance_and_without(sdxl):
 def test_sdxl_has_blocks_of_two_widths(sdxl):
     pipeline, _ = sdxl
     blocks = [part for part in pipeline.unet.modules() if type(part).__name__ in pipeline.unet._repeated_blocks]
-    assert {block.norm1.normalized_shape[0] for block in blocks} == set(sdxl_shape.TINY.unet["block_out_channels"][1:])
+    assert {block.norm1.normalized_shape[0] for block in blocks} == set(TINY.network["block_out_channels"][1:])
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ class Block(NamedTuple):
     most_columns: int
 
 
-# The fastest in benchmarks/matrix_vector.py: for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
+# The fastest of six on an H200 (2026-11): for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
 BLOCK = Block(4096, 2048)
 BLOCK_OF_8_BITS = Block(2048, 1024)
 GATED_BLOCK = Block(4096, 1024)
