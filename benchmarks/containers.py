@@ -6,6 +6,7 @@ Nothing here imports torch: a publisher stages what it finds in its cache direct
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import socket
 import subprocess
@@ -28,25 +29,30 @@ from compile_cache.versions.rules import Rules
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})
-PATIENCE_S = 120.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @contextmanager
-def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
-    """The URL of an S3 server that lasts as long as the context."""
+def s3_server(*buckets: str) -> Iterator[None]:
+    """An S3 server with these buckets, which boto3 finds by its variables in this process and in those that it starts;
+    it lasts as long as the context."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [Path(sys.executable).with_name("moto_server"), "-H", host, "-p", str(port)]
+    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL_S3=f"http://127.0.0.1:{port}")
+    import boto3
+
+    command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             while server.poll() is None:
                 with socket.socket() as probe:
-                    if probe.connect_ex((host, port)) == 0:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
-            yield f"http://{host}:{port}"
+            for bucket in buckets:
+                boto3.client("s3").create_bucket(Bucket=bucket)
+            yield
         finally:
             server.kill()
 

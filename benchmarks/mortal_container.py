@@ -37,7 +37,6 @@ PACE = {
     "_PUBLISH_EXPIRY_S": 0.4,
 }
 PATIENCE_S = 60.0
-_MOST_PACKS = 3
 # Compactions without a lease: the second finds packs that the first one is deleting.
 _COMPACTIONS = 2
 
@@ -52,8 +51,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one process does in a round. `compacts` is `no`, `leased` (as its publisher decides) or `alone` (whatever
-    others do)."""
+    """What one process does in a round. One that `compacts` does so whatever others do, and whatever its publisher
+    decides."""
 
     number: int
     round: int
@@ -62,7 +61,7 @@ class Turn:
     boots: bool
     rewrites: bool
     is_stopped: bool
-    compacts: str
+    compacts: bool
     death: Moment | None
     stall: Moment | None
     stall_s: float
@@ -191,14 +190,13 @@ class Container:
         self._say("publishing")
         boot = BootReport()
         report = boot.publish
-        most_packs = _MOST_PACKS if turn.compacts == "leased" else 0
-        running = Publisher(cache, boot, Settings(exit_budget_s=PATIENCE_S, most_packs=most_packs))
+        running = Publisher(cache, boot, Settings(exit_budget_s=PATIENCE_S))
         running.start()
         if not turn.is_stopped:
             if running.wait(PATIENCE_S) and not report.failures:
                 self._say("finished", keys)
             # What it compacts meanwhile is stopped at some moment.
-            time.sleep(random.Random(turn.seed).uniform(0.0, 0.5) if turn.compacts == "leased" else 0.0)
+            time.sleep(random.Random(turn.seed).uniform(0.0, 0.5))
         running.flush()
         for failure in report.failures:
             self._say("failed", text=failure)
@@ -206,7 +204,7 @@ class Container:
             self._say("finished", keys)
         if report.compacted_packs:
             self._say("compacted")
-        if turn.compacts == "alone":
+        if turn.compacts:
             self._compact(cache, f"process {turn.number}")
 
     def _compact(self, cache: CompileCache, creator: str) -> None:
@@ -224,12 +222,12 @@ def rewrite(folder: Path, source: random.Random) -> None:
         (folder / path).write_bytes(make_content(path, 4 << 10, source))
 
 
-def serve(url: str, endpoint_url: str, root: Path, connection: Connection) -> None:
+def serve(url: str, root: Path, connection: Connection) -> None:
     """A process: turns come in, events go out, until the parent hangs up or is gone."""
     parent = os.getppid()
     for name, value in PACE.items():
         setattr(publish if hasattr(publish, name) else turns, name, value)
-    container = Container(MortalStore(open_url(url, endpoint_url or None)), root, connection)
+    container = Container(MortalStore(open_url(url)), root, connection)
     with suppress(EOFError, BrokenPipeError):
         while os.getppid() == parent:
             if connection.poll(1.0):

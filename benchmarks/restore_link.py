@@ -128,9 +128,9 @@ class _Mixture:
         return b"".join(parts)[: size_bytes or None]
 
 
-def restore(store_url: str, endpoint_url: str, folder: Path) -> Measured:
+def restore(store_url: str, folder: Path) -> Measured:
     """Fetch and install the key, as a boot does, in this process."""
-    store = open_url(store_url, endpoint_url)
+    store = open_url(store_url)
     cache, directory = open_cache(store, folder)
     started = time.perf_counter()
     fetched = cache.fetch()
@@ -142,9 +142,9 @@ def restore(store_url: str, endpoint_url: str, folder: Path) -> Measured:
     return Measured("", "restore", seconds, fetched.stored_bytes, unpacked_bytes, files, _peak_bytes())
 
 
-def get_plainly(store_url: str, endpoint_url: str) -> Measured:
+def get_plainly(store_url: str) -> Measured:
     """List, and get all objects in ranges on as many threads, in this process."""
-    store = open_url(store_url, endpoint_url)
+    store = open_url(store_url)
     started = time.perf_counter()
     entries = packs_in(store)
 
@@ -159,9 +159,9 @@ def get_plainly(store_url: str, endpoint_url: str) -> Measured:
     return Measured("", "plain GETs", seconds, sum(entry.size_bytes for entry in entries), 0, 0, _peak_bytes())
 
 
-def do_nothing(store_url: str, endpoint_url: str) -> Measured:
+def do_nothing(store_url: str) -> Measured:
     """List the store, and no more: the memory that imports and a client take."""
-    packs_in(open_url(store_url, endpoint_url))
+    packs_in(open_url(store_url))
     return Measured("", "nothing", 0.0, 0, 0, 0, _peak_bytes())
 
 
@@ -171,12 +171,12 @@ def _peak_bytes() -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def measure(work: str, store_url: str, endpoint_url: str) -> Measured:
+def measure(work: str, store_url: str) -> Measured:
     """One measurement, in this process."""
     if work == "restore":
         with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
-            return restore(store_url, endpoint_url, Path(folder))
-    return get_plainly(store_url, endpoint_url) if work == "plain" else do_nothing(store_url, endpoint_url)
+            return restore(store_url, Path(folder))
+    return get_plainly(store_url) if work == "plain" else do_nothing(store_url)
 
 
 def measure_all(shapes: Sequence[Shape], size_bytes: int, rounds: int, rate: str) -> Iterator[Measured]:
@@ -189,8 +189,9 @@ def measure_all(shapes: Sequence[Shape], size_bytes: int, rounds: int, rate: str
             for turn in range(rounds + 1):
                 for number, shape in enumerate(shapes):
                     for work in ("plain", "restore", "nothing"):
-                        command = [sys.executable, __file__, "--work", work, f"s3://shape-{number}", endpoint_url]
-                        line = run_inside(link, command, {**os.environ, **CREDENTIALS}).splitlines()[-1]
+                        command = [sys.executable, __file__, "--work", work, f"s3://shape-{number}"]
+                        environ = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL_S3": endpoint_url}
+                        line = run_inside(link, command, environ).splitlines()[-1]
                         if turn:
                             yield Measured(**{**json.loads(line), "shape": shape.name})
 
@@ -232,7 +233,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=300)
     parser.add_argument("--rate", default="2gbit")
     parser.add_argument("--shape", type=int, action="append", choices=range(len(SHAPES)))
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         print(json.dumps(asdict(measure(*arguments.work))))

@@ -28,7 +28,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from containers import (
-    CREDENTIALS,
     Artifact,
     CountingStore,
     Counts,
@@ -49,7 +48,6 @@ from compile_cache.settings import Settings
 from compile_cache.store.local import LocalStore
 from compile_cache.store.opening import open_url
 
-MOST_PACKS = 4
 MOST_PACKS_LEFT = 5
 MOST_CACHES_UPLOADED = 3.0
 _GRAPHS = 7
@@ -69,7 +67,6 @@ class Fleet:
     containers: int
     processes: int
     store: str
-    endpoint_url: str
     is_mixed: bool = False
     graph_bytes: int = 128 << 10
     within_s: float = 5.0
@@ -132,7 +129,7 @@ def run_container(fleet: Fleet, number: int, store: CountingStore, folder: Path)
     compile_missing(directory.path, fleet.artifacts(number), chance.getrandbits(64))
     report = BootReport()
     upkeep._COMPACT_AFTER_S = _COMPACT_AFTER_S
-    publisher = Publisher(cache, report, Settings(exit_budget_s=_EXIT_BUDGET_S, most_packs=MOST_PACKS))
+    publisher = Publisher(cache, report, Settings(exit_budget_s=_EXIT_BUDGET_S))
     publisher.start()
     return publisher, report.publish
 
@@ -140,7 +137,7 @@ def run_container(fleet: Fleet, number: int, store: CountingStore, folder: Path)
 def run_process(fleet: Fleet, numbers: Sequence[int]) -> dict[str, Any]:
     """Those containers of a fleet that run in this process, until all are idle."""
     started_s = time.time()
-    store = CountingStore(open_url(fleet.store, fleet.endpoint_url or None))
+    store = CountingStore(open_url(fleet.store))
     running: list[tuple[Publisher, PublishReport]] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -190,7 +187,7 @@ def run_fleet(fleet: Fleet) -> FleetResult:
     """Run a whole fleet, and look at what it left. The store must be empty."""
     command = [sys.executable, __file__, "--process", json.dumps(asdict(fleet))]
     children = [
-        subprocess.Popen([*command, f"{first}"], stdout=subprocess.PIPE, env={**os.environ, **CREDENTIALS})
+        subprocess.Popen([*command, f"{first}"], stdout=subprocess.PIPE, env=os.environ)
         for first in range(fleet.processes)
     ]
     counts = Counts(last_s=0.0)
@@ -214,7 +211,7 @@ def run_fleet(fleet: Fleet) -> FleetResult:
             problems.append(f"not idle after {fleet.patience_s:g} s")
     if totals["booted"] != fleet.containers:
         problems.append(f"{totals['booted']} of {fleet.containers} containers booted")
-    store = open_url(fleet.store, fleet.endpoint_url or None)
+    store = open_url(fleet.store)
     with tempfile.TemporaryDirectory() as folder:
         keys, wrong = restored_keys(store, Path(folder))
         wanted = {artifact.key for artifact in fleet.all_artifacts()}
@@ -291,19 +288,15 @@ def main() -> int:
         fleet = Fleet(**json.loads(arguments.process[0]))
         print(json.dumps(run_process(fleet, range(int(arguments.process[1]), fleet.containers, fleet.processes))))
         return 0
-    os.environ.update(CREDENTIALS)
-    import boto3
-
     results = []
-    with s3_server() as endpoint_url:
-        for name in arguments.fleet or ("same", "mixed"):
-            boto3.client("s3", endpoint_url=endpoint_url).create_bucket(Bucket=name)
+    names = arguments.fleet or ("same", "mixed")
+    with s3_server(*names):
+        for name in names:
             fleet = Fleet(
                 name,
                 arguments.containers,
                 arguments.processes,
                 f"s3://{name}/cache",
-                endpoint_url,
                 name == "mixed",
                 arguments.graph_bytes,
                 arguments.within_s,

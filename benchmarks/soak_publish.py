@@ -5,7 +5,7 @@
 Each process is a container with a cache directory of its own: it restores, writes what a compile would, with bytes
 and file names of its own under logical keys that all share, and publishes through a `Publisher`. It lives on over
 rounds, or boots anew. Some publish as containers do that are told to stop, without waiting for their turn; some
-compact, with the lease and without. Some get SIGKILL, at a random moment or around a chosen request to the store, and
+compact, whatever others do. Some get SIGKILL, at a random moment or around a chosen request to the store, and
 some stall there for longer than a lease lasts.
 
 After each round a new container must restore every logical key that any publish that finished had, with the right
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -33,7 +32,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from containers import CREDENTIALS, Artifact, graph, packs_in, restored_keys, s3_server
+from containers import Artifact, graph, packs_in, restored_keys, s3_server
 from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
 from table import markdown, spread
 
@@ -51,6 +50,7 @@ _NEW_ARTIFACTS = 3
 _CALLS = {"any": 40, "list": 4, "put pack": 2, "put lease": 4, "read pack": 12, "delete pack": 4}
 _KILLED = 0.4
 _STALLED = 0.2
+_COMPACTS = 0.4
 _STALL_S = (0.1, 0.8)
 _MOST_LINES = 50
 _FORK = get_context("fork")
@@ -109,9 +109,9 @@ def make_turn(seed: int, round_number: int, number: int) -> Turn:
             killed_after = chance.random()
         else:
             death = make_moment(chance)
-    compacts = chance.choice(("no", "no", "no", "leased", "leased", "alone"))
+    compacts = chance.random() < _COMPACTS
     stall = make_moment(chance) if chance.random() < _STALLED else None
-    if compacts == "alone" and chance.random() < 0.5:
+    if compacts and chance.random() < 0.5:
         stall = Moment("delete pack", chance.randint(1, _CALLS["delete pack"]))
     return Turn(
         number,
@@ -138,9 +138,8 @@ def make_moment(chance: random.Random) -> Moment:
 class Soak:
     """All rounds over one store, and what has been promised so far."""
 
-    def __init__(self, url: str, endpoint_url: str, processes: int, seed: int, folder: Path) -> None:
+    def __init__(self, url: str, processes: int, seed: int, folder: Path) -> None:
         self._url = url
-        self._endpoint_url = endpoint_url
         self._processes = processes
         self._seed = seed
         self._folder = folder
@@ -173,7 +172,7 @@ class Soak:
         self._forked += 1
         root = self._folder / f"process {self._forked}"
         ours, theirs = _FORK.Pipe()
-        process = _FORK.Process(target=serve, args=(self._url, self._endpoint_url, root, theirs), daemon=True)
+        process = _FORK.Process(target=serve, args=(self._url, root, theirs), daemon=True)
         process.start()
         theirs.close()  # or later processes would keep it open, and nobody would see this one die
         return Worker(process, ours, root)
@@ -228,7 +227,7 @@ class Soak:
 
     def check(self, done: Round) -> None:
         """What the next container restores, and every pack by itself."""
-        store = open_url(self._url, self._endpoint_url or None)
+        store = open_url(self._url)
         root = self._folder / "next"
         shutil.rmtree(root, ignore_errors=True)
         keys, problems = restored_keys(store, root)
@@ -249,13 +248,11 @@ class Soak:
         self._workers.clear()
 
 
-def soak(
-    rounds: int, processes: int, seed: int, url: str, endpoint_url: str, folder: Path
-) -> tuple[list[Round], Mapping[str, int]]:
+def soak(rounds: int, processes: int, seed: int, url: str, folder: Path) -> tuple[list[Round], Mapping[str, int]]:
     """Run it, each round printed as a line of JSON. It ends with the first round that has a violation, so that the
     store can be looked at as it was."""
     results: list[Round] = []
-    running = Soak(url, endpoint_url, processes, seed, folder)
+    running = Soak(url, processes, seed, folder)
     try:
         for number in range(rounds):
             results.append(running.run_round(number))
@@ -305,14 +302,10 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-publish-"))
     shape = (arguments.rounds, arguments.processes, arguments.seed)
     if arguments.store == "local":
-        results, failures = soak(*shape, str(folder / "store"), "", folder)
+        results, failures = soak(*shape, str(folder / "store"), folder)
     else:
-        os.environ.update(CREDENTIALS)
-        import boto3
-
-        with s3_server() as endpoint_url:
-            boto3.client("s3", endpoint_url=endpoint_url).create_bucket(Bucket="soak")
-            results, failures = soak(*shape, "s3://soak/cache", endpoint_url, folder)
+        with s3_server("soak"):
+            results, failures = soak(*shape, "s3://soak/cache", folder)
     print(table(results, arguments.store, arguments.processes, arguments.seed))
     for text, count in failures.items():
         print(f"{count} × {text}")

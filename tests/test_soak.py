@@ -33,7 +33,7 @@ def publish(store: LocalStore, root: Path, name: str) -> set[str]:
 
 
 def checked(store: LocalStore, folder: Path, promised: set[str]) -> Round:
-    soak = Soak(store.location, "", 1, 0, folder)
+    soak = Soak(store.location, 1, 0, folder)
     soak.promised |= promised
     done = Round(0)
     soak.check(done)
@@ -51,7 +51,7 @@ def test_nothing_that_was_published_is_lost_when_publishers_and_compactors_are_k
 
 
 def test_a_fleet_leaves_few_packs_and_loses_nothing(tmp_path):
-    fleet = Fleet("mixed", 20, 2, str(tmp_path / "store"), "", True, graph_bytes=4 << 10, within_s=0.5, compile_s=0.5)
+    fleet = Fleet("mixed", 20, 2, str(tmp_path / "store"), True, graph_bytes=4 << 10, within_s=0.5, compile_s=0.5)
     result = run_fleet(fleet)
     assert result.problems == ()
     assert result.is_good, result
