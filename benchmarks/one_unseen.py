@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from served import Answer, InProcess
 # The second process may answer between two looks, and a call that it answers may be asked for again.
 _QUIET_S = 1.0
 _LOOK_S = 0.25
+# Some peaks of memory last a twentieth of a second.
+_MEMORY_LOOK_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,14 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One boot. `report` is the BootReport's JSON at READY, `parts` the answers by the name of their part, `waited_s`
-    the seconds that a part waited for the second process, None if that was longer than its patience."""
+    the seconds that a part waited for the second process, None if that was longer than its patience. `extra_bytes` is
+    the most memory of the GPU in use outside this process's torch, over that at READY; None without a GPU."""
 
     kind: str
     report: dict[str, Any]
     parts: dict[str, tuple[Answer, ...]]
     waited_s: dict[str, float | None]
+    extra_bytes: int | None = None
 
     @classmethod
     def from_json(cls, line: str) -> Asked:
@@ -50,6 +55,8 @@ def ask(kind: str, predictor: Any, parts: Sequence[Part]) -> Asked:
     """Ask a predictor that is READY."""
     report = json.loads(predictor.boot.report.to_json())
     served = InProcess(predictor)
+    outside: list[int] = []
+    threading.Thread(target=look_at_memory, args=(outside,), daemon=True).start()
     found: dict[str, tuple[Answer, ...]] = {}
     waited_s: dict[str, float | None] = {}
     last: tuple[Answer, ...] = ()
@@ -59,7 +66,17 @@ def ask(kind: str, predictor: Any, parts: Sequence[Part]) -> Asked:
         waited_s[part.name] = wait_compiled(predictor.boot, part.patience_s) if part.patience_s else 0.0
         found[part.name] = tuple(served.answer(**request) for request in part.requests)
         last = found[part.name] if part.patience_s else ()
-    return Asked(kind, report, found, waited_s)
+    return Asked(kind, report, found, waited_s, max(outside) - outside[0] if outside else None)
+
+
+def look_at_memory(outside: list[int]) -> None:
+    """Add the bytes in use on the GPU outside this process's torch, again and again; nothing without a GPU."""
+    import torch
+
+    while torch.cuda.is_available():
+        free_bytes, all_bytes = torch.cuda.mem_get_info()
+        outside.append(all_bytes - free_bytes - torch.cuda.memory_reserved())
+        time.sleep(_MEMORY_LOOK_S)
 
 
 def wait_compiled(boot: Any, patience_s: float) -> float | None:

@@ -124,9 +124,10 @@ def boots(plan: Plan, patience_s: float) -> Iterator[Asked]:
         waits = ", ".join(
             "not in time" if wait is None else f"{wait:.1f} s" for wait in found.waited_s.values() if wait != 0
         )
+        extra = "" if found.extra_bytes is None else f"; {found.extra_bytes / 1e9:.2f} GB outside its torch, over READY"
         print(
             f"{kind}: READY after {found.report['process_s']:.2f} s; "
-            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}",
+            f"{sum(map(len, found.parts.values()))} predictions; waited {waits or 'for nothing'}{extra}",
             flush=True,
         )
         yield found

@@ -193,12 +193,6 @@ def link_project(folder: Path) -> Path:
     return folder
 
 
-def streaming_project(folder: Path) -> Path:
-    """Link the project, with a schema that has only the mark of `@streaming`: no input is validated."""
-    write_schema(link_project(folder), {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}})
-    return folder
-
-
 def files(prediction: Mapping[str, Any]) -> list[bytes]:
     """The content of each file that a prediction put out, from its data URLs."""
     return [base64.b64decode(url.partition(",")[2]) for url in prediction["output"]]
