@@ -89,10 +89,11 @@ def steps(args: Any) -> Iterator[tuple[str, str, int]]:
     """Checkout, kind and round of each boot, in order."""
     names = ["this", *(["other"] if args.against else [])]
     yield from ((name, "cold", 1) for name in names)
-    for number in range(1, max(args.warm, args.imports) + 1):
+    for number in range(1, max(args.eager, args.warm, args.imports) + 1):
         ordered = names if number % 2 else names[::-1]
-        if number <= args.warm:
+        if number <= args.eager:
             yield "this", "eager", number
+        if number <= args.warm:
             yield from ((name, "warm", number) for name in ordered)
             if args.cached:
                 yield "this", "cached", number
@@ -280,7 +281,8 @@ def parse_arguments() -> Any:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of random words")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--pairs", type=int, default=3, help="measurements of a step or a token in each boot")
-    parser.add_argument("--warm", type=int, default=5, help="rounds of eager and warm boots")
+    parser.add_argument("--warm", type=int, default=5, help="rounds of warm boots")
+    parser.add_argument("--eager", type=int, help="rounds that begin with an eager boot; all if not given")
     parser.add_argument("--cached", action="store_true", help="also warm boots without precompiled regions")
     parser.add_argument("--imports", type=int, default=0, help="warm boots of each checkout under -X importtime")
     parser.add_argument("--store", type=Path, required=True, help="folder of stores, cache directories and logs")
@@ -290,6 +292,7 @@ def parse_arguments() -> Any:
     args = parser.parse_args()
     args.store = args.store.resolve()
     args.store.mkdir(parents=True, exist_ok=True)
+    args.eager = args.warm if args.eager is None else args.eager
     args.out = args.out or args.store / "boots.jsonl"
     return args
 
