@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,13 +153,15 @@ class Counts:
         self.last_s = max(self.last_s, other.last_s)
 
 
-class CountingStore:
-    """Another store, and what was asked of it in `counts`."""
+class WatchedStore:
+    """Another store, every call to which is one context of `watch`."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self.counts = Counts()
         self._store = store
-        self._lock = threading.Lock()
+
+    def watch(self, method: str, name: str, content: Path | bytes = b"") -> AbstractContextManager[None]:
+        """What surrounds a call: its method, the object's name or prefix, and what it puts."""
+        raise NotImplementedError
 
     @property
     def location(self) -> str:
@@ -167,56 +169,55 @@ class CountingStore:
         return self._store.location
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
-        """Counted as one request: a page holds a thousand objects."""
-        with self._counted("list", prefix):
+        """Watched, as one call: a page holds a thousand objects."""
+        with self.watch("list", ""):
             return self._store.list(prefix)
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """Counted."""
-        with self._counted("read", name):
+        """Watched."""
+        with self.watch("read", name):
             return self._store.read(name, start, size_bytes)
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Counted, with its bytes."""
-        with self._counted("put", name, content):
+        """Watched."""
+        with self.watch("put", name, content):
             self._store.put(name, content)
 
     def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Counted, with its bytes."""
-        with self._counted("put_if_absent", name, content):
+        """Watched."""
+        with self.watch("put_if_absent", name, content):
             return self._store.put_if_absent(name, content)
 
     def delete(self, name: str) -> None:
-        """Counted."""
-        with self._counted("delete", name):
+        """Watched."""
+        with self.watch("delete", name):
             self._store.delete(name)
 
-    def _counted(self, method: str, name: str, content: Path | bytes = b"") -> _Counting:
+
+class CountingStore(WatchedStore):
+    """Another store, and what was asked of it in `counts`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.counts = Counts()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
+        """Count the request when it ends; one that failed may have sent its bytes too."""
         size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
-        return _Counting(self.counts, self._lock, method, kind_of(name), size_bytes)
-
-
-@dataclass(slots=True)
-class _Counting:
-    """One request, counted when it ends; one that failed may have sent its bytes too."""
-
-    counts: Counts
-    lock: threading.Lock
-    method: str
-    kind: str
-    size_bytes: int
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        with self.lock:
-            self.counts.requests[f"{self.method} {self.kind}".strip()] += 1
-            if self.size_bytes:
-                self.counts.uploaded_bytes[self.kind] += self.size_bytes
-            if error is not None and kind is not None:
-                self.counts.failures[f"{self.method} {self.kind}: {kind.__name__}"] += 1
-            self.counts.last_s = time.time()
+        kind = kind_of(name)
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                self.counts.failures[f"{method} {kind}: {type(error).__name__}"] += 1
+            raise
+        finally:
+            with self._lock:
+                self.counts.requests[f"{method} {kind}".strip()] += 1
+                self.counts.uploaded_bytes[kind] += size_bytes
+                self.counts.last_s = time.time()
 
 
 def kind_of(name: str) -> str:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from containers import Artifact, compile_missing, files_in, make_content, open_cache
+from containers import Artifact, WatchedStore, compile_missing, files_in, make_content, open_cache
 
 from compile_cache.errors import StoreError
 from compile_cache.lifecycle import publish, turns
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.store.base import ObjectStore
 from compile_cache.store.opening import open_url
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.compaction import compact
@@ -78,51 +78,23 @@ class Event:
     text: str = ""
 
 
-class MortalStore:
+class MortalStore(WatchedStore):
     """Another store, in a process that stalls and dies when its turn says so."""
 
     def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
         self._turn: Turn | None = None
         self._passed: Counter[str] = Counter()
-        self._store = store
 
     def begin(self, turn: Turn | None) -> None:
         """What is asked from now on belongs to `turn`."""
         self._turn = turn
         self._passed.clear()
 
-    @property
-    def location(self) -> str:
-        """The other store's."""
-        return self._store.location
-
-    def list(self, prefix: str) -> Sequence[StoredObject]:
-        """Mortal."""
-        with self._call("list", prefix):
-            return self._store.list(prefix)
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """Mortal."""
-        with self._call("read", name):
-            return self._store.read(name, start, size_bytes)
-
-    def put(self, name: str, content: Path | bytes) -> None:
-        """Mortal."""
-        with self._call("put", name):
-            self._store.put(name, content)
-
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Mortal."""
-        with self._call("put", name):
-            return self._store.put_if_absent(name, content)
-
-    def delete(self, name: str) -> None:
-        """Mortal."""
-        with self._call("delete", name):
-            self._store.delete(name)
-
     @contextmanager
-    def _call(self, method: str, name: str) -> Iterator[None]:
+    def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
+        """Mortal before and after the call."""
+        method = method.partition("_")[0]
         kinds = ("any", method, f"{method} {name.rpartition('.')[2]}")
         self._pass(kinds)
         yield
