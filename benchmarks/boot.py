@@ -50,6 +50,8 @@ _COLUMNS = (
 )
 # Student's t: 95 % of the values are below, for 1, 2, … degrees of freedom.
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746)
+# Inductor's own modules, which are named by what is in them.
+_MADE = re.compile(r"c[a-z2-7]{50}")
 _IMPORT = re.compile(r"^import time:\s+(\d+) \|")
 
 
@@ -230,10 +232,9 @@ def comparisons(boots: Sequence[Boot]) -> Iterator[str]:
         ratios = [one / two for one, two in pairs(warm, theirs, step_ms)]
         yield f"warm / {name}, step or token: {interval(ratios, 4)}"
     if other:
-        new = set(warm[-1]["modules"]) - set(other[-1]["modules"])
-        gone = set(other[-1]["modules"]) - set(warm[-1]["modules"])
-        yield f"modules of this warm boot alone: {' '.join(sorted(new)) or 'none'}"
-        yield f"of the other alone: {' '.join(sorted(gone)) or 'none'}"
+        names = [{name for name in boots[-1]["modules"] if not _MADE.match(name)} for boots in (warm, other)]
+        yield f"modules of this warm boot alone: {' '.join(sorted(names[0] - names[1])) or 'none'}"
+        yield f"of the other alone: {' '.join(sorted(names[1] - names[0])) or 'none'}"
     for name in ("this", "other"):
         if imported := select(boots, name, "imports"):
             counted, seconds = (spread([boot[key] for boot in imported]) for key in ("imports", "imports_s"))
