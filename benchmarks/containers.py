@@ -221,7 +221,7 @@ class CountingStore(WatchedStore):
 
 
 def kind_of(name: str) -> str:
-    """`pack`, `use`, `publish.lease` and so on: what an object's name says it is; nothing for a prefix."""
+    """`pack`, `use` and so on: what an object's name says it is; nothing for a prefix."""
     base = name.rpartition("/")[2]
     if PACK_NAME.fullmatch(base):
         return "pack"

@@ -18,27 +18,20 @@ from pathlib import Path
 from containers import Artifact, WatchedStore, compile_missing, files_in, make_content, open_cache
 
 from compile_cache.errors import StoreError
-from compile_cache.lifecycle import publish, turns
+from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
 from compile_cache.store.opening import open_url
 from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.compaction import compact
 from compile_cache.versions.directory import CacheDirectory, logical_key
 
-# A publisher's pace, so that a round takes a second; and a lease so short that its holder sometimes loses it alive.
-PACE = {
-    "_POLL_S": 0.05,
-    "_RETRY_S": 0.5,
-    "_LONGEST_LOOK_S": 0.2,
-    "_LONGEST_WAIT_S": 5.0,
-    "_PUBLISH_EXPIRY_S": 0.4,
-}
+# A publisher's pace, so that a round takes a second.
+PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}
 PATIENCE_S = 60.0
-# Compactions without a lease: the second finds packs that the first one is deleting.
-_COMPACTIONS = 2
+# The second merge finds packs that others are deleting.
+_MERGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one process does in a round. One that `compacts` does so whatever others do, and whatever its publisher
+    """What one process does in a round. One that `merges` does so whatever others do, and whatever its publisher
     decides."""
 
     number: int
@@ -61,7 +54,7 @@ class Turn:
     boots: bool
     rewrites: bool
     is_stopped: bool
-    compacts: bool
+    merges: bool
     death: Moment | None
     stall: Moment | None
     stall_s: float
@@ -71,7 +64,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Event:
     """What a process says: `booted`, `incomplete` (that boot did without a pack), `publishing`, `finished` with its
-    logical keys, `compacted`, `failed` (the store's fault), `wrong` (a violation), `done`."""
+    logical keys, `merged`, `failed` (the store's fault), `wrong` (a violation), `done`."""
 
     kind: str
     keys: frozenset[str] = frozenset()
@@ -167,23 +160,18 @@ class Container:
         if not turn.is_stopped:
             if running.wait(PATIENCE_S) and not report.failures:
                 self._say("finished", keys)
-            # What it compacts meanwhile is stopped at some moment.
+            # A merge that it has begun is stopped at some moment.
             time.sleep(random.Random(turn.seed).uniform(0.0, 0.5))
         running.flush()
         for failure in report.failures:
             self._say("failed", text=failure)
         if turn.is_stopped and running.wait(0.0) and not report.failures:
             self._say("finished", keys)
-        if report.compacted_packs:
-            self._say("compacted")
-        if turn.compacts:
-            self._compact(cache, f"process {turn.number}")
-
-    def _compact(self, cache: CompileCache, creator: str) -> None:
-        for _ in range(_COMPACTIONS):
-            written = cache.of_written_store()
-            if compact(written, written.staging, creator).packs:
-                self._say("compacted")
+        if report.merged_packs:
+            self._say("merged")
+        for _ in range(_MERGES if turn.merges else 0):
+            if cache.merge(f"process {turn.number}").packs:
+                self._say("merged")
 
 
 def rewrite(folder: Path, source: random.Random) -> None:
@@ -198,7 +186,7 @@ def serve(url: str, root: Path, connection: Connection) -> None:
     """A process: turns come in, events go out, until the parent hangs up or is gone."""
     parent = os.getppid()
     for name, value in PACE.items():
-        setattr(publish if hasattr(publish, name) else turns, name, value)
+        setattr(publish, name, value)
     container = Container(MortalStore(open_url(url)), root, connection)
     with suppress(EOFError, BrokenPipeError):
         while os.getppid() == parent:

@@ -4,7 +4,7 @@
 
 Each simulated container has a cache directory and a `Publisher` of its own, and writes the artifacts that a compile
 would, with bytes and file names of its own under logical keys that all share. In the fleet `same` all compile the same;
-in `mixed` each has compiled one of eight further graphs as well, so that there is something to compact. Exits with 1
+in `mixed` each has compiled one of eight further graphs as well, so that there is something to merge. Exits with 1
 unless at most five packs are left, what was uploaded is at most three times one cache, and everything can be restored.
 """
 
@@ -41,7 +41,7 @@ from containers import (
 from table import markdown
 
 from compile_cache.errors import StoreError
-from compile_cache.lifecycle import upkeep
+from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
@@ -54,8 +54,8 @@ _GRAPHS = 7
 _VARIANTS = 8
 _EXIT_BUDGET_S = 7.0
 # There are no predictions that it could disturb.
-_COMPACT_AFTER_S = 1.0
-# A publisher that is idle may still compact; one that failed tries again after at most 45 s.
+_MERGE_AFTER_S = 1.0
+# A publisher that is idle may still merge; one that failed tries again after at most 45 s.
 _QUIET_S, _QUIET_AFTER_FAILURES_S = 3.0, 50.0
 
 
@@ -98,7 +98,7 @@ class FleetResult:
     uploaded_bytes: int
     uploads: int
     uploaders: int
-    compactions: int
+    merges: int
     idle_s: float
     requests: dict[str, int]
     failures: dict[str, int]
@@ -128,7 +128,7 @@ def run_container(fleet: Fleet, number: int, store: CountingStore, folder: Path)
     time.sleep(fleet.compile_s * chance.uniform(0.8, 1.2))
     compile_missing(directory.path, fleet.artifacts(number), chance.getrandbits(64))
     report = BootReport()
-    upkeep._COMPACT_AFTER_S = _COMPACT_AFTER_S
+    publish._MERGE_AFTER_S = _MERGE_AFTER_S
     publisher = Publisher(cache, report, Settings(exit_budget_s=_EXIT_BUDGET_S))
     publisher.start()
     return publisher, report.publish
@@ -158,7 +158,7 @@ def run_process(fleet: Fleet, numbers: Sequence[int]) -> dict[str, Any]:
         "is_idle": is_idle,
         "uploads": sum(report.packs for report in reports),
         "uploaders": sum(report.packs > 0 for report in reports),
-        "compactions": sum(report.compacted_packs > 0 for report in reports),
+        "merges": sum(report.merged_packs > 0 for report in reports),
         "requests": store.counts.requests,
         "uploaded_bytes": store.counts.uploaded_bytes,
         "failures": store.counts.failures,
@@ -206,7 +206,7 @@ def run_fleet(fleet: Fleet) -> FleetResult:
                 Counter(done["requests"]), Counter(done["uploaded_bytes"]), Counter(done["failures"]), done["last_s"]
             )
         )
-        totals += Counter({name: done[name] for name in ("booted", "uploads", "uploaders", "compactions")})
+        totals += Counter({name: done[name] for name in ("booted", "uploads", "uploaders", "merges")})
         if not done["is_idle"]:
             problems.append(f"not idle after {fleet.patience_s:g} s")
     if totals["booted"] != fleet.containers:
@@ -225,7 +225,7 @@ def run_fleet(fleet: Fleet) -> FleetResult:
         sum(counts.uploaded_bytes.values()),
         totals["uploads"],
         totals["uploaders"],
-        totals["compactions"],
+        totals["merges"],
         counts.last_s - started_s,
         dict(counts.requests),
         dict(counts.failures),
@@ -243,7 +243,7 @@ def packed_bytes(artifacts: Sequence[Artifact], folder: Path) -> int:
 def table(results: Sequence[FleetResult]) -> str:
     """The results, a line a fleet."""
     header = ["fleet", "containers", "one cache, MB", "uploaded, caches", "bar", "packs left", "bar"]
-    header += ["uploads of packs", "by containers", "compactions", "requests", "of a container", "idle after, s"]
+    header += ["uploads of packs", "by containers", "merges", "requests", "of a container", "idle after, s"]
     rows = [
         (
             result.name,
@@ -255,7 +255,7 @@ def table(results: Sequence[FleetResult]) -> str:
             MOST_PACKS_LEFT,
             result.uploads,
             result.uploaders,
-            result.compactions,
+            result.merges,
             (total := sum(result.requests.values())),
             f"{total / result.containers:.1f}",
             f"{result.idle_s:.0f}",

@@ -5,8 +5,8 @@
 Each process is a container with a cache directory of its own: it restores, writes what a compile would, with bytes
 and file names of its own under logical keys that all share, and publishes through a `Publisher`. It lives on over
 rounds, or boots anew. Some publish as containers do that are told to stop, without waiting for their turn; some
-compact, whatever others do. Some get SIGKILL, at a random moment or around a chosen request to the store, and
-some stall there for longer than a lease lasts.
+merge, whatever others do. Some get SIGKILL, at a random moment or around a chosen request to the store, and
+some stall there.
 
 After each round a new container must restore every logical key that any publish that finished had, with the right
 content, and every pack listed must verify. Exits with 1 if anything is missing or wrong, or if less than half of the
@@ -47,10 +47,10 @@ _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
 _NEW_GRAPH_BYTES = (2 << 10, 4 << 10, 16 << 10)
 _NEW_ARTIFACTS = 3
 # Kinds of calls to the store, and how many moments, just before or just after one, a process may have of each.
-_CALLS = {"any": 40, "list": 4, "put pack": 2, "put lease": 4, "read pack": 12, "delete pack": 4}
+_CALLS = {"any": 40, "list": 4, "put pack": 2, "read pack": 12, "delete pack": 4}
 _KILLED = 0.4
 _STALLED = 0.2
-_COMPACTS = 0.4
+_MERGES = 0.4
 _STALL_S = (0.1, 0.8)
 _MOST_LINES = 50
 _FORK = get_context("fork")
@@ -66,7 +66,7 @@ class Round:
     finished: int = 0
     killed: int = 0
     packs: int = 0
-    compactions: int = 0
+    merges: int = 0
     boots: int = 0
     incomplete: int = 0
     failures: int = 0
@@ -109,9 +109,9 @@ def make_turn(seed: int, round_number: int, number: int) -> Turn:
             killed_after = chance.random()
         else:
             death = make_moment(chance)
-    compacts = chance.random() < _COMPACTS
+    merges = chance.random() < _MERGES
     stall = make_moment(chance) if chance.random() < _STALLED else None
-    if compacts and chance.random() < 0.5:
+    if merges and chance.random() < 0.5:
         stall = Moment("delete pack", chance.randint(1, _CALLS["delete pack"]))
     return Turn(
         number,
@@ -121,7 +121,7 @@ def make_turn(seed: int, round_number: int, number: int) -> Turn:
         boots=chance.random() < 0.2,
         rewrites=chance.random() < 0.1,
         is_stopped=chance.random() < 0.25,
-        compacts=compacts,
+        merges=merges,
         death=death,
         stall=stall,
         stall_s=chance.uniform(*_STALL_S),
@@ -214,7 +214,7 @@ class Soak:
     def _note(self, done: Round, event: Event) -> None:
         done.published += event.kind == "publishing"
         done.finished += event.kind == "finished"
-        done.compactions += event.kind == "compacted"
+        done.merges += event.kind == "merged"
         done.boots += event.kind == "booted"
         done.incomplete += event.kind == "incomplete"
         done.failures += event.kind == "failed"
@@ -275,7 +275,7 @@ def violations(results: Sequence[Round], seed: int) -> list[str]:
 
 def table(results: Sequence[Round], store: str, processes: int, seed: int) -> str:
     """The sums of all rounds."""
-    columns = ("published", "finished", "killed", "boots", "incomplete", "compactions", "failures")
+    columns = ("published", "finished", "killed", "boots", "incomplete", "merges", "failures")
     header = ["store", "rounds", "processes", "seed", *columns, "logical keys", "packs left", "violations", "round, s"]
     row = [
         store,
