@@ -280,9 +280,6 @@ class LeftEager:
             RegionReport(
                 kind.__name__, 0, step="eager", reason="left eager by COMPILE_CACHE_LEAVE_EAGER", is_left_eager=True
             ),
-            RegionReport(
-                kind.__name__, 0, step="eager", reason="left eager by COMPILE_CACHE_LEAVE_EAGER", is_left_eager=True
-            ),
         )
         report.instances += 1
         return True
