@@ -120,7 +120,8 @@ def demo(tmp_path_factory):
 def incomplete(tmp_path_factory):
     """A predictor of which three classes of four are not filled."""
     folder = tmp_path_factory.mktemp("incomplete")
-    return folder, fill(folder, "--explain", "--store", str(folder / "store"), project=small_project(folder))
+    project = small_project(folder)
+    return folder, fill(folder, "--explain", "--store", str(folder / "store"), project=project, forked=False)
 
 
 def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
