@@ -16,16 +16,19 @@ QUANTIZE := $(VENV)/quantize
 SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py \
   "soak_predictions.py --predictions 2000"
 
-.PHONY: demo test container soak lint types clean
+.PHONY: setup demo test container soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        boot the demo model in a real Cog server: eager, cold, restored"
 	@echo "make test        run the whole test suite"
+	@echo "make setup       the environment alone, in .venv"
 	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
 	@echo "make soak        servers and the store under load and faults, in full; needs root and iproute2"
 	@echo "make lint        ruff"
 	@echo "make types       mypy"
+
+setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/python demo/run_demo.py
@@ -37,6 +40,8 @@ container: $(READY)
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py
 
 soak: $(READY)
+	@# The property tests, with other examples than in `make test`, and many more.
+	$(BIN)/python -m pytest -n auto -m hypothesis --hypothesis-profile=soak
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \

@@ -50,8 +50,10 @@ os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
 os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("python_start"))
 import_module("python_start.sitecustomize")
 
-# How fast an example runs is no property of the code, on a machine that does other things as well.
-hypothesis.settings.register_profile("suite", deadline=None)
+# The suite tries the same examples in every run: a failure then comes from a change. `make soak` tries other examples
+# each time, and many more. How fast an example runs is no property of the code on a machine that does other things.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (

@@ -287,7 +287,7 @@ def test_a_reason_is_a_short_line_whatever_it_quotes(record):
 
 
 @given(st.data(), json_values | st.sampled_from(ODD_VALUES))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, value):
     record = two_files()
     place = data.draw(st.sampled_from(list(places(record))))
@@ -341,7 +341,7 @@ def test_plain_paths_are_let_through():
 
 
 @given(st.lists(st.text(st.sampled_from("aAb./\\~é\0"), max_size=6), max_size=6))
-@settings(max_examples=500)
+@settings(max_examples=5 * settings().max_examples)
 def test_paths_that_are_let_through_can_all_be_written_and_are_where_they_say(paths):
     try:
         check_paths(paths)

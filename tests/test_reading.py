@@ -28,7 +28,7 @@ class Generous(OneObject):
 
 
 @given(st.data(), st.sampled_from([OneObject, Generous]))
-@settings(max_examples=500)
+@settings(max_examples=5 * settings().max_examples)
 def test_the_bytes_from_start_to_end_are_read_in_whatever_pieces_they_are_asked_for(data, kind):
     start = data.draw(st.integers(0, 100))
     end = data.draw(st.integers(start, 100))
@@ -48,7 +48,7 @@ def test_the_bytes_from_start_to_end_are_read_in_whatever_pieces_they_are_asked_
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_nothing_is_requested_twice_or_that_is_known_already(data):
     start = data.draw(st.integers(0, 100))
     end = data.draw(st.integers(start, 100))
