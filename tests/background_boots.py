@@ -39,7 +39,13 @@ class Told:
 
 
 def play(
-    folder: Path, scene: str, *arguments: str, after: Path | None = None, forked: bool = True, **variables: str
+    folder: Path,
+    scene: str,
+    *arguments: str,
+    after: Path | None = None,
+    forked: bool = True,
+    program: str = "background_boot",
+    **variables: str,
 ) -> Told:
     """Play a scene in a process of its own; fails with the log if the process fails. `variables` in capitals are set as
     they are, others are settings of the boot. `after` is the folder of another boot: its store is copied, and its cache
@@ -50,7 +56,7 @@ def play(
     ours = {name: value for name, value in variables.items() if name.isupper()}
     chosen = {name: value for name, value in variables.items() if not name.isupper()}
     environ = {**settings(folder, **{**BACKGROUND, **chosen}), **ours}
-    done = run_boot(environ, scene, *arguments, forked=forked, program="background_boot")
+    done = run_boot(environ, scene, *arguments, forked=forked, program=program)
     assert done.returncode == 0, done.stderr
     return Told(json.loads(done.stdout.splitlines()[-1]), done.stderr)
 

@@ -1,0 +1,342 @@
+"""Modules that a boot may serve wrongly, each in its own way, and scenes of boots that serve them.
+
+serving_faults.py SCENE [ARGUMENT...] plays one, and prints a line of JSON: what the scene returns. Each answer is
+compared with the answer of a twin that is never compiled. Both have the same weights, and get the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import torch
+from background_blocks import SIZE, Factor, Norm, Other, Wide, inputs  # noqa: F401  a scene names them
+from background_scenes import MODEL, PATIENCE_S, report
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import compile_cache
+
+if TYPE_CHECKING:
+    from compile_cache.lifecycle.boot import Boot
+
+# Keeps a call of eager code waiting, once.
+GATE: list[tuple[threading.Event, threading.Event]] = []
+
+
+class Mode:
+    """Told apart by identity, as an enumeration or a sentinel is."""
+
+
+DEFAULT = Mode()
+
+
+class TokenStep(Wide):
+    """A token's attention to the keys of the tokens before it, which a buffer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(8, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys.copy_(torch.cat([self.keys[1:], x[:1]]))
+        return torch.mm(torch.mm(x, self.keys.T), self.keys)
+
+
+class Streaming(Wide):
+    """A convolution over a stream, which keeps the end of the chunk before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", torch.zeros(2, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.before, x])
+        self.before.copy_(x[-2:])
+        return torch.mm(x[2:], self.scale) - torch.mm(x[:-2], self.linear.weight)
+
+
+class Counter(Wide):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class Tally(Wide):
+    """Counts its calls in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Noisy(Wide):
+    """Draws from torch's own generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+class Valued(Wide):
+    """A plain value in its answer is another one when it is compiled."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return super().forward(x), 1 if torch.compiler.is_compiling() else 2
+
+
+class Writing(Wide):
+    """What it writes into its input is something else when it is compiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        x.copy_(torch.mm(y, self.scale) if torch.compiler.is_compiling() else y)
+        return y
+
+
+class Keeping(Wide):
+    """What it writes into its buffer is something else when it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.last.copy_(torch.mm(y, self.scale) if torch.compiler.is_compiling() else y)
+        return y
+
+
+class Recognising(Wide):
+    """Asks which object its attribute is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = DEFAULT
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return super().forward(x), "default" if self.mode is DEFAULT else "other"
+
+
+class Interrupted(Wide):
+    """Wrong when it is compiled. Eager can be kept waiting."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return torch.mm(super().forward(x), self.scale)
+        if GATE:
+            entered, may_go = GATE.pop()
+            entered.set()
+            assert may_go.wait(PATIENCE_S)
+        return super().forward(x)
+
+
+class Broken(Wide):
+    """A graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Autocast(Wide):
+    """Called under `torch.autocast`: see `call`."""
+
+
+class Square(Wide):
+    """Takes any two sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x.T)
+
+
+class Hooked(Wide):
+    """Has a hook that only this process can import, as models have that keep what a layer answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.register_forward_hook(lambda module, args, output: self.seen.append(float(output.sum())))
+
+
+class Pair:
+    """A module that a boot serves, and its twin. `wrong` says which calls had another answer or effect than the
+    twin's."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        torch.manual_seed(0)
+        self.module = kind().eval()
+        torch.manual_seed(0)
+        self.twin = kind().eval()
+        self.name = kind.__name__
+        self.calls = 0
+        self.wrong: list[str] = []
+        self.steps: list[str] = []
+
+    def call(self, boot: Boot, rows: int = 4) -> None:
+        """Call both, and compare all that can be seen of the calls."""
+        self.calls += 1
+        seen = boot.prediction()
+        expected, found = (self._seen(module, rows) for module in (self.twin, self.module))
+        self.steps += seen.served().get(self.name, {})
+        self.wrong += [f"call {self.calls}: {name}" for name in expected if not alike(found[name], expected[name])]
+
+    def _seen(self, module: nn.Module, rows: int) -> dict[str, Any]:
+        torch.manual_seed(self.calls)
+        with torch.inference_mode(), torch.autocast("cpu", enabled=self.name == "Autocast"):
+            x = inputs(rows) * self.calls
+            answer = module(x)
+        kept = {name: value for name, value in vars(module).items() if isinstance(value, int | list)}
+        state = {name: value.clone() for name, value in module.named_buffers()}
+        return {"answer": answer, "input": x, "attributes": kept, "state": state, "next draw": torch.rand(3)}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"wrong": self.wrong, "steps": self.steps}
+
+
+def alike(found: Any, expected: Any) -> bool:
+    """Whether two nested values are equal, their floats within what compiled code may round."""
+    (some, form), (others, other_form) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    return form == other_form and all(map(_is_close, some, others))
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(other, float):
+        one, other = torch.tensor(one), torch.tensor(other)
+    if isinstance(other, torch.Tensor):
+        tolerance = 2e-2 if other.dtype == torch.bfloat16 else 1e-4
+        return one.shape == other.shape and torch.allclose(one, other, tolerance, tolerance)
+    return bool(one == other)
+
+
+def begun(*kinds: str) -> tuple[Boot, list[Pair]]:
+    """A boot of these classes after READY."""
+    with compile_cache.boot(MODEL) as boot:
+        pairs = [Pair(globals()[kind]) for kind in kinds]
+        for pair in pairs:
+            boot.compile(pair.module, whole=True)
+        boot.warm_up(lambda: [pair.call(boot) for pair in pairs])
+    return boot, pairs
+
+
+def right(*kinds: str) -> dict[str, Any]:
+    """Predictions of a boot, some as soon as it is READY, the others when all code has arrived."""
+    boot, pairs = begun(*kinds)
+    told: dict[str, Any] = {"ready": report(boot), "waiting": boot.waiting}
+    for _ in range(2):
+        for _ in range(3):
+            for pair in pairs:
+                pair.call(boot)
+        assert boot.wait_compiled(PATIENCE_S)
+    for _ in range(3):
+        for pair in pairs:
+            pair.call(boot)
+    told["published"] = boot.wait_published(PATIENCE_S)
+    return told | {"pairs": {pair.name: pair.told for pair in pairs}, "report": report(boot)}
+
+
+def beside() -> dict[str, Any]:
+    """Requests while another one compares, whose eager call takes long."""
+    boot, (pair,) = begun("Interrupted")
+    assert boot.wait_compiled(PATIENCE_S)
+    entered, may_go = threading.Event(), threading.Event()
+    GATE.append((entered, may_go))
+    other = threading.Thread(target=torch.inference_mode()(lambda: pair.module(inputs())))
+    other.start()
+    assert entered.wait(PATIENCE_S)
+    for _ in range(3):
+        pair.call(boot)
+    may_go.set()
+    other.join()
+    for _ in range(3):
+        pair.call(boot)
+    return pair.told
+
+
+class KillFirst(logging.Handler):
+    """Kills the first second process as soon as it is started, before it is ready."""
+
+    killed = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look for the line that says the process's number."""
+        if record.msg.startswith("background.started") and not self.killed:
+            self.killed = int(record.args[0])  # type: ignore[index, arg-type]
+            os.kill(self.killed, signal.SIGKILL)
+
+
+def killed() -> dict[str, Any]:
+    """The second process is killed before it is ready, when three kinds of calls wait for it."""
+    handler = KillFirst()
+    logging.getLogger("compile_cache").addHandler(handler)
+    boot, pairs = begun("Wide", "Other", "Factor")
+    told = {"answered": boot.wait_compiled(PATIENCE_S), "killed": handler.killed}
+    for _ in range(2):
+        for pair in pairs:
+            pair.call(boot)
+    return told | {"pairs": {pair.name: pair.told for pair in pairs}}
+
+
+def many() -> dict[str, Any]:
+    """Calls of 200 sizes, no two with a size in common, while the second process starts."""
+    boot, (pair,) = begun("Square")
+    for rows in range(20, 220):
+        with torch.inference_mode():
+            pair.module(torch.ones(rows, 2 * rows + 1))
+    return {"waiting": boot.waiting}
+
+
+def unrepeated() -> dict[str, Any]:
+    """A server for a minute whose requests never repeat the warm-up's call."""
+    boot, (pair,) = begun("Wide")
+    assert boot.wait_compiled(PATIENCE_S)
+    pair.call(boot, rows=5)
+    time.sleep(62)
+    return {"published": boot.wait_published(PATIENCE_S), **pair.told}
+
+
+def brief() -> dict[str, Any]:
+    """A server with many instances of a block that ends soon after its code arrived."""
+    with compile_cache.boot(MODEL) as boot:
+        pairs = [Pair(Wide) for _ in range(6)]
+        for pair in pairs:
+            boot.compile(pair.module, whole=True)
+        boot.warm_up(lambda: [pair.call(boot) for pair in pairs])
+    told: dict[str, Any] = {"waiting": boot.waiting}
+    assert boot.wait_compiled(PATIENCE_S)
+    for pair in pairs:
+        pair.call(boot)
+    return told | {"published": boot.wait_published(PATIENCE_S), "wrong": [pair.wrong for pair in pairs]}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    scene, *arguments = sys.argv[1:]
+    print(json.dumps(globals()[scene](*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    # Classes of the main program cannot go to another process.
+    import serving_faults
+
+    serving_faults.main()
