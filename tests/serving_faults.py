@@ -6,6 +6,7 @@ compared with the answer of a twin that is never compiled. Both have the same we
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -29,7 +30,8 @@ import compile_cache
 if TYPE_CHECKING:
     from compile_cache.lifecycle.boot import Boot
 
-# Keeps a call of eager code waiting, once.
+# What `FAULTS` has is raised by eager code, one a call. `GATE` keeps a call of eager code waiting, once.
+FAULTS: list[BaseException] = []
 GATE: list[tuple[threading.Event, threading.Event]] = []
 
 
@@ -137,11 +139,13 @@ class Recognising(Wide):
 
 
 class Interrupted(Wide):
-    """Wrong when it is compiled. Eager can be kept waiting."""
+    """Wrong when it is compiled. Eager can be interrupted, and can be kept waiting."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return torch.mm(super().forward(x), self.scale)
+        if FAULTS:
+            raise FAULTS.pop()
         if GATE:
             entered, may_go = GATE.pop()
             entered.set()
@@ -253,6 +257,35 @@ def right(*kinds: str) -> dict[str, Any]:
             pair.call(boot)
     told["published"] = boot.wait_published(PATIENCE_S)
     return told | {"pairs": {pair.name: pair.told for pair in pairs}, "report": report(boot)}
+
+
+def interrupted(fault: str) -> dict[str, Any]:
+    """The first call that may be compared is cancelled, or has no memory for it. The next calls, and what is stored."""
+    boot, (pair,) = begun("Interrupted")
+    assert boot.wait_compiled(PATIENCE_S)
+    FAULTS.append(asyncio.CancelledError() if fault == "cancelled" else torch.OutOfMemoryError("no memory"))
+    try:
+        with torch.inference_mode():
+            pair.module(inputs())
+    except (asyncio.CancelledError, torch.OutOfMemoryError):
+        pass
+    left = len(FAULTS)
+    boot.end_publishing()
+    stored = [path for pack in Path(boot.report.store).rglob("*.pack") for path in paths_of(pack) if ".aot" in path]
+    for _ in range(6):
+        pair.call(boot)
+    return {"left": left, "stored": stored, **pair.told}
+
+
+def paths_of(pack: Path) -> list[str]:
+    """The paths of the files in a pack."""
+    from compile_cache.pack.head import read_head
+    from compile_cache.pack.manifest import Limits
+    from compile_cache.pack.signing import TrustedKeys
+
+    content = pack.read_bytes()
+    head = read_head(lambda start, size: content[start : start + size], pack.name, Limits(), TrustedKeys())
+    return [file.path for file in head.manifest.files]
 
 
 def beside() -> dict[str, Any]:

@@ -73,6 +73,15 @@ def test_code_that_differs_in_anything_but_its_tensors_serves_no_call(booted, na
     assert booted(*BEYOND)["pairs"][name]["wrong"] == []
 
 
+@fault("a comparison that was cancelled, or for which there was no memory, counts as passed")
+@pytest.mark.parametrize("why", ["cancelled", "no memory"])
+def test_code_whose_comparison_did_not_end_neither_serves_nor_is_published(tmp_path, why):
+    told = play(tmp_path, "interrupted", why)
+    assert told["left"] == 0
+    assert told["wrong"] == []
+    assert told["stored"] == []
+
+
 @fault("an artifact serves other calls while it is compared for the first time")
 def test_a_request_beside_a_comparison_is_not_served_by_the_code_that_is_compared(tmp_path):
     assert play(tmp_path, "beside")["wrong"] == []
