@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -141,3 +143,24 @@ def test_a_call_with_hooks_is_eager_and_says_so(booted, then):
     assert told["pairs"]["Hooked"]["wrong"] == []
     assert set(told["pairs"]["Hooked"]["steps"]) == {"eager"}
     assert "hook" in told["report"]["regions"][0]["reason"]
+
+
+@fault("a compiler that was killed once is stored as a property of the code")
+def test_a_compiler_that_was_killed_once_slows_no_later_boot(tmp_path):
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    # The first kernel's compile, not a question that Inductor asks before.
+    compiler.write_text(f"""#!/bin/sh
+[ -e {tmp_path}/killed ] || case "$1" in *.cpp)
+  if grep -q cpp_prefix "$1"; then touch {tmp_path}/killed; kill -KILL $$; fi
+esac
+exec {shutil.which("g++")} "$@"
+""")
+    compiler.chmod(0o755)
+    ill, well = tmp_path / "ill", tmp_path / "well"
+    told = play(ill, "right", "Norm", PATH=f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+    assert (tmp_path / "killed").exists()
+    assert told["pairs"]["Norm"]["wrong"] == []
+    told = play(well, "right", "Norm", after=ill)
+    assert told["pairs"]["Norm"]["wrong"] == []
+    assert told["pairs"]["Norm"]["steps"][-1] == "precompiled"
