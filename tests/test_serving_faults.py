@@ -164,3 +164,18 @@ exec {shutil.which("g++")} "$@"
     told = play(well, "right", "Norm", after=ill)
     assert told["pairs"]["Norm"]["wrong"] == []
     assert told["pairs"]["Norm"]["steps"][-1] == "precompiled"
+
+
+@fault("the log of the second process is opened through a link that somebody else has put there")
+def test_a_link_in_a_sticky_folder_is_not_written_through(tmp_path):
+    victim, shared = tmp_path / "victim", tmp_path / "shared"
+    victim.write_bytes(bytes(9 << 20))  # a log of this size is emptied
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link = shared / "0.compiling.log"
+    link.symlink_to(victim)
+    if os.geteuid() == 0:
+        os.lchown(link, 65534, 65534)
+    told = play(tmp_path, "right", "Wide", dir=str(shared))
+    assert victim.read_bytes().count(0) == victim.stat().st_size == 9 << 20
+    assert told["pairs"]["Wide"]["steps"][-1] == "precompiled"
