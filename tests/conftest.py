@@ -59,6 +59,7 @@ hypothesis.settings.load_profile("suite")
 _LONGEST_FIRST = (
     "test_readme",
     "test_background_compile",
+    "test_fuzz_serving",
     "test_serving_faults",
     "test_background_faults",
     "test_background_server",
