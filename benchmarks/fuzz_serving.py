@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,7 +112,12 @@ class Subject:
                 found = asyncio.CancelledError
             finally:
                 self._code.ARMED.left = 0
-            seen = {"answer": found, "inputs": given, "state": _state(self.module), "draws": torch.rand(2)}
+            seen = {
+                "answer": found,
+                "inputs": given,
+                "state": _state(self.module),
+                "draws": torch.rand(2, device=self._device),
+            }
             given = self._inputs(torch, inputs_seed)
             torch.manual_seed(number)
             if found is asyncio.CancelledError:
@@ -119,7 +125,7 @@ class Subject:
                 right = {"inputs": given, "state": before}
             else:
                 right = {"answer": self._twin(*given), "inputs": given, "state": _state(self._twin)}
-                right |= {"draws": torch.rand(2)} if compares_draws else {}
+                right |= {"draws": torch.rand(2, device=self._device)} if compares_draws else {}
         if wrong := [what for what in right if not is_alike(seen[what], right[what])]:
             words = "cancelled " * (found is asyncio.CancelledError)
             self.tally.wrong.append(f"{words}call {number} of boot {self._boot}: {', '.join(wrong)}")
@@ -198,7 +204,7 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
 
 
 class _Killer(logging.Handler):
-    """Kills each second process some seconds after its start."""
+    """Kills every other second process, on average, some seconds after its start."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
@@ -206,7 +212,8 @@ class _Killer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take the process's number from the line that tells of it."""
-        if record.msg.startswith("background.started") and isinstance(record.args, tuple):
+        is_start = record.msg.startswith("background.started")
+        if is_start and isinstance(record.args, tuple) and self._chance.random() < 0.5:
             threading.Timer(self._chance.uniform(0, 40), _kill, record.args).start()
 
 
@@ -292,8 +299,10 @@ def main() -> int:
                 for each in (total, *(by_feature[name] for name in module.features)):
                     each.add(tally)
                 for line in tally.wrong:
-                    again = [*sys_arguments(arguments), "--first", str(batch[0].number), "--modules", str(len(batch))]
-                    print(f"WRONG {module.name} ({', '.join(module.features)}), {line}\n  again: {' '.join(again)}")
+                    print(f"WRONG {module.name} ({', '.join(module.features)}), {line}", flush=True)
+            if any(tally.wrong for tally in tallies):
+                again = [*sys_arguments(arguments), "--first", str(batch[0].number), "--modules", str(len(batch))]
+                print(f"  again: fuzz_serving.py {shlex.join(again)}", flush=True)
     rows = [(name, *_row(tally)) for name, tally in {**by_feature, "all": total}.items() if tally.modules]
     print(markdown(["feature", "modules", "calls", "served by compiled code", "cancelled", "wrong"], rows))
     return 1 if total.wrong else 0
