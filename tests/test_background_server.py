@@ -98,7 +98,7 @@ def serve(folder: Path, ask: Callable[[Asking], tuple[list[dict[str, Any]], list
         report = json.loads((folder / "report.json").read_text())
         asking = Asking(server)
         planned, unplanned = ask(asking)
-    started_compiling = any((folder / "cache").glob("*.compiling.log"))
+    started_compiling = any((folder / "cache").glob("*.logs/compiling.log"))
     return Served(report, tuple(planned), tuple(unplanned), frozenset(asking.states), started_compiling)
 
 

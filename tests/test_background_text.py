@@ -72,7 +72,7 @@ def serve(folder: Path, is_enough: Callable[[tuple[dict[str, Any], ...]], bool])
             time.sleep(PAUSE_S if rounds else 0)
             rounds.append(tuple(server.predict(prompt=prompt, temperature=0.0) for prompt in PROMPTS))
             states |= server.states_until_ready()
-    started_compiling = any((folder / "cache").glob("*.compiling.log"))
+    started_compiling = any((folder / "cache").glob("*.logs/compiling.log"))
     return Served(report, tuple(rounds), frozenset(states), started_compiling)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import logging
 import os
@@ -65,7 +64,7 @@ class CompilingProcess:
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
-            output = theirs.enter_context(open(log, "ab", opener=_open_own))
+            output = theirs.enter_context(log.open("ab"))
             log_start = _bound(log)
             child = _spawn((jobs.fileno(), watched), output.fileno(), environ)
             process = cls(child, channel, ours.pop_all(), log, log_start)
@@ -219,21 +218,6 @@ class CompilingProcess:
         if not lines:
             return f"It wrote no last line into {self._log}."
         return f"The last line of {self._log}: {lines[-1].strip()[:_LONGEST_LINE]}"
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Open a file for `open`, unless it may be another user's: in a sticky folder, anybody can make a link or a file of
-    this name.
-
-    Raises:
-        OSError: the file is a link, has a second name, or belongs to another user.
-    """
-    fd = os.open(path, flags | os.O_NOFOLLOW, 0o600)
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or status.st_nlink != 1:
-        os.close(fd)
-        raise PermissionError(errno.EPERM, "Another user made this file. Remove it, or set COMPILE_CACHE_DIR", path)
-    return fd
 
 
 def _bound(log_file: Path) -> int:

@@ -61,7 +61,7 @@ class Backlog:
         # The paths of the artifacts that the process made.
         self.arrived: set[str] = set()
         self._workshop = Workshop(directory)
-        self._log = directory.path.with_name(f"{directory.path.name}.compiling.log")
+        self._log = directory.logs / "compiling.log"
         self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
         self._jobs.hold()
 

@@ -44,12 +44,13 @@ class CacheDirectory:
         self.path = root / str(number)
         self.inbox = root / f"{number}.inbox"
         self._outbox = root / f"{number}.outbox"
+        self.logs = root / f"{number}.logs"
         self._lock_fd = lock_fd
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
         """Claim and empty the first free directory `<root>/<n>`. Beside it are its inbox, for packs that are not
-        verified yet, and its outbox, for packs that are not published yet.
+        verified yet, its outbox, for packs that are not published yet, and its logs.
 
         A boot begins with an empty directory. So every file in it was restored and verified, or compiled by this
         process.
@@ -66,7 +67,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    for folder in (directory.path, directory.inbox, directory._outbox):
+                    for folder in (directory.path, directory.inbox, directory._outbox, directory.logs):
                         _make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
@@ -176,7 +177,7 @@ def _own(root: Path) -> None:
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox)?|[a-j]+")  # letters: folders of the compiling process
+_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox|\.logs)?|[a-j]+")  # letters: folders of the compiling process
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
