@@ -84,7 +84,8 @@ def test_the_source_distribution_has_the_whole_project(packages):
 def test_the_wheel_has_the_library_alone_typed_and_licensed(packages):
     _, _, wheel = packages
     version = f"cog_compile_cache-{compile_cache.__version__}.dist-info"
-    assert {"compile_cache/py.typed", f"{version}/licenses/LICENSE"} <= wheel
+    template = "compile_cache/cli/report_page.html.jinja"
+    assert {"compile_cache/py.typed", template, f"{version}/licenses/LICENSE"} <= wheel
     assert {name.split("/")[0] for name in wheel} == {"compile_cache", version}
 
 

@@ -1,14 +1,13 @@
-"""`compile-cache report`: the page of real boots, and what becomes of bad input."""
+"""`compile-cache report`: the page and the trace of real boots, and what becomes of bad input."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,19 @@ from typing import Any
 import pytest
 from boots import boot_once, settings
 from commands import Run, run_command
-from filled_stores import put_pack, put_record
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
-from compile_cache.cli.report.lanes import lanes_of
+from compile_cache.cli.report import lanes_of
+from compile_cache.cli.report_page import timeline_of
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.ladder import RegionReport
-from compile_cache.store.local import LocalStore
 from compile_cache.timeline import Span, Timeline, note
 from compile_cache.versions.refused import RefusedPack
 
-PROJECT = Path(__file__).resolve().parent.parent
-DRAW_BOOT = PROJECT / "docs" / "draw_boot.py"
 VOID = {"meta"}
-SECTIONS = ["newest", "boots", "history", "misses", "store"]
+SECTIONS = ["newest", "boots", "history", "store"]
 
 
 @dataclass
@@ -149,8 +148,8 @@ def test_noted_work_is_in_the_timelines_of_all_boots_of_the_process():
 def test_the_page_of_real_boots_and_their_store_has_every_section(run, page, booted, tmp_path):
     store, reports, restored = booted
     found = run(reports, "--store", store)
-    assert (found.code, found.out) == (0, f"wrote {tmp_path / 'page.html'}: 2 boots, 1 version in {store}\n")
-    assert found.err == "files that end with .json and are no boot reports: 1\n"
+    assert (found.code, found.err) == (0, "")
+    assert found.out == f"wrote {tmp_path / 'page.html'}: 2 boots and the versions in {store}\n"
     shown = page()
     assert shown.sections == SECTIONS
     for text in (
@@ -159,9 +158,8 @@ def test_the_page_of_real_boots_and_their_store_has_every_section(run, page, boo
         "no version of toy--model is stored",
     ):
         assert text in shown.text
-    for text in ("WideBlock x2", "NormBlock x2", "precompiled", "lookups found nothing", "first boot*"):
+    for text in ("WideBlock x2", "NormBlock x2", "precompiled", "lookups found nothing"):
         assert text in shown.text
-    assert "now stored: 1 pack for this version and environment" in shown.text
     assert f"READY after {restored['ready_s']:.2f} s" in "\n".join(shown.values("aria-label"))
     for lane in ("setup", "regions", "restore", "publish"):
         assert f"\n{lane}\n" in shown.text
@@ -179,37 +177,25 @@ def test_the_page_loads_nothing_runs_nothing_and_its_links_lead_somewhere(run, p
 
 def test_without_a_store_the_page_has_the_boots_alone(run, page, booted):
     assert run(booted[1] / "restored.json").out.endswith("page.html: 1 boot\n")
-    assert page().sections == ["newest", "boots", "history", "misses"]
+    assert page().sections == ["newest", "boots", "history"]
 
 
-def test_of_a_store_without_reports_the_page_has_versions_and_first_boots(run, page, booted):
+def test_of_a_store_without_reports_the_page_has_the_versions(run, page, booted):
     assert run("--store", booted[0]).code == 0
     shown = page()
-    assert shown.sections == ["history", "store"]
+    assert shown.sections == ["store"]
     assert "toy--model" in shown.text
-    assert re.search(r"\n\d+\.\d s\n", shown.text), "the first boot's seconds"
+    assert "CPU x86_64" in shown.text
 
 
 def test_the_same_report_given_twice_is_one_boot(run, booted):
     assert "page.html: 2 boots\n" in run(booted[1], booted[1] / "cold.json").out
 
 
-def test_a_miss_says_how_the_stored_environment_differs(run, page, tmp_path, key, environment):
-    store = LocalStore(tmp_path / "store")
-    here = replace(environment, torch="2.12.0+cu130")
-    put_pack(store, key)
-    put_record(store, environment)
-    put_record(store, here)
-    missed = BootReport(key.model_name, key.model_version, here.digest, restore=RestoreReport("miss", "nothing"))
-    missed.write(tmp_path / "report.json")
-    run(tmp_path / "report.json", "--store", tmp_path / "store")
-    assert "stored for another environment: torch 2.11.0+cu130 → 2.12.0+cu130" in page().text
-
-
 def test_a_report_without_start_times_is_drawn_phase_after_phase(run, page, tmp_path):
     report = BootReport(phases={"import": 1.0, "weights": 2.0}, ready_s=3.5)
-    (lane,) = lanes_of(report)
-    assert [(bar.name, bar.start_s) for bar in lane.rows[0]] == [("import", 0.0), ("weights", 1.0)]
+    ((row,),) = lanes_of(report).values()
+    assert [(span.name, span.start_s) for span in row] == [("import", 0.0), ("weights", 1.0)]
     report.write(tmp_path / "report.json")
     run(tmp_path / "report.json")
     assert "The report has no start times" in page().text
@@ -237,25 +223,74 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
     assert "Later work that is not drawn: 1 span." in page().text
 
 
+def test_spans_that_overlap_are_in_rows_of_their_own():
+    report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
+    (rows,) = lanes_of(report).values()
+    assert [[span.name for span in row] for row in rows] == [["0", "2"], ["1"]]
+
+
+times_s = st.floats(0.0, 1e15, exclude_max=True)
+lanes = st.sampled_from(["setup", "regions", "publish", "second process", "new"])
+
+
+@examples(max_examples=60)
+@given(st.lists(st.builds(Span, lanes, st.text(max_size=30), times_s, times_s), max_size=12), times_s)
+def test_bars_and_their_labels_stay_in_the_timeline_and_do_not_overlap(spans, ready_s):
+    drawn = timeline_of(BootReport(ready_s=ready_s, spans=spans))
+    assert 0.0 <= drawn["ready"] <= 100.0
+    assert 1 <= len(drawn["ticks"]) <= 8
+    for row in (row for rows in drawn["lanes"].values() for row in rows):
+        free_from = 0.0
+        for bar in row:
+            assert bar.left >= free_from - 0.21, "a bar is at least 0.2 percent wide, to be seen"
+            free_from = bar.left + bar.width
+            if bar.label:
+                label_width = 0.7 * len(bar.label)
+                free_from = max(free_from, free_from + label_width if bar.is_label_beside else bar.left + label_width)
+            assert free_from <= 100.001
+
+
+# The trace
+
+
+def test_the_trace_of_real_boots_has_a_process_a_boot_a_thread_a_lane_and_an_event_a_span(run, booted, tmp_path):
+    run(booted[1], "--trace", tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = {kind: [event for event in trace["traceEvents"] if event["ph"] == kind] for kind in "MXi"}
+    assert sum(map(len, events.values())) == len(trace["traceEvents"])
+    names = {(e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in events["M"]}
+    assert names["process_name", 1, None].startswith("toy--model: hit (")
+    assert names["process_name", 2, None].startswith("toy--model: miss (")
+    for event in events["X"]:
+        assert names["thread_name", event["pid"], event["tid"]] == event["cat"]
+    restored = booted[2]
+    assert {(e["cat"], e["name"], e["ts"], e["dur"]) for e in events["X"] if e["pid"] == 1} == {
+        (span["lane"], span["name"], span["start_s"] * 1e6, span["seconds"] * 1e6) for span in restored["spans"]
+    }
+    assert [e["ts"] for e in events["i"] if e["pid"] == 1] == [restored["ready_s"] * 1e6]
+
+
+def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
+    reports = shutil.copytree(booted[1], tmp_path / "reports")
+    for _ in range(2):
+        assert "page.html: 2 boots\n" in run(reports, "--trace", reports / "trace.json").out
+
+
 # Bad input
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("no JSON", "it is not JSON"),
-        ("[]", "it is not a JSON object"),
-        ("{}", "it lacks restore, regions, phases, ready_s"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": NaN}', "ready_s has a wrong type"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "ready_s has a wrong type"),
-        ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "restore.files has a wrong type"),
-        ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing 2 required"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "new": 1}', "it has the unknown field new"),
-        (
-            '{"restore": {"files": 1e9}, "regions": [], "phases": {}, "ready_s": 1}'.replace("e9", "0" * 400),
-            "files has a",
-        ),
-        ("[" * 100_000, "it is not JSON"),
+        ("no JSON", "Expecting value: line 1"),
+        ("[]", "Expected `object`, got `array`"),
+        ("{}", "it lacks phases, ready_s, regions, restore"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": NaN}', "no report has the number NaN"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "no report has the number 1e999"),
+        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1%s}' % ("0" * 400), "no report has the number 1000"),
+        ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "got `str` - at `$.restore.files`"),
+        ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing required field `name`"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tmp_path, content, reason):
@@ -305,14 +340,17 @@ def test_the_page_does_not_replace_a_folder(run, tmp_path):
     assert run(tmp_path / "report.json").err.startswith(f"error: {tmp_path / 'page.html'} is a folder")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("page.json", "may be a report"), ("pipe", "is not a regular file")])
-def test_the_page_replaces_neither_a_report_nor_a_device(run, tmp_path, name, reason):
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+@pytest.mark.parametrize(("name", "reason"), [("boot.json", "is a boot report"), ("pipe", "is not a regular file")])
+def test_page_and_trace_replace_neither_a_report_nor_a_device(run, tmp_path, option, name, reason):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "page.json").write_text(BootReport(ready_s=1.0).to_json())
-    found = run(tmp_path / "page.json", "-o", tmp_path / name)
+    written = BootReport(ready_s=1.0).to_json()
+    (tmp_path / "boot.json").write_text(written)
+    found = run(tmp_path / "boot.json", option, tmp_path / name)
     assert found.code == 1
     assert reason in found.err
     assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "boot.json").read_text() == written
 
 
 def test_a_pipe_is_no_report(run, tmp_path):
@@ -322,5 +360,5 @@ def test_a_pipe_is_no_report(run, tmp_path):
 
 def test_of_too_many_spans_the_first_are_drawn():
     spans = [Span("setup", f"part {number}", 0.0, 1.0) for number in range(1000)]
-    (lane,) = lanes_of(BootReport(ready_s=4.0, spans=spans))
-    assert [bar.name for row in lane.rows for bar in row] == [f"part {number}" for number in range(256)]
+    (rows,) = lanes_of(BootReport(ready_s=4.0, spans=spans)).values()
+    assert [span.name for row in rows for span in row] == [f"part {number}" for number in range(256)]

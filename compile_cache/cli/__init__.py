@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 
-_NEEDED = ("typer", "rich")
+_NEEDED = ("typer", "rich", "jinja2", "msgspec")
 
 
 def main() -> None:
-    """Run the command. The library itself needs neither Typer nor rich, so they may be missing."""
+    """Run the command. The library itself needs none of the command's packages, so they may be missing."""
     try:
         from compile_cache.cli.app import app
+
+        app()
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise
         remedy = "pip install '.[cli]' in a checkout of cog-compile-cache"
         sys.exit(f"error: compile-cache needs the package {error.name}: {remedy}")
-    app()

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from compile_cache import __version__
-from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
 from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
@@ -224,6 +223,8 @@ def explain(
     if (model is None) == (report is None):
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
         raise typer.Exit(2)
+    from compile_cache.cli import explain as explaining
+
     if report is not None:
         explaining.print_report(report, json)
     elif model is not None:
@@ -244,11 +245,14 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
         "report.html"
     ),
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the timelines also as a trace, for Perfetto.")
+    ] = None,
 ) -> None:
-    """Write one page of HTML: the boots of reports as timelines, their history and misses, and what is stored."""
-    from compile_cache.cli.report.command import write_report
+    """Write one page of HTML: the boots of reports as timelines, their history, and what is stored."""
+    from compile_cache.cli.report import write_report
 
-    write_report(reports or (), store, output)
+    write_report(reports or (), store, output, trace)
 
 
 @app.command()

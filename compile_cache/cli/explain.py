@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compile_cache.cli import terminal as out
-from compile_cache.cli.report.reading import read_report
+from compile_cache.cli.report import read_report
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import ObjectStore
