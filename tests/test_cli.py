@@ -105,7 +105,7 @@ def test_ls_lists_one_model_by_its_hub_id(run, local, key):
 
 
 def test_ls_of_an_empty_store_lists_nothing(run, root):
-    assert run("ls").out == f"0 versions, 0 packs, 0 B in {root}\n"
+    assert run("ls").out == f"0 versions, 0 packs, 0 bytes in {root}\n"
     assert run("ls", "--json").json["versions"] == []
 
 
@@ -378,7 +378,7 @@ def test_a_second_pull_copies_nothing(run, local, key, tmp_path):
     put_pack(local, key)
     run("pull", "--to", tmp_path / "pulled")
     assert run("pull", "--to", tmp_path / "pulled").out == (
-        f"copied 0 packs, 0 B, to {tmp_path / 'pulled'}; 1 pack there already\n"
+        f"copied 0 packs, 0 bytes, to {tmp_path / 'pulled'}; 1 pack there already\n"
     )
 
 
@@ -805,7 +805,7 @@ def test_explain_does_not_import_torch(variables):
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (28_300_000, "28.3 MB"), (10**10, "10.0 GB"), (5 * 10**15, "5000.0 TB")],
+    [(0, "0 bytes"), (999, "999 bytes"), (28_300_000, "28.3 MB"), (10**10, "10.0 GB")],
 )
 def test_sizes_are_written_in_units_of_a_thousand(size_bytes, text):
     assert output.size_text(size_bytes) == text

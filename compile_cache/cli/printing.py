@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from compile_cache.cli import terminal as out
@@ -28,11 +27,7 @@ def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Vers
         return
     rows = [
         (
-            version.key.model_name,
-            out.short_version(version.key.model_version),
-            out.short(version.key.environment),
-            str(len(version.packs)),
-            out.size_text(version.size_bytes),
+            *_cells(version),
             out.age_text(version.published_s),
             out.age_text(version.used_s),
         )
@@ -50,6 +45,13 @@ def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Vers
     out.print_line(f"{total} in {store.location}")
     if catalog.strangers:
         out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
+
+
+def _cells(version: Version) -> tuple[str, ...]:
+    """The columns of a version that tables begin with: model, version, environment, packs, size."""
+    key, packs = version.key, str(len(version.packs))
+    names = (key.model_name, out.short_version(key.model_version), out.short(key.environment))
+    return (*names, packs, out.size_text(version.size_bytes))
 
 
 def version_record(version: Version) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _print_pack(pack: VerifiedPack, with_files: bool) -> None:
         return
     manifest = pack.head.manifest
     sizes = f"{out.size_text(pack.entry.size_bytes)} stored, {out.size_text(manifest.size_bytes)} unpacked"
-    created = f"{_time(manifest.created_s)}, {out.age_text(manifest.created_s)}"
+    created = f"{out.time_text(manifest.created_s)}, {out.age_text(manifest.created_s)}"
     out.print_line(f"  {out.count_text(len(manifest.files), 'file')}, {sizes}")
     out.print_line(f"  created {created}, by {manifest.creator or 'nobody named'}")
     if with_files:
@@ -143,14 +145,6 @@ def _signature(pack: VerifiedPack) -> str:
     if pack.head and pack.head.signed_by:
         return f"claims to be signed by {pack.head.signed_by}, which was not checked: cryptography is not installed"
     return "not signed"
-
-
-def _time(time_s: float) -> str:
-    """A manifest's time in words. A manifest may claim any time."""
-    try:
-        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (ValueError, OverflowError, OSError):
-        return f"{time_s:g} s after 1970"
 
 
 def print_verified(store: ObjectStore, packs: Sequence[VerifiedPack], as_json: bool) -> None:
@@ -197,11 +191,7 @@ def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned:
         return
     rows = [
         (
-            removal.version.key.model_name,
-            out.short_version(removal.version.key.model_version),
-            out.short(removal.version.key.environment),
-            str(len(removal.version.packs)),
-            out.size_text(removal.version.size_bytes),
+            *_cells(removal.version),
             out.age_text(removal.version.used_s),
             removal.reason,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader
@@ -65,7 +64,7 @@ def page_of(reports: Sequence[StoredReport], store: ObjectStore | None, now_s: f
     environments = dict.fromkeys(version.key.environment for version in versions) if store else {}
     loader = PackageLoader("compile_cache.cli", "")
     templates = Environment(loader=loader, autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True)
-    templates.filters |= {"time": _time_text, "seconds": seconds_text, "size": out.size_text, "age": out.age_text}
+    templates.filters |= {"time": out.time_text, "seconds": seconds_text, "size": out.size_text, "age": out.age_text}
     templates.filters |= {"short": out.short_version, "digest": out.short, "count": out.count_text}
     templates.filters |= {"kind": _kind_of_boot, "verdict": _verdict, "timeline": timeline_of}
     templates.filters["median"] = statistics.median
@@ -86,14 +85,6 @@ def page_of(reports: Sequence[StoredReport], store: ObjectStore | None, now_s: f
 def _printable(value: Any) -> Any:
     """Anybody may have chosen a name: write out what does not print. The template escapes the rest."""
     return out.printable(value) if type(value) is str else value
-
-
-def _time_text(time_s: float) -> str:
-    """A time to the second. Reports and stores may have impossible ones."""
-    try:
-        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
-        return "an impossible time"
 
 
 def seconds_text(seconds: float) -> str:

@@ -12,20 +12,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from compile_cache.key.environment import Environment
 
-_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kKMGT]?)(?P<binary>i?)B?")
 _AGES = (("year", 365 * 86_400), ("month", 30 * 86_400), ("day", 86_400), ("hour", 3_600), ("minute", 60))
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12
 _LONGEST_VALUE = 60
+# 28300000 → `28.3 MB`
+size_text = decimal
 # A pipe has no width, so a table is as wide as its content.
 _PIPE_WIDTH = 10_000
 
@@ -33,14 +36,6 @@ _PIPE_WIDTH = 10_000
 def printable(text: str) -> str:
     """`text`, with unprintable characters (escape codes, line ends) written out as in Python."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def size_text(size_bytes: int) -> str:
-    """28300000 → `28.3 MB`."""
-    for unit, unit_bytes in _SIZES:
-        if size_bytes >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.1f} {unit}"
-    return f"{size_bytes} B"
 
 
 def parse_size(text: str) -> int:
@@ -66,6 +61,14 @@ def age_text(then_s: float, now_s: float | None = None) -> str:
             count = int(age_s // unit_s)
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"
+
+
+def time_text(time_s: float) -> str:
+    """A time to the second. Manifests, reports and stores may have impossible ones."""
+    try:
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "an impossible time"
 
 
 def count_text(count: int, noun: str) -> str:
@@ -127,12 +130,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar with bytes and rate on stderr, if that is a terminal. Call the yielded function with the bytes done
     and the total."""
-    if not sys.stderr.isatty():
-        yield lambda done_bytes, total_bytes: None
-        return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
