@@ -48,8 +48,8 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,  # private keys may be among them
-    help="Fill, list, verify, copy, remove and prune stores of compiled artifacts; explain what a boot finds.",
 )
 _silent = logging.NullHandler()
 
@@ -66,13 +66,27 @@ def _start(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
+    """Fill, list, verify, copy, remove and prune stores of compiled artifacts; explain what a boot finds.
+
+    It reads the same settings as a boot. Commands that only read look at the store and all layers, or with `--store` at
+    one store alone. Commands that change something change the written store, never a layer. Only `fill` imports torch.
+
+    Results go to stdout, everything else to stderr. `--json` prints one JSON document: `..._bytes` are bytes, `..._s`
+    are seconds since 1970.
+
+    The exit code is 0 if all is done, or nothing was to do. It is 1 after an error, and if something is not found, not
+    sound, missing or not copied. It is 2 for a wrong option, and for a KEY that several versions begin with.
+    """
     # The library also logs its errors. stderr would have them twice.
     logging.getLogger("compile_cache").addHandler(_silent)
 
 
 @app.command()
 def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False) -> None:
-    """List the stored versions of models, the last used version first."""
+    """List the stored versions of models, the last used version first.
+
+    Uses are recorded by the day. An environment's line comes from its record, which is never trusted.
+    """
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
@@ -88,7 +102,10 @@ def show(
     files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Show one version: its packs, their creators and signatures, and their content."""
+    """Show one version: its packs, their creators and signatures, and their content.
+
+    Reads only the heads of packs; `verify` reads them whole.
+    """
     settings = opt.read_settings(store)
     reading = opt.open_reading(settings)
     catalog = read_catalog(reading)
@@ -106,7 +123,12 @@ def verify(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Read and verify every pack. The exit code is 1 if a pack is not sound, or if there are no packs."""
+    """Read and verify every pack. The exit code is 1 if a pack is not sound, or if there are no packs.
+
+    A boot uses only sound packs. A damaged pack has a wrong byte. A refused pack is not signed by a trusted key, too
+    large, of another format, or in the wrong place. An unreadable pack could not be read. `--delete` asks, and reads
+    each damaged pack again before it deletes it.
+    """
     settings = opt.read_settings(store)
     looked_at = opt.open_writing(settings) if delete else opt.open_reading(settings)
     versions = [v for v in read_catalog(looked_at).versions if opt.Selection(model).takes(v.key)]
@@ -134,7 +156,12 @@ def pull(
     version: opt.Version = None,
     environment: opt.Environment = None,
 ) -> None:
-    """Copy verified packs into a folder, to bake it into an image or to serve it with any web server."""
+    """Copy verified packs into a folder, to bake it into an image or to serve it with any web server.
+
+    Each pack is verified, also by the trusted keys, before it is stored whole. Packs that are not copied are named. An
+    interrupted copy goes on where it stopped. A copied pack counts as published at the time of the copy. `pull` also
+    writes index.json, so that boots can read the folder from a web server.
+    """
     from compile_cache.store.web_index import write_index
 
     settings = opt.read_settings(source)
@@ -154,7 +181,7 @@ def push(
     version: opt.Version = None,
     environment: opt.Environment = None,
 ) -> None:
-    """Copy verified packs from a folder into a store."""
+    """Copy verified packs from a folder into a store, as `pull` does."""
     settings = opt.read_settings(to)
     target = opt.open_writing(settings)
     copied = _copy(LocalStore(source.absolute()), target, settings, opt.Selection(model, version, environment))
@@ -179,9 +206,12 @@ def _end(copied: Copied, target: ObjectStore) -> None:
 @app.command()
 def prune(
     store: opt.Store = None,
-    unused_days: Annotated[float | None, typer.Option(min=0, help="Remove versions not used for so many days.")] = None,
+    unused_days: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Remove versions not used for so many days.")
+    ] = None,
     keep_versions: Annotated[
-        int | None, typer.Option(min=1, help="Keep the N last used versions of each model and environment.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Keep the N last used versions of each model and environment."),
     ] = None,
     max_bytes: Annotated[
         int | None,
@@ -191,11 +221,17 @@ def prune(
             help="Remove the least recently used versions until all fit: 10GB.",
         ),
     ] = None,
-    in_use_days: Annotated[float, typer.Option(min=0, help="Keep versions used in the last days.")] = 2.0,
+    in_use_days: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")
+    ] = 2.0,
     apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without this option, only list them.")] = False,
     json: opt.Json = False,
 ) -> None:
-    """Remove unused versions. Without --apply, only list what would be removed."""
+    """Remove unused versions. Without `--apply`, only list what would be removed.
+
+    Each rule removes on its own. A version stays if anything was written to it lately: a pack, the mark of a use, the
+    lease of a boot that compiles. `--apply` looks again right before it removes. Objects of other programs stay.
+    """
     if (unused_days, keep_versions, max_bytes) == (None, None, None):
         out.print_note("error: give a rule: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
         raise typer.Exit(2)
@@ -219,7 +255,12 @@ def explain(
     store: opt.Store = None,
     json: opt.Json = False,
 ) -> None:
-    """Say what a boot on this machine would find, or why it would find nothing; or print a boot's report."""
+    """Say what a boot on this machine would find, or why it would find nothing; or print a boot's report.
+
+    Run it where the boot would run, with the model and the sources that the predictor gives to `compile_cache.boot`:
+    the sources are part of the version. It decides as a boot does, but does not compare the environment with torch, and
+    takes the cache directory of the host's first process.
+    """
     if (model is None) == (report is None):
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
         raise typer.Exit(2)
@@ -249,7 +290,17 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Write the timelines also as a trace, for Perfetto.")
     ] = None,
 ) -> None:
-    """Write one page of HTML: the boots of reports as timelines, their history, and what is stored."""
+    """Write one page of HTML: the boots of reports as timelines, their history, and what is stored.
+
+    A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page shows the newest 500. It loads
+    nothing and runs no script, so it can be mailed. Without reports it has the store alone; with
+    `COMPILE_CACHE_STORE=off`, the reports alone.
+
+    The lanes of a timeline: `setup` is the caller's thread, with the wait for the restore (`join`) and the warm-up;
+    `regions` is what regions do in the warm-up: compile, look up, compare with eager; `preload` imports torch's
+    compiler and loads restored functions; `restore` fetches; `publish` packs and stores; `second process` compiles
+    after READY.
+    """
     from compile_cache.cli.report import write_report
 
     write_report(reports or (), store, output, trace)
@@ -257,15 +308,20 @@ def report(
 
 @app.command()
 def fill(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Set the variable MODEL for the boot.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Set the variable MODEL, which this repository's predictors read."),
+    ] = None,
     predictor: Annotated[
-        str | None, typer.Option(metavar="FILE:CLASS", help="The predictor, instead of the one that cog.yaml names.")
+        str | None,
+        typer.Option(metavar="FILE:CLASS", help="The predictor, such as predict.py:Predictor, instead of cog.yaml's."),
     ] = None,
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="Fill this store instead of COMPILE_CACHE_STORE.")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", file_okay=False, help="Fill this folder instead, for an image.")
+        Path | None,
+        typer.Option(metavar="FOLDER", file_okay=False, help="Fill this folder, for an image. It gets index.json too."),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say for each region what torch could not compile, and how fast it is.")
@@ -273,7 +329,20 @@ def fill(
     json: opt.Json = False,
 ) -> None:
     """Boot this folder's predictor once, and fill a store for this kind of machine. The exit code is 1 if something is
-    missing."""
+    missing.
+
+    It boots as Cog's server does, compiles all that the warm-up calls, publishes the artifacts, and reads them back.
+    Run it in the image and on the kind of GPU that will serve. It reads no layers, so the store is complete by itself.
+    A second `fill` of the same version compiles nothing.
+
+    In the table, `kinds` are the functions compiled ahead of time, one for each kind of call; `made` were made now,
+    `loaded` came from the store. `error` is the largest difference from eager. `compiled` and `eager` are the times of
+    one call of the slowest kind that was made.
+
+    Each missing part is a line with its cause and remedy: a region that is eager, unused or not precompiled; a publish
+    that failed; a damaged or refused pack; another process that owns the cache directory; a `setup()` that boots
+    nothing, or another model. A region that is slower than eager is marked, and not missing.
+    """
     from compile_cache.cli.fill import fill_store
 
     if store is not None and to is not None:
@@ -289,7 +358,11 @@ def keygen(
         Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")
     ] = None,
 ) -> None:
-    """Make a pair of keys: one to sign packs with, one to trust."""
+    """Make a pair of keys: one to sign packs with, one to trust.
+
+    The first signs the packs of boots: give it only to those who may publish. Only the owner can read its file.
+    Existing files are never overwritten.
+    """
     private, public = generate_keys()
     if folder is None:
         printing.print_keys(private, public)

@@ -20,13 +20,11 @@ from compile_cache.versions.catalog import Version as StoredVersion
 
 Store = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Read only this store, not COMPILE_CACHE_STORE and COMPILE_CACHE_LAYERS."),
+    typer.Option(metavar="URL", help="Use this store alone, and no layers."),
 ]
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only this model: org/name, or a folder's name.")]
 Version = Annotated[str | None, typer.Option("--version", metavar="VERSION", help="Only this version.")]
-Environment = Annotated[
-    str | None, typer.Option(metavar="DIGEST", help="Only environments whose digest begins with DIGEST.")
-]
+Environment = Annotated[str | None, typer.Option(metavar="DIGEST", help="Only environments that begin with it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Copy only from this store.")]
 FromFolder = Annotated[

@@ -1,0 +1,72 @@
+"""Print cli.md, the page of the command, from the help texts in compile_cache/cli.
+
+python docs/print_cli.py > docs/cli.md
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+
+from compile_cache.cli.app import app
+
+HEAD = """\
+# The command `compile-cache`
+
+<!-- printed by docs/print_cli.py -->
+
+In a checkout, install it with the packages that it needs (`s3` for buckets, `signing` for keys). In an image, call it
+as `python -m compile_cache.cli`; it needs the packages of the extra `cli` in `pyproject.toml`.
+
+<!-- needs: network -->
+```sh
+pip install ".[cli,s3,signing]"
+compile-cache --install-completion      # bash, zsh, fish, PowerShell
+```
+"""
+PICTURE = """\
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="report-dark.png">
+  <img src="report-light.png" width="640" alt="The page: the newest boot's timeline, all boots, history, the store">
+</picture>
+"""
+
+
+def page() -> str:
+    """The page."""
+    group: Any = typer.main.get_command(app)
+    parts = [HEAD, *_paragraphs(group.help)]
+    for name, command in group.commands.items():
+        arguments = [one for one in command.params if one.param_type_name == "argument"]
+        texts = [_name(one) if one.required or _name(one).startswith("[") else f"[{_name(one)}]" for one in arguments]
+        usage = " ".join(["compile-cache", name, "[OPTIONS]", *texts])
+        pictures = [PICTURE] if name == "report" else []
+        parts += [f"## {name}\n", f"`{usage}`\n", *_paragraphs(command.help), *_list(command.params), *pictures]
+    return "\n".join(parts)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in text.strip().split("\n\n"):
+        yield textwrap.fill(" ".join(paragraph.split()), 120, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
+def _list(parameters: Any) -> Iterator[str]:
+    yield "".join(f"- `{_name(one)}`: {one.help}{_default(one)}\n" for one in parameters)
+
+
+def _name(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    flag = "" if parameter.is_flag else f" {parameter.metavar}"
+    return ", ".join(reversed(parameter.opts)) + flag
+
+
+def _default(parameter: Any) -> str:
+    return f" Default: `{parameter.default}`." if parameter.default else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")
