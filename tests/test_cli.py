@@ -652,27 +652,11 @@ def test_a_report_is_explained_by_outcome_reason_regions_and_refused_packs(run, 
     assert run("explain", "--report", report, "--json").json == json.loads(report.read_text())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda record: record | {"restore": []},
-        lambda record: record | {"regions": [{}]},
-        lambda record: record | {"ready_s": "soon"},
-        lambda record: record | {"phases": {"weights": "long"}},
-        lambda record: record | {"warnings": None},
-        lambda record: [],
-    ],
-)
-def test_what_is_no_report_is_refused_in_a_line(run, report, change):
-    report.write_text(json.dumps(change(json.loads(report.read_text()))))
+def test_explain_refuses_what_report_refuses(run, report):
+    report.write_text("{}")
     found = run("explain", "--report", report)
     assert found.code == 1
     assert found.err.startswith(f"error: {report} is no boot report")
-    assert len(found.err.splitlines()) == 1
-
-
-def test_a_report_that_is_not_there_is_an_error(run, tmp_path):
-    assert run("explain", "--report", tmp_path / "nowhere").err.startswith(f"error: cannot read {tmp_path / 'nowhere'}")
 
 
 # keygen
@@ -718,31 +702,17 @@ def test_a_wrong_setting_is_one_line_and_the_exit_code_is_1(run, variables, comm
     assert found.err == "error: COMPILE_CACHE_STOER is not a setting; did you mean COMPILE_CACHE_STORE?\n"
 
 
-@pytest.mark.parametrize("url", ["off", "ftp://host/folder", "s3://"])
-def test_a_store_that_is_none_is_one_line(run, url):
+@pytest.mark.parametrize("url", ["off", "ftp://host/folder", "s3://", "s3://bucket/prefix"])
+def test_a_store_that_is_none_or_does_not_answer_is_one_line(run, url, s3_bucket, closed_port, variables):
+    variables.setenv("COMPILE_CACHE_S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
     found = run("ls", "--store", url)
     assert found.code == 1
-    assert found.err.startswith("error: ")
-    assert len(found.err.splitlines()) == 1
-
-
-def test_a_store_that_does_not_answer_is_one_line(run, s3_bucket, closed_port, variables):
-    variables.setenv("COMPILE_CACHE_S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
-    found = run("ls", "--store", "s3://bucket/prefix")
-    assert found.code == 1
-    assert found.err.startswith("error: cannot list s3://bucket/prefix")
+    assert found.err.startswith("error: " if url != "s3://bucket/prefix" else f"error: cannot list {url}")
     assert len(found.err.splitlines()) == 1
 
 
 def test_an_unknown_command_is_a_usage_error(run):
     assert run("frobnicate").code == 2
-
-
-def test_help_names_every_command(run):
-    text = run("--help").out
-    commands = ("ls", "show", "verify", "pull", "push", "prune", "rm", "explain", "keygen")
-    assert all(name in text for name in commands)
-    assert "--install-completion" in text
 
 
 # In S3, through the installed command.
@@ -784,31 +754,18 @@ def test_without_typer_it_says_how_to_install_it(tmp_path):
     assert done.err == f"error: compile-cache needs the package typer: {remedy}\n"
 
 
-def test_commands_import_neither_torch_nor_boto3():
-    program = "import sys, compile_cache.cli.app; print(sorted({'torch', 'boto3', 'obstore'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
-
-
-def test_explain_does_not_import_torch(variables):
+@pytest.mark.parametrize("arguments", [["--version"], ["explain", MODEL], ["report", "--store", "empty"]], ids=str)
+def test_commands_import_neither_torch_nor_boto3(variables, arguments):
     program = (
         "import sys; from typer.testing import CliRunner; from compile_cache.cli.app import app\n"
-        f"assert CliRunner().invoke(app, ['explain', {MODEL!r}]).exit_code == 0\n"
-        "print('torch' in sys.modules)"
+        f"print(CliRunner().invoke(app, {arguments!r}).exit_code, "
+        "sorted({'torch', 'boto3', 'obstore'} & set(sys.modules)))"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "False\n"
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("0 []\n", "1 []\n"), done.stderr
 
 
 # Sizes and ages.
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (28_300_000, "28.3 MB"), (10**10, "10.0 GB")],
-)
-def test_sizes_are_written_in_units_of_a_thousand(size_bytes, text):
-    assert output.size_text(size_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -825,29 +782,15 @@ def test_what_is_no_size_is_refused(text):
         output.parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("age_s", "text"),
-    [
-        (-5, "just now"),
-        (59, "just now"),
-        (60, "1 minute ago"),
-        (3 * 3600 + 5, "3 hours ago"),
-        (86_400 * 800, "2 years ago"),
-    ],
-)
-def test_ages_are_written_in_the_largest_whole_unit(age_s, text):
-    assert output.age_text(1e9, 1e9 + age_s) == text
-
-
-def test_what_never_happened_is_never():
+def test_ages_are_written_in_the_largest_whole_unit_and_what_never_happened_is_never():
+    ages_s = [-5, 59, 60, 3 * 3600 + 5, 86_400 * 800]
+    texts = ["just now", "just now", "1 minute ago", "3 hours ago", "2 years ago"]
+    assert [output.age_text(1e9, 1e9 + age_s) for age_s in ages_s] == texts
     assert output.age_text(0) == "never"
 
 
 @pytest.mark.parametrize("char", ["\x1b", "\n", "\x9b", "\u202e", "\ud800", "\x00"])
-def test_what_a_terminal_obeys_is_written_out(char):
+def test_what_a_terminal_obeys_is_written_out_and_text_that_people_read_stays(char):
     assert output.printable(f"a{char}b").isascii()
     assert output.printable(f"a{char}b").isprintable()
-
-
-def test_text_that_people_read_stays_as_it_is():
     assert output.printable("torch 2.11.0 → 2.13.0, 模型 [bold]") == "torch 2.11.0 → 2.13.0, 模型 [bold]"

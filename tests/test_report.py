@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, fields
+from typing import Any
 
 import pytest
 
@@ -44,50 +45,33 @@ def test_a_boot_with_hits_and_nothing_made_anew_is_fully_cached():
     assert warm_report().fully_cached
 
 
-def test_an_empty_report_is_not_fully_cached():
-    assert not BootReport().fully_cached
+def change(report: BootReport, path: str, value: object) -> BootReport:
+    """Sets an attribute, such as `regions.1.step`."""
+    *parents, name = path.split(".")
+    found: Any = report
+    for parent in parents:
+        found = found[int(parent)] if parent.isdigit() else getattr(found, parent)
+    setattr(found, name, value)
+    return report
 
 
-def test_with_one_region_unchecked_it_is_not_fully_cached():
-    report = warm_report()
-    report.regions[1].relative_error = None
-    assert not report.fully_cached
-
-
-def test_without_regions_it_is_not_fully_cached():
-    report = warm_report()
-    report.regions = []
-    assert not report.fully_cached
-
-
-@pytest.mark.parametrize("step", ["unused", "eager", "cold"])
-def test_with_one_region_below_cached_it_is_not_fully_cached(step):
-    report = warm_report()
-    report.regions[1].step = step
-    assert not report.fully_cached
-
-
-def test_without_hits_it_is_not_fully_cached():
-    report = warm_report()
-    report.counts = CompileCounts(graphs=2)
-    assert not report.fully_cached
+MADE_ANEW = ["fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses"]
+MADE_ANEW += ["benchmarks", "kernels_compiled"]
 
 
 @pytest.mark.parametrize(
-    "made_anew",
+    ("path", "value"),
     [
-        "fxgraph_misses",
-        "fxgraph_bypasses",
-        "aotautograd_misses",
-        "aotautograd_bypasses",
-        "benchmarks",
-        "kernels_compiled",
+        ("regions.1.relative_error", None),
+        ("regions", []),
+        *(("regions.1.step", step) for step in ("unused", "eager", "cold")),
+        ("counts", CompileCounts(graphs=2)),
+        *((f"counts.{name}", 1) for name in MADE_ANEW),
     ],
 )
-def test_with_anything_made_anew_it_is_not_fully_cached(made_anew):
-    report = warm_report()
-    setattr(report.counts, made_anew, 1)
-    assert not report.fully_cached
+def test_one_region_unchecked_or_below_cached_no_hit_or_anything_made_anew_is_not_fully_cached(path, value):
+    assert not BootReport().fully_cached
+    assert not change(warm_report(), path, value).fully_cached
 
 
 def test_every_counter_either_is_a_hit_or_spoils_fully_cached_or_counts_graphs():
@@ -117,29 +101,17 @@ def test_a_boot_with_hits_alone_is_not_fully_precompiled():
     assert not warm_report().fully_precompiled
 
 
-@pytest.mark.parametrize("step", ["unused", "eager", "cold", "cached"])
-def test_with_one_region_below_precompiled_it_is_not_fully_precompiled(step):
-    report = precompiled_report()
-    report.regions[1].step = step
-    assert not report.fully_precompiled
-
-
-def test_with_one_precompiled_region_unchecked_it_is_not_fully_precompiled():
-    report = precompiled_report()
-    report.regions[1].relative_error = None
-    assert not report.fully_precompiled
-
-
-def test_with_nothing_loaded_it_is_not_fully_precompiled():
-    report = precompiled_report()
-    report.counts.precompiled_loaded = 0
-    assert not report.fully_precompiled
-
-
-def test_with_anything_compiled_it_is_not_fully_precompiled():
-    report = precompiled_report()
-    report.counts.fxgraph_misses = 1
-    assert not report.fully_precompiled
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("regions.1.step", step) for step in ("unused", "eager", "cold", "cached")),
+        ("regions.1.relative_error", None),
+        ("counts.precompiled_loaded", 0),
+        ("counts.fxgraph_misses", 1),
+    ],
+)
+def test_one_region_unchecked_or_not_precompiled_nothing_loaded_or_a_miss_is_not_fully_precompiled(path, value):
+    assert not change(precompiled_report(), path, value).fully_precompiled
 
 
 def test_what_was_made_for_the_next_boot_does_not_spoil_fully_cached():
@@ -172,29 +144,18 @@ def test_json_has_every_field_and_the_derived_figures():
     assert read == {**asdict(report), "compile_s": 0.75, "fully_cached": True, "fully_precompiled": False}
 
 
-def test_json_says_of_every_region_which_step_it_is_on_and_why():
+def test_json_says_of_every_region_its_step_and_why_and_what_was_loaded_and_made():
     report = precompiled_report()
-    report.regions[1].step, report.regions[1].reason = "cached", "not precompiled: the source of model has changed"
-    block, head = json.loads(report.to_json())["regions"]
-    assert (block["step"], block["reason"]) == ("precompiled", "")
-    assert (head["step"], head["reason"]) == ("cached", "not precompiled: the source of model has changed")
-
-
-def test_json_says_how_many_functions_were_loaded_and_made_and_the_time_that_making_took():
-    report = precompiled_report()
-    report.regions[1].made, report.regions[1].precompile_s = 2, 1.5
+    assert json.loads(report.to_json())["fully_precompiled"]
+    made = {"step": "cached", "reason": "the source of model has changed", "made": 2, "precompile_s": 1.5}
+    for name, value in made.items():
+        setattr(report.regions[1], name, value)
     report.counts.precompiled_made = 2
     read = json.loads(report.to_json())
-    assert [(region["loaded"], region["made"], region["precompile_s"]) for region in read["regions"]] == [
-        (1, 0, 0.0),
-        (1, 2, 1.5),
-    ]
+    block, head = read["regions"]
+    assert {name: block[name] for name in made} == {"step": "precompiled", "reason": "", "made": 0, "precompile_s": 0.0}
+    assert {name: head[name] for name in made} == made
     assert (read["counts"]["precompiled_loaded"], read["counts"]["precompiled_made"]) == (3, 2)
-
-
-def test_json_of_a_precompiled_boot_says_so():
-    read = json.loads(precompiled_report().to_json())
-    assert (read["fully_cached"], read["fully_precompiled"]) == (True, True)
 
 
 def test_making_for_the_next_boot_is_not_compile_time_of_this_one():

@@ -289,6 +289,11 @@ def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
         ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "no report has the number 1e999"),
         ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1%s}' % ("0" * 400), "no report has the number 1000"),
         ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "got `str` - at `$.restore.files`"),
+        ('{"restore": {}, "regions": [], "phases": {"weights": "long"}, "ready_s": 1}', "`float`, got `str`"),
+        (
+            '{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "warnings": null}',
+            "got `null` - at `$.warnings`",
+        ),
         ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing required field `name`"),
         ("[" * 100_000, "recursion"),
     ],
@@ -334,15 +339,11 @@ def test_with_nothing_to_show_no_page_is_written(run, tmp_path, monkeypatch, arg
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_page_does_not_replace_a_folder(run, tmp_path):
-    (tmp_path / "page.html").mkdir()
-    (tmp_path / "report.json").write_text(BootReport(ready_s=1.0).to_json())
-    assert run(tmp_path / "report.json").err.startswith(f"error: {tmp_path / 'page.html'} is a folder")
-
-
 @pytest.mark.parametrize("option", ["--output", "--trace"])
-@pytest.mark.parametrize(("name", "reason"), [("boot.json", "is a boot report"), ("pipe", "is not a regular file")])
-def test_page_and_trace_replace_neither_a_report_nor_a_device(run, tmp_path, option, name, reason):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("boot.json", "is a boot report"), ("pipe", "is not a regular file"), (".", "is a folder")]
+)
+def test_page_and_trace_replace_no_report_no_device_and_no_folder(run, tmp_path, option, name, reason):
     os.mkfifo(tmp_path / "pipe")
     written = BootReport(ready_s=1.0).to_json()
     (tmp_path / "boot.json").write_text(written)
