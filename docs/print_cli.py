@@ -19,7 +19,7 @@ HEAD = """\
 <!-- printed by docs/print_cli.py -->
 
 In a checkout, install it with the packages that it needs (`s3` for buckets, `signing` for keys). In an image, call it
-as `python -m compile_cache.cli`; it needs the packages of the extra `cli` in `pyproject.toml`.
+as `python -m compile_cache.cli`; it needs `typer` and `rich`, and for reports of boots also `jinja2` and `msgspec`.
 
 <!-- needs: network -->
 ```sh

@@ -745,13 +745,15 @@ def test_a_reader_that_stops_reading_ends_it_quietly(variables, local, key):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-def test_without_typer_it_says_how_to_install_it(tmp_path):
-    (tmp_path / "typer").mkdir()
-    (tmp_path / "typer" / "__init__.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
-    done = run_script("ls", PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize(
+    ("package", "command"), [("typer", ["ls"]), ("jinja2", ["report"]), ("msgspec", ["explain", "--report", "x"])]
+)
+def test_without_a_package_it_says_how_to_install_it(tmp_path, package, command):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module', name='{package}')")
+    done = run_script(*command, PYTHONPATH=str(tmp_path))
     assert (done.code, done.out) == (1, "")
     remedy = "pip install '.[cli]' in a checkout of cog-compile-cache"
-    assert done.err == f"error: compile-cache needs the package typer: {remedy}\n"
+    assert done.err == f"error: compile-cache needs the package {package}: {remedy}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["explain", MODEL], ["report", "--store", "empty"]], ids=str)

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from compile_cache import __version__
+from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
 from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
@@ -264,8 +265,6 @@ def explain(
     if (model is None) == (report is None):
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
         raise typer.Exit(2)
-    from compile_cache.cli import explain as explaining
-
     if report is not None:
         explaining.print_report(report, json)
     elif model is not None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from compile_cache.cli import options as opt
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError, first_line
@@ -108,6 +106,8 @@ def read_report(path: Path) -> BootReport:
     Raises:
         CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
     """
+    import msgspec  # the other commands do not need it
+
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is not a regular file")
