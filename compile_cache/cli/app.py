@@ -230,8 +230,8 @@ def prune(
 ) -> None:
     """Remove unused versions. Without `--apply`, only list what would be removed.
 
-    Each rule removes on its own. A version stays if anything was written to it lately: a pack, the mark of a use, the
-    lease of a boot that compiles. `--apply` looks again right before it removes. Objects of other programs stay.
+    Each rule removes on its own. A version stays if anything was written to it lately: a pack, or the mark of a use.
+    `--apply` looks again right before it removes. Objects of other programs stay.
     """
     if (unused_days, keep_versions, max_bytes) == (None, None, None):
         out.print_note("error: give a rule: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
