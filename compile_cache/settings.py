@@ -188,8 +188,10 @@ def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     if scheme not in schemes or scheme == "file":
         return scheme in schemes and bool(rest.strip())
     authority = rest.partition("/")[0].strip()
+    if scheme in ("https", "http"):
+        return bool(authority) and not {"?", "#"} & set(rest)
     # Buckets and containers have no user. The colon is that of a password with a slash in it.
-    return bool(authority) and (scheme in ("https", "http") or not {"@", ":"} & set(authority))
+    return bool(authority) and not {"@", ":"} & set(authority)
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

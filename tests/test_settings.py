@@ -89,6 +89,7 @@ BAD = [
     ("STORE", "gs:///prefix", "give a local folder"),
     ("LAYERS", "ftp://host/packs", "neither a local folder nor the URL of a store or of a mirror"),
     ("LAYERS", "https://", "neither a local folder nor the URL of a store or of a mirror"),
+    ("LAYERS", "https://host/#packs", "neither a local folder nor the URL of a store or of a mirror"),
     ("LAYERS", "off", "neither a local folder nor the URL of a store or of a mirror"),
 ]
 

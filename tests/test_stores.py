@@ -29,14 +29,13 @@ from compile_cache.store.base import ObjectStore
 from compile_cache.store.cloud import CloudStore
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
+from compile_cache.store.mirror import write_index
 from compile_cache.store.opening import open_stores, open_url
 from compile_cache.store.s3 import S3Store
-from compile_cache.store.web import WebStore
-from compile_cache.store.web_index import write_index
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
 FOLDERS = ("local", "cloud-local", "cloud-memory")
-READ_ONLY = ("layered", "https", "http-without-ranges")
+READ_ONLY = ("layered", "https")
 
 THREADS = 8
 PREFIX = "some/prefix"
@@ -109,10 +108,10 @@ def make_subject(request, tmp_path) -> Callable[[str], Subject]:
         origin = LocalStore(tmp_path / "store")
         if kind == "layered":
             return Subject(LayeredStore([LocalStore(tmp_path / "empty"), origin]), origin)
-        if kind in ("https", "http-without-ranges"):
-            url = request.getfixturevalue("https_folder" if kind == "https" else "http_folder")
+        if kind == "https":
+            url = request.getfixturevalue("https_folder")
             write_index(tmp_path / "store")
-            return Subject(WebStore(url), origin, lambda: write_index(tmp_path / "store"))
+            return Subject(open_url(url), origin, lambda: write_index(tmp_path / "store"))
         store = origin if kind == "local" else open_obstore(kind, tmp_path / "store")
         return Subject(store, store)
 
@@ -176,14 +175,6 @@ def google(s3_server, trusted_certificates, monkeypatch) -> Iterator[None]:
 def https_folder(tmp_path, trusted_certificates) -> Iterator[str]:
     (tmp_path / "store").mkdir()
     with serving_folder(tmp_path / "store", ranges=True, context=tls(trusted_certificates)) as served:
-        yield served.url
-
-
-@pytest.fixture
-def http_folder(tmp_path, monkeypatch) -> Iterator[str]:
-    (tmp_path / "store").mkdir()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with serving_folder(tmp_path / "store", ranges=False) as served:
         yield served.url
 
 
@@ -517,7 +508,7 @@ def open_at(kind: str, port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStor
         return open_url("gs://bucket/prefix")
     if kind == "cloud-s3":
         return open_obstore_s3("bucket", f"http://127.0.0.1:{port}")
-    return S3Store("bucket", "", f"http://127.0.0.1:{port}") if kind == "s3" else WebStore(f"{kind}://127.0.0.1:{port}")
+    return S3Store("bucket", "", f"http://127.0.0.1:{port}") if kind == "s3" else open_url(f"{kind}://127.0.0.1:{port}")
 
 
 ACTIONS: Mapping[str, Callable[[ObjectStore], object]] = {
@@ -575,11 +566,11 @@ def test_an_unknown_scheme_is_refused_by_the_name_of_the_setting():
         ("s3://bucket", "boto3", "s3"),
         ("gs://bucket", "obstore", "clouds"),
         ("az://container", "obstore", "clouds"),
-        ("https://host/folder", "requests", "web"),
+        ("https://host/folder", "obstore", "clouds"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url, package, extra):
-    module = {"s3": "s3", "clouds": "cloud", "web": "web"}[extra]
+    module = {"s3": "s3", "clouds": "cloud"}[extra]
     monkeypatch.delitem(sys.modules, f"compile_cache.store.{module}")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

@@ -83,11 +83,10 @@ def tls(certificates: Certificates) -> ssl.SSLContext:
 
 @dataclass
 class Served:
-    """What a server saw: the head of each request, and how many connections they came on."""
+    """What a server saw: the head of each request."""
 
     url: str
     requests: list[str] = field(default_factory=list)
-    connections: int = 0
     sent_bytes: int = 0
 
 
@@ -159,10 +158,6 @@ class _Folder(http.server.SimpleHTTPRequestHandler):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments, directory=self.folder)
-
-    def setup(self) -> None:
-        super().setup()
-        self.served.connections += 1
 
     def do_GET(self) -> None:
         self.served.requests.append(f"{self.requestline}\n{self.headers}")

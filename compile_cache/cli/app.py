@@ -163,7 +163,7 @@ def pull(
     interrupted copy goes on where it stopped. A copied pack counts as published at the time of the copy. `pull` also
     writes index.json, so that boots can read the folder from a web server.
     """
-    from compile_cache.store.web_index import write_index
+    from compile_cache.store.mirror import write_index
 
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())

@@ -1,7 +1,9 @@
-"""A store in Google Cloud Storage or Azure Blob Storage. The class works with all of obstore's stores."""
+"""A store in Google Cloud Storage, in Azure Blob Storage or behind a web server. The class works with all of obstore's
+stores."""
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +11,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import AzureStore, GCSStore
+from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.settings import split_url
+from compile_cache.settings import split_url, without_user
 from compile_cache.store.base import StoredObject
 from compile_cache.store.deadline import within_limit
 
@@ -40,6 +43,9 @@ _RETRIES: RetryConfig = {
 # obstore has exceptions for some failures only. Failures of listings, tokens and ranges differ only in their text.
 _STATUS = re.compile(r"status code: (\d{3})")
 _BEYOND_THE_END = re.compile(r"status code: 416|StartTooLarge")
+_NO_RANGES = re.compile(r"^Operation not supported: Range request")
+# Errors of obstore's web store begin with "Generic HTTP error", whatever they are.
+_NO_ANSWER = re.compile(r"(?<!Generic )HTTP error")
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 # Only the text before the first slash counts. URLs with names of objects follow it.
 _NO_CREDENTIALS = re.compile(
@@ -147,6 +153,24 @@ def open_cloud(url: str) -> CloudStore:
     return CloudStore(objects, f"{scheme}://{bucket}/{prefix}/" if prefix else f"{scheme}://{bucket}/", uploads)
 
 
+def open_web(url: str) -> CloudStore:
+    """The folder at `https://user:password@host/path`, without a listing. Connects to nothing yet.
+
+    Redirects from https:// lead to https:// only. A redirect to another host does not get the user and password.
+
+    Raises:
+        StoreError: the URL has no host, or an invalid port.
+    """
+    folder = without_user(url).rstrip("/")
+    with _translated(f"open {folder}"):
+        parts = urlsplit(url)
+        options: ClientConfig = {**_READING, "allow_http": parts.scheme == "http"}
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            options["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+        return CloudStore(HTTPStore(folder, client_options=options, retry_config=_RETRIES), f"{folder}/")
+
+
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
     """Turn obstore's errors into the store's errors. Only here."""
@@ -169,12 +193,14 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
             "; set GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
-        return StoreAccessDenied, "; check the credentials and what they may do in the bucket"
+        return StoreAccessDenied, "; check the credentials and what they may do"
     if isinstance(error, FileNotFoundError) or status == 404:
         return ObjectNotFound, ""
+    if _NO_RANGES.search(text):
+        return StoreError, "; use a web server that answers requests for ranges"
     if "InvalidCertificate" in text:
         return StoreError, "; name its authority's certificate in SSL_CERT_FILE"
-    if status in (408, 429) or (status or 0) >= 500 or "HTTP error" in text:
+    if status in (408, 429) or (status or 0) >= 500 or _NO_ANSWER.search(text):
         return StoreUnavailable, "; check the network"
     return StoreError, ""
 

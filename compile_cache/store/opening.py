@@ -10,7 +10,7 @@ from compile_cache.store.base import ObjectStore, Stores
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
 
-_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds", "https": "web", "http": "web"}
+_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds", "https": "clouds", "http": "clouds"}
 
 
 def open_stores(settings: Settings) -> Stores:
@@ -58,9 +58,10 @@ def _open(scheme: str, rest: str, url: str, s3_endpoint_url: str | None) -> Obje
 
         return open_cloud(url)
     if scheme in ("https", "http"):
-        from compile_cache.store.web import WebStore
+        from compile_cache.store.cloud import open_web
+        from compile_cache.store.mirror import Mirror
 
-        return WebStore(url)
+        return Mirror(open_web(url))
     raise SettingsError(
         f"{PREFIX}STORE={without_user(url)!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off"
     )

@@ -1,4 +1,6 @@
-"""The listing of a folder behind a web server, in a file, because servers list folders in many ways or not at all.
+"""A read-only store: a folder behind a web server or a content delivery network.
+
+Web servers list folders in many ways or not at all, so the folder has its listing in a file:
 
 <folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
 """
@@ -6,19 +8,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound
-from compile_cache.store.base import StoredObject
+from compile_cache.errors import ObjectNotFound, StoreError
+from compile_cache.store.base import ObjectStore, ReadOnly, StoredObject
 from compile_cache.store.local import LocalStore
 
 INDEX = "index.json"
-MOST_INDEX_BYTES = 64 << 20
+MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
 
 _MOST_SIZE_BYTES = 1 << 63
 _LATEST_S = 1 << 53
+
+
+class Mirror(ReadOnly):
+    """The objects that the `index.json` of `files` lists."""
+
+    def __init__(self, files: ObjectStore) -> None:
+        self._files = files
+
+    @property
+    def location(self) -> str:
+        """The URL, without user and password."""
+        return self._files.location
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """All objects of the index whose names begin with `prefix`, oldest first."""
+        try:
+            content = self._files.read(INDEX, 0, MOST_INDEX_BYTES + 1)
+            found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
+        except ObjectNotFound as error:
+            raise ObjectNotFound(f"{error}; make it with `compile-cache pull --to FOLDER`") from error
+        except ValueError as error:
+            raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
+        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """At most `size_bytes` of the object's bytes, from `start` on."""
+        return self._files.read(name, start, size_bytes)
 
 
 def write_index(folder: Path) -> int:

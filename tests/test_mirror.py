@@ -1,0 +1,284 @@
+"""Mirrors: what a web server's answers and its index mean, and how much of them is believed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from web_servers import answer, answering, serving_folder, tls
+
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.store.base import StoredObject
+from compile_cache.store.local import LocalStore
+from compile_cache.store.mirror import MOST_INDEX_BYTES, parse_index, write_index
+from compile_cache.store.opening import open_url
+
+MIB = 1 << 20
+OBJECT = {"name": "v1/a.pack", "size_bytes": 1, "modified_s": 1.5}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def part(content: bytes, start: int, total: int) -> bytes:
+    """An answer with a part of an object."""
+    return answer("206 Partial Content", content, Content_Range=f"bytes {start}-{start + len(content) - 1}/{total}")
+
+
+def with_user(url: str) -> str:
+    return url.replace("://", "://user:s%40cret@")
+
+
+AUTHORIZATION = f"authorization: Basic {base64.b64encode(b'user:s@cret').decode()}"
+
+
+# Reading
+
+
+def test_only_the_range_is_sent(folder):
+    (folder / "object").write_bytes(b"x" * MIB)
+    with serving_folder(folder, ranges=True) as served:
+        assert open_url(served.url).read("object", 1000, 5) == b"xxxxx"
+    assert served.sent_bytes == 5
+
+
+@pytest.mark.parametrize("place", [("object", 0, 5), ("object", 1000, 5), ("object", 1000)])
+def test_a_server_without_ranges_is_a_store_error_that_names_it_and_sends_next_to_nothing(folder, place):
+    """The sockets' buffers hold some of the rest."""
+    with (folder / "object").open("wb") as file:
+        file.truncate(256 * MIB)
+    with serving_folder(folder, ranges=False) as served, pytest.raises(StoreError) as caught:
+        open_url(served.url).read(*place)
+    assert str(caught.value).startswith(f"cannot get object from {served.url}/: ")
+    assert "; use a web server that answers requests for ranges" in str(caught.value)
+    assert served.sent_bytes < 64 * MIB
+
+
+@pytest.mark.parametrize("name", ["v1/a b.pack", "v1/50%41+?&#.pack", "v1/höhe.pack", "v1/a;b='c'~.pack"])
+def test_names_are_quoted(folder, name):
+    LocalStore(folder).put(name, b"content")
+    write_index(folder)
+    with serving_folder(folder, ranges=True) as served:
+        store = open_url(served.url)
+        assert [entry.name for entry in store.list("")] == [name]
+        assert store.read(name, 0, 3) == b"con"
+
+
+def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_its_end(folder):
+    (folder / "some folder").mkdir()
+    (folder / "some folder" / "object").write_bytes(b"content")
+    with serving_folder(folder, ranges=True) as served:
+        for url in (f"{served.url}/some%20folder", f"{served.url}/some%20folder/"):
+            assert open_url(url).read("object") == b"content"
+            assert open_url(url).location == f"{served.url}/some%20folder/"
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "requests"),
+    [
+        ("401 Unauthorized", StoreAccessDenied, 1),
+        ("403 Forbidden", StoreAccessDenied, 1),
+        ("404 Not Found", ObjectNotFound, 1),
+        ("418 I'm a teapot", StoreError, 1),
+        ("429 Too Many Requests", StoreUnavailable, 3),
+        ("500 Oops", StoreUnavailable, 3),
+        ("503 Busy", StoreUnavailable, 3),
+    ],
+)
+def test_an_answer_without_the_object_is_an_error_by_its_status_and_repeated_if_it_may_pass(status, error, requests):
+    with answering(answer(status)) as served, pytest.raises(StoreError) as caught:
+        open_url(with_user(served.url)).read("v1/object")
+    assert type(caught.value) is error
+    assert len(served.requests) == requests
+    assert "cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_answer_that_is_another_next_time_is_taken():
+    with answering(answer("503 Busy"), part(b"01", 0, 10)) as served:
+        assert open_url(served.url).read("object", 0, 2) == b"01"
+
+
+@pytest.mark.parametrize("cut", [part(b"01234", 0, 10).replace(b"h: 5", b"h: 10").replace(b"0-4", b"0-9"), b""])
+def test_an_answer_that_is_cut_is_store_unavailable(cut):
+    with answering(cut) as served, pytest.raises(StoreUnavailable):
+        open_url(served.url).read("object", 0, 10)
+
+
+@pytest.mark.parametrize("stated", ["bytes 1-10/11", "bytes 0-99/100", "bytes */10", "lines 0-9/10", ""])
+def test_an_answer_with_another_range_than_asked_for_is_a_store_error(stated):
+    other = answer("206 Partial Content", b"0123456789", Content_Range=stated)
+    with answering(other) as served, pytest.raises(StoreError, match="cannot get object from"):
+        open_url(served.url).read("object", 0, 10)
+
+
+# TLS, redirects, users, proxies
+
+
+@pytest.mark.parametrize(("trusted", "host"), [(False, "127.0.0.1"), (True, "localhost")])
+def test_a_certificate_of_an_unknown_authority_or_another_host_is_a_store_error_that_names_the_variable(
+    folder, certificates, monkeypatch, trusted, host
+):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority) if trusted else os.devnull)
+    monkeypatch.setenv("NO_PROXY", host)
+    with (
+        serving_folder(folder, ranges=True, context=tls(certificates)) as served,
+        pytest.raises(StoreError, match="SSL_CERT_FILE"),
+    ):
+        open_url(served.url.replace("127.0.0.1", host)).list("")
+    assert served.requests == []
+
+
+def test_a_redirect_is_followed_with_the_range_and_without_user_and_password(folder):
+    (folder / "object").write_bytes(b"0123456789")
+    with (
+        serving_folder(folder, ranges=True) as elsewhere,
+        answering(answer("302 Found", Location=f"{elsewhere.url}/object")) as served,
+    ):
+        assert open_url(with_user(served.url)).read("anything", 3, 2) == b"34"
+    assert AUTHORIZATION in served.requests[0]
+    assert "authorization" not in elsewhere.requests[0].lower()
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP", "ftp", "file"])
+def test_a_redirect_from_https_to_another_scheme_is_refused(folder, trusted_certificates, scheme):
+    (folder / "object").write_bytes(b"content")
+    with serving_folder(folder, ranges=True) as unsafe:
+        to = answer("302 Found", Location=f"{unsafe.url}/object".replace("http", scheme, 1))
+        with answering(to, context=tls(trusted_certificates)) as served, pytest.raises(StoreError):
+            open_url(served.url).read("object")
+    assert (len(served.requests), unsafe.requests) == (1, [])
+
+
+def test_user_and_password_are_in_neither_the_location_nor_a_message(closed_port):
+    store = open_url(f"http://user:secret@127.0.0.1:{closed_port}/folder")
+    assert store.location == f"http://127.0.0.1:{closed_port}/folder/"
+    with pytest.raises(StoreUnavailable) as caught:
+        store.list("")
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("url", ["https://user:secret@", "https://user:secret@host:port"])
+def test_what_is_no_url_is_a_store_error_without_its_secrets(url):
+    with pytest.raises(StoreError, match="cannot open https:") as caught:
+        open_url(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_proxy_that_the_environment_names_is_used(monkeypatch):
+    with answering(part(b"34", 3, 10)) as proxy:
+        monkeypatch.setenv("http_proxy", with_user(proxy.url))
+        assert open_url("http://mirror.invalid/folder").read("object", 3, 2) == b"34"
+    assert proxy.requests[0].startswith("GET http://mirror.invalid/folder/object ")
+    assert f"proxy-{AUTHORIZATION}" in proxy.requests[0]
+
+
+# The index
+
+
+def test_an_index_lists_all_objects_but_itself_and_is_replaced_whole(folder):
+    """Readers of the file that was there go on reading it."""
+    assert write_index(folder) == 0
+    with (folder / "index.json").open("rb") as before:
+        for name in ("v1/b.pack", "v1/deep/a.pack", "top"):
+            LocalStore(folder).put(name, name.encode())
+        assert write_index(folder) == 3
+        assert parse_index(before.read()) == []
+    entries = [entry for entry in LocalStore(folder).list("") if entry.name != "index.json"]
+    assert parse_index((folder / "index.json").read_bytes()) == entries
+
+
+def test_an_index_of_a_folder_that_is_not_there_is_object_not_found_and_makes_none(tmp_path):
+    with pytest.raises(ObjectNotFound, match="is not there"):
+        write_index(tmp_path / "missing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_index_is_object_not_found_and_says_how_to_make_it(folder):
+    with serving_folder(folder, ranges=True) as served, pytest.raises(ObjectNotFound, match="compile-cache pull --to"):
+        open_url(served.url).list("")
+
+
+def test_what_an_index_says_of_an_object_beyond_this_is_ignored():
+    content = json.dumps({"objects": [OBJECT | {"etag": "x"}], "version": 2}).encode()
+    assert parse_index(content) == [StoredObject("v1/a.pack", 1, 1.5)]
+
+
+def entry(**changes: object) -> str:
+    return json.dumps({"objects": [OBJECT | changes]})
+
+
+BAD_INDEXES = [
+    "",
+    "not JSON",
+    "[]",
+    "{}",
+    "null",
+    '{"objects": {}}',
+    '{"objects": null}',
+    '{"objects": [null]}',
+    '{"objects": ["v1/a"]}',
+    '{"objects": [{}]}',
+    "[" * 100_000,
+    "\xff",
+    *(entry(name=name) for name in (None, 1, "", "/etc/passwd", "../../etc/passwd", "v1/../../a", "v1/..", "v1/./a")),
+    *(entry(name=name) for name in ("v1//a", "v1/", "v1/a\nb", "v1/a\x00b", "v1/a\x7fb", "v1/\udcff")),
+    *(entry(size_bytes=size) for size in (None, -1, 1.5, "1", True, 1 << 63)),
+    *(entry(modified_s=time_s) for time_s in (None, "1", False, float("nan"), float("inf"), -1e300, 10**400)),
+    json.dumps({"objects": [OBJECT, OBJECT]}),
+]
+
+
+@pytest.mark.parametrize("index", BAD_INDEXES, ids=range(len(BAD_INDEXES)))
+def test_a_bad_index_is_a_store_error_that_says_where_it_is(folder, index):
+    (folder / "index.json").write_bytes(index.encode("latin-1"))
+    with (
+        serving_folder(folder, ranges=True) as served,
+        pytest.raises(StoreError, match=r"http://127.0.0.1:\d+/index.json: .*; make it again"),
+    ):
+        open_url(served.url).list("")
+    assert len(served.requests) == 1
+
+
+def test_an_index_that_is_too_large_is_read_no_further(folder):
+    with (folder / "index.json").open("wb") as file:
+        file.truncate(4 * MOST_INDEX_BYTES)
+    with serving_folder(folder, ranges=True) as served, pytest.raises(StoreError, match=f"than {MOST_INDEX_BYTES}"):
+        open_url(served.url).list("")
+    assert served.sent_bytes == MOST_INDEX_BYTES + 1
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*OBJECT, "objects"]) | st.text(), inner),
+)
+
+
+@given(
+    _ANYTHING | st.fixed_dictionaries({"objects": st.lists(st.fixed_dictionaries(dict.fromkeys(OBJECT, _ANYTHING)))})
+)
+def test_any_json_is_an_index_or_a_value_error(value):
+    try:
+        found = parse_index(json.dumps(value).encode())
+    except ValueError:
+        return
+    for entry in found:
+        assert not entry.name.startswith("/")
+        assert ".." not in entry.name.split("/")
+        assert abs(entry.modified_s) < float("inf")
