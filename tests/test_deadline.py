@@ -97,15 +97,19 @@ def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
     assert proxy.spoiled
 
 
-@pytest.mark.parametrize(("kind", "action"), [("s3", "list"), ("s3", "read"), ("s3", "put")])
-def test_a_call_that_was_given_up_ends_while_the_store_still_drips(open_store, proxy, be_impatient, kind, action):
-    store = open_store(kind)
+def test_only_so_many_abandoned_calls_run_and_further_ones_are_not_begun(open_store, proxy, be_impatient, monkeypatch):
+    monkeypatch.setattr(deadline, "_running", threading.BoundedSemaphore(2))
+    store = open_store("s3")
     be_impatient()
     proxy.poison(toxic_proxy.trickle_the_answer)
-    with pytest.raises(StoreUnavailable):
-        ACTIONS[action](store)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable, match="too slow"):
+            store.read("v1/object", 0, 100)
+    assert len(calls_under_way()) == len(proxy.spoiled) == 2
+    proxy.heal()
     poll(lambda: not calls_under_way())
-    assert len(proxy.spoiled) == 1
+    monkeypatch.setattr(deadline, "_BASE_S", 60)
+    assert store.read("v1/object", 0, 100) == bytes(100)
 
 
 @pytest.mark.parametrize("kind", ["s3", "cloud", "web"])

@@ -5,11 +5,9 @@ A socket's timeout starts again with each byte, so a store that sends one byte a
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TypeVar
 
 from compile_cache.errors import StoreUnavailable
@@ -23,9 +21,8 @@ _LOWEST_BYTES_PER_S = 256 << 10
 # An unknown size counts as this many bytes: a restore's largest read, or the index of 30,000 objects.
 _UNKNOWN_BYTES = 4 << 20
 
-
-class _Overdue(BaseException):
-    """Ends a thread whose caller no longer waits."""
+# An abandoned call keeps a thread and a connection until the store ends it. A process has no more of them than this.
+_running = threading.BoundedSemaphore(32)
 
 
 def limit_s(size_bytes: int | None) -> float:
@@ -34,38 +31,34 @@ def limit_s(size_bytes: int | None) -> float:
 
 
 def within_limit(what: str, size_bytes: int | None, work: Callable[[], _T]) -> _T:
-    """The result of `work`, which runs on a daemon thread, so that the caller can stop waiting.
+    """The result of `work`, which runs on a daemon thread. When the time is up, that thread is abandoned, because no
+    client lets another thread close its connection.
 
     Raises:
-        StoreUnavailable: the call took longer than `limit_s(size_bytes)`.
+        StoreUnavailable: the call took longer than `limit_s(size_bytes)`, or too many abandoned calls still run.
     """
+    overdue = StoreUnavailable(
+        f"cannot {what}: not done within {limit_s(size_bytes):.0f} s; the store or the network is too slow"
+    )
     done: Future[_T] = Future()
 
     def run() -> None:
-        with suppress(_Overdue):
-            try:
-                done.set_result(work())
-            except BaseException as error:  # raised below, on the calling thread
-                done.set_exception(error)
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised below, on the calling thread
+            done.set_exception(error)
+        finally:
+            _running.release()
 
+    if not _running.acquire(timeout=limit_s(size_bytes)):
+        raise overdue
     thread = threading.Thread(target=run, name="compile-cache-store", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # an exiting interpreter starts no threads; the exit has its own budget
+        _running.release()
         return work()
     thread.join(limit_s(size_bytes))
     if thread.is_alive():
-        _end(thread)
-        raise StoreUnavailable(
-            f"cannot {what}: not done within {limit_s(size_bytes):.0f} s; the store or the network is too slow"
-        )
+        raise overdue
     return done.result()
-
-
-def _end(thread: threading.Thread) -> None:
-    """Raise `_Overdue` in a thread, which then closes its connection. No client lets another thread do that.
-
-    The exception comes when the thread's current wait for the network ends, within the socket's timeout.
-    """
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Overdue))
