@@ -38,7 +38,6 @@ class Settings:
 
     store: str = ".compile-cache"
     layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may have a password
-    s3_endpoint_url: str | None = None
     signing_key: str | None = field(default=None, repr=False)
     trusted_keys: tuple[str, ...] = ()
     dir: str = "/tmp/compile-cache"
@@ -90,11 +89,6 @@ class Settings:
             problems.append(
                 f"{PREFIX}STORE={without_user(self.store)!r}: give a local folder, s3://bucket/prefix, "
                 "gs://bucket/prefix, az://container/prefix or off, without a user or a password"
-            )
-        if "@" in (self.s3_endpoint_url or ""):
-            problems.append(
-                f"{PREFIX}S3_ENDPOINT_URL has a user or a password: give the URL without them, and set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
         problems += self._key_problems()
@@ -235,7 +229,6 @@ def _size_bytes(value: str) -> int:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store": str,
     "layers": _list,
-    "s3_endpoint_url": str,
     "signing_key": str,
     "trusted_keys": _list,
     "dir": str,

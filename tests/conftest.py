@@ -208,8 +208,14 @@ def s3_client(s3_server) -> Iterator[S3Client]:
 
 
 @pytest.fixture
-def s3_bucket(s3_server, s3_client, aws_variables) -> S3Bucket:
-    """A bucket of the test's own; boto3 and child processes find credentials for it."""
+def s3_variables(s3_server, aws_variables, monkeypatch) -> None:
+    """What boto3 and child processes need for the S3 server."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server)
+
+
+@pytest.fixture
+def s3_bucket(s3_server, s3_client, s3_variables) -> S3Bucket:
+    """A bucket of the test's own, for this process and its children."""
     bucket = S3Bucket(f"bucket-{uuid.uuid4().hex[:12]}", s3_server)
     s3_client.create_bucket(Bucket=bucket.name)
     return bucket
@@ -244,7 +250,7 @@ def store(request, tmp_path) -> ObjectStore:
     from compile_cache.store.s3 import S3Store
 
     bucket = request.getfixturevalue("s3_bucket")
-    return S3Store(bucket.name, "some/prefix", bucket.endpoint_url)
+    return S3Store(bucket.name, "some/prefix")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from boots import assert_fully_warm, boot_once, settings
 
 
-def s3_settings(folder: Path, bucket: str, endpoint_url: str) -> dict[str, str]:
-    return settings(folder, store=f"s3://{bucket}/models", s3_endpoint_url=endpoint_url)
+def s3_settings(folder: Path, bucket: str) -> dict[str, str]:
+    return settings(folder, store=f"s3://{bucket}/models")
 
 
 def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> None:
@@ -29,7 +29,7 @@ def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> None:
 
 
 def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    environ = s3_settings(tmp_path, s3_bucket.name)
     first = boot_once(environ)
     assert first.report["publish"]["failures"] == []
     again = boot_once(environ)
@@ -39,17 +39,17 @@ def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
 
 
 def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
-    environ = s3_settings(tmp_path, "bucket", f"http://127.0.0.1:{closed_port}")
-    assert_cold_with_one_reason(environ, "COMPILE_CACHE_S3_ENDPOINT_URL", str(closed_port))
+    environ = {**s3_settings(tmp_path, "bucket"), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    assert_cold_with_one_reason(environ, "AWS_ENDPOINT_URL_S3", str(closed_port))
 
 
 def test_missing_bucket_costs_the_cache_and_not_the_boot(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, "no-such-bucket", s3_bucket.endpoint_url)
+    environ = s3_settings(tmp_path, "no-such-bucket")
     assert_cold_with_one_reason(environ, "NoSuchBucket", "no-such-bucket")
 
 
 def test_missing_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    environ = s3_settings(tmp_path, s3_bucket.name)
     del environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]
     assert_cold_with_one_reason(environ, "AWS_ACCESS_KEY_ID")
 
@@ -69,7 +69,7 @@ def checking_credentials(s3_server):
 
 
 def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, checking_credentials):
-    environ = s3_settings(tmp_path, s3_bucket.name, s3_bucket.endpoint_url)
+    environ = s3_settings(tmp_path, s3_bucket.name)
     assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
 
 

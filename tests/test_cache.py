@@ -499,7 +499,7 @@ def test_a_pack_that_disappears_after_the_listing_costs_only_itself(store, machi
 def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machine):
     from compile_cache.store.s3 import S3Store
 
-    booted = machine(S3Store("no-such-bucket", "", s3_bucket.endpoint_url))
+    booted = machine(S3Store("no-such-bucket", ""))
     with pytest.raises(ObjectNotFound):
         booted.cache.fetch()
 

@@ -114,7 +114,7 @@ def test_ls_reads_all_layers_and_names_one_that_fails(run, variables, tmp_path, 
     put_pack(baked, replace(key, model_version="baked"))
     put_pack(local, key)
     variables.setenv("COMPILE_CACHE_LAYERS", f"{tmp_path / 'baked'},s3://bucket/x")
-    variables.setenv("COMPILE_CACHE_S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
+    variables.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{closed_port}")
     variables.setenv("AWS_ACCESS_KEY_ID", "test")
     variables.setenv("AWS_SECRET_ACCESS_KEY", "test")
     found = run("ls", "--json")
@@ -722,7 +722,7 @@ def test_a_bucket_is_filled_listed_verified_and_pruned(variables, s3_bucket, loc
     put_pack(local, key)
     put_record(local, environment)
     url = f"s3://{s3_bucket.name}/cache"
-    environ = {"COMPILE_CACHE_STORE": url, "COMPILE_CACHE_S3_ENDPOINT_URL": s3_bucket.endpoint_url}
+    environ = {"COMPILE_CACHE_STORE": url}
     pushed = run_script("push", "--from", local.location, **environ)
     assert (pushed.code, pushed.err) == (0, "")
     listed = run_script("ls", "--json", **environ)
@@ -731,7 +731,7 @@ def test_a_bucket_is_filled_listed_verified_and_pruned(variables, s3_bucket, loc
     assert (verified.code, verified.err) == (0, "")
     pruned = run_script("prune", "--unused-days", "0", "--in-use-days", "0", "--apply", **environ)
     assert (pruned.code, pruned.err) == (0, "")
-    assert open_url(url, s3_bucket.endpoint_url).list("") == []
+    assert open_url(url).list("") == []
 
 
 def test_the_installed_command_says_its_version(variables):

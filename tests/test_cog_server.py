@@ -93,7 +93,7 @@ def test_shape_that_was_not_warmed_up_is_compiled_once_and_published(warm, toy_s
 
 def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     """In a PID namespace under tini, where nothing outlives the server, all is published before it is gone."""
-    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache", s3_endpoint_url=s3_bucket.endpoint_url)
+    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache")
     with server(tmp_path, environ, in_pid_namespace()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)

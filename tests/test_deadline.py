@@ -47,17 +47,18 @@ def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
 
 
 @pytest.fixture
-def open_store(proxy, s3_bucket) -> Callable[[str], ObjectStore]:
+def open_store(proxy, s3_bucket, monkeypatch) -> Callable[[str], ObjectStore]:
     def open_kind(kind: str) -> ObjectStore:
         if kind == "s3":
-            return S3Store(s3_bucket.name, "", proxy.url)
+            return S3Store(s3_bucket.name, "")
         if kind == "web":
             return open_url(f"{proxy.url}/{s3_bucket.name}")
         from obstore.store import S3Store as Objects
 
         options = {"allow_http": True, "timeout": "20s"}
-        return CloudStore(Objects(s3_bucket.name, endpoint=proxy.url, client_options=options), "s3://bucket/")
+        return CloudStore(Objects(s3_bucket.name, client_options=options), "s3://bucket/")
 
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     return open_kind
 
 

@@ -370,8 +370,8 @@ from compile_cache.store.base import Stores
 from compile_cache.store.opening import open_url
 from compile_cache.versions.rules import Rules
 
-folder, store_url, endpoint_url, budget_s = sys.argv[1:]
-store = open_url(store_url, endpoint_url or None)
+folder, store_url, budget_s = sys.argv[1:]
+store = open_url(store_url)
 directory = CacheDirectory.claim(Path(folder))
 for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
@@ -391,8 +391,8 @@ reached.wait()
 """
 
 
-def run_to_the_end(program: str, folder: Path, store: str, endpoint_url: str = "", budget_s: float = 60) -> int:
-    command = [sys.executable, "-c", PUBLISH_AND_END + program, folder / "cache", store, endpoint_url, str(budget_s)]
+def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60) -> int:
+    command = [sys.executable, "-c", PUBLISH_AND_END + program, folder / "cache", store, str(budget_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
@@ -415,8 +415,8 @@ def test_a_process_that_ends_at_once_has_published_everything(tmp_path, environm
 def test_a_process_that_ends_at_once_has_published_everything_into_s3(tmp_path, environment, s3_bucket):
     from compile_cache.store.s3 import S3Store
 
-    assert run_to_the_end(START, tmp_path, f"s3://{s3_bucket.name}/a", s3_bucket.endpoint_url) == 0
-    assert pack_files(S3Store(s3_bucket.name, "a", s3_bucket.endpoint_url), tmp_path, environment) == 50
+    assert run_to_the_end(START, tmp_path, f"s3://{s3_bucket.name}/a") == 0
+    assert pack_files(S3Store(s3_bucket.name, "a"), tmp_path, environment) == 50
 
 
 def test_a_process_that_ends_with_an_exit_code_keeps_it_and_has_published_everything(tmp_path, environment):

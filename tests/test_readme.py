@@ -70,12 +70,12 @@ def write_own_predictor(folder: Path, bucket: str) -> None:
     (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')
 
 
-def boot(folder: Path, endpoint_url: str, environ: dict[str, str]) -> Booted:
+def boot(folder: Path, environ: dict[str, str]) -> Booted:
     """A boot in an empty cache directory, and a prediction."""
     shutil.rmtree(folder / "cache", ignore_errors=True)
     project = read_project(folder, None)
     report = folder / "report.json"
-    given = {"COMPILE_CACHE_S3_ENDPOINT_URL": endpoint_url, "COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
+    given = {"COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
     with ValidatingServer(
         project.predictor, folder / "server.log", {**project.variables, **given, **environ}, project=folder
     ) as server:
@@ -89,8 +89,8 @@ def boot(folder: Path, endpoint_url: str, environ: dict[str, str]) -> Booted:
 def test_the_readme_is_enough_to_boot_warm_from_a_bucket(tmp_path, s3_bucket, write):
     shutil.copytree(PROJECT / "demo/flux-digits", tmp_path / "weights")
     write(tmp_path, s3_bucket.name)
-    first = boot(tmp_path, s3_bucket.endpoint_url, COG_RUN)
+    first = boot(tmp_path, COG_RUN)
     assert first.report["restore"]["outcome"] == "miss"
-    second = boot(tmp_path, s3_bucket.endpoint_url, {})
+    second = boot(tmp_path, {})
     assert_fully_warm(second)
     assert "restore: hit" in second.log

@@ -68,8 +68,8 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         assert join(restore) == outcome
 
 
-def test_a_store_that_does_not_answer_costs_its_own_time(tmp_path, silent_port, aws_variables):
-    store = {"store": "s3://bucket/models", "s3_endpoint_url": f"http://127.0.0.1:{silent_port}"}
-    restore, _ = prepare(tmp_path, **store, restore_timeout_s=0.2)
+def test_a_store_that_does_not_answer_costs_its_own_time(tmp_path, silent_port, aws_variables, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent_port}")
+    restore, _ = prepare(tmp_path, store="s3://bucket/models", restore_timeout_s=0.2)
     restore.start()
     assert join(restore) == "failed"

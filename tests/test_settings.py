@@ -29,7 +29,6 @@ GOOD = [
     ),
     ("SIGNING_KEY", PRIVATE, PRIVATE),
     ("TRUSTED_KEYS", f"{PUBLIC}, {OTHER_PUBLIC}", (PUBLIC, OTHER_PUBLIC)),
-    ("S3_ENDPOINT_URL", "https://example.com", "https://example.com"),
     ("DIR", "/var/cache", "/var/cache"),
     ("MODEL_NAME", "org/name", "org/name"),
     ("MODEL_VERSION", "7", "7"),
@@ -115,13 +114,6 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(name, url):
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("url", ["https://key:SECRET@host", "key:SECRET@host"])
-def test_a_password_in_the_endpoint_is_refused_and_not_repeated(url):
-    with pytest.raises(SettingsError, match="AWS_SECRET_ACCESS_KEY") as caught:
-        read(S3_ENDPOINT_URL=url)
-    assert ":SECRET" not in "".join(traceback.format_exception(caught.value))
-
-
 def test_nothing_needs_to_be_set():
     assert read() == Settings()
 
@@ -130,7 +122,6 @@ def test_the_defaults_are_those_of_the_readme():
     assert Settings() == Settings(
         store=".compile-cache",
         layers=(),
-        s3_endpoint_url=None,
         signing_key=None,
         trusted_keys=(),
         dir="/tmp/compile-cache",

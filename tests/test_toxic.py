@@ -71,8 +71,10 @@ def half_a_second(monkeypatch) -> None:
 
 
 @pytest.fixture
-def proxy(s3_bucket) -> Iterator[ToxicProxy]:
+def proxy(s3_bucket, monkeypatch) -> Iterator[ToxicProxy]:
+    """Before the S3 server, for stores that are opened from now on."""
     with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         yield proxy
         proxy.heal()
         await_background_threads()
@@ -169,9 +171,7 @@ class Host:
         """One boot's restore, up to its process's end."""
         directory = CacheDirectory.claim(self.root)
         assert directory.path == self.root / "0"
-        settings = boot_settings(
-            self.root, store=self.store, s3_endpoint_url=self.proxy.url, restore_timeout_s=timeout_s
-        )
+        settings = boot_settings(self.root, store=self.store, restore_timeout_s=timeout_s)
         restore = Restore(settings, directory, MODEL, (), environ())
         started = time.monotonic()
         restore.start()
@@ -325,7 +325,8 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     started: list[Publisher] = []
 
     def cache(endpoint_url: str, name: str) -> CompileCache:
-        store = S3Store(s3_bucket.name, "models", endpoint_url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
+        store = S3Store(s3_bucket.name, "models")
         directory = CacheDirectory.claim(tmp_path / name)
         return CompileCache(Stores(store, store), key, environment, directory, Rules())
 
@@ -404,7 +405,6 @@ def test_a_boot_over_a_store_that_stalls_is_cold_within_its_limits(tmp_path, pro
     environ = settings(
         tmp_path,
         store=f"s3://{s3_bucket.name}/models",
-        s3_endpoint_url=proxy.url,
         restore_timeout_s=str(RESTORE_TIMEOUT_S),
         exit_budget_s=str(EXIT_BUDGET_S),
     )

@@ -20,14 +20,14 @@ def open_stores(settings: Settings) -> Stores:
         StoreError: an endpoint is not a URL, or credentials cannot be read.
         SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
     """
-    writing = None if settings.store == "off" else open_url(settings.store, settings.s3_endpoint_url)
-    layers = [open_url(layer, settings.s3_endpoint_url) for layer in settings.layers]
+    writing = None if settings.store == "off" else open_url(settings.store)
+    layers = [open_url(layer) for layer in settings.layers]
     if not layers and writing is not None:
         return Stores(writing, writing)
     return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
 
 
-def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
+def open_url(url: str) -> ObjectStore:
     """The store at a local folder, `file://`, `s3://`, `gs://`, `az://`, `https://` or `http://`.
 
     Raises:
@@ -36,7 +36,7 @@ def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
     """
     scheme, rest = split_url(url)
     try:
-        return _open(scheme, rest, url, s3_endpoint_url)
+        return _open(scheme, rest, url)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise SettingsError(
@@ -45,14 +45,14 @@ def open_url(url: str, s3_endpoint_url: str | None = None) -> ObjectStore:
         ) from error
 
 
-def _open(scheme: str, rest: str, url: str, s3_endpoint_url: str | None) -> ObjectStore:
+def _open(scheme: str, rest: str, url: str) -> ObjectStore:
     if scheme == "file":
         return LocalStore(Path(rest).absolute())
     if scheme == "s3":
         from compile_cache.store.s3 import S3Store
 
         bucket, _, prefix = rest.partition("/")
-        return S3Store(bucket, prefix.strip("/"), s3_endpoint_url)
+        return S3Store(bucket, prefix.strip("/"))
     if scheme in ("gs", "az"):
         from compile_cache.store.cloud import open_cloud
 

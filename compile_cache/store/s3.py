@@ -14,6 +14,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoCredentialsError, PartialCredentialsError
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.settings import without_user
 from compile_cache.store.base import StoredObject
 from compile_cache.store.deadline import within_limit
 
@@ -35,18 +36,14 @@ _ATTEMPTS = 3
 
 
 class S3Store:
-    """Its objects are `<prefix>/<name>` in `bucket`. boto3 finds credentials and region in its usual ways."""
+    """Its objects are `<prefix>/<name>` in `bucket`. boto3 finds endpoint, credentials and region in its usual ways."""
 
-    def __init__(self, bucket: str, prefix: str, endpoint_url: str | None) -> None:
+    def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         with _translated(f"open s3://{bucket}"):
-            session = boto3.session.Session()
-            self._client: S3Client = session.client(
+            self._client: S3Client = boto3.session.Session().client(
                 "s3",
-                endpoint_url=endpoint_url,
-                # A bucket at a custom endpoint needs no region. S3 itself redirects to the right one.
-                region_name=session.region_name or ("auto" if endpoint_url else "us-east-1"),
                 config=Config(
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     read_timeout=_READ_TIMEOUT_S,
@@ -54,14 +51,13 @@ class S3Store:
                     request_checksum_calculation=_CHECKSUMS,
                     response_checksum_validation=_CHECKSUMS,
                     max_pool_connections=32,
-                    s3={"addressing_style": "path" if endpoint_url else "auto"},
                 ),
             )
 
     @property
     def location(self) -> str:
         """The URL, with the endpoint."""
-        return f"s3://{self._bucket}/{self._prefix} at {self._client.meta.endpoint_url}"
+        return f"s3://{self._bucket}/{self._prefix} at {without_user(self._client.meta.endpoint_url)}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
@@ -160,12 +156,10 @@ def _translated(what: str) -> Iterator[None]:
             raise StoreUnavailable(f"cannot {what}: {error}") from error
         raise StoreError(f"cannot {what}: {error}") from error
     except ConnectionError as error:
-        raise StoreUnavailable(
-            f"cannot {what}: {error}; check COMPILE_CACHE_S3_ENDPOINT_URL and the network"
-        ) from error
+        raise StoreUnavailable(f"cannot {what}: {error}; check AWS_ENDPOINT_URL_S3 and the network") from error
     except BotoCoreError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error
     except ValueError as error:  # botocore raises it for an endpoint that is not a URL
-        raise StoreError(f"cannot {what}: {error}; check COMPILE_CACHE_S3_ENDPOINT_URL") from error
+        raise StoreError(f"cannot {what}: {error}; check AWS_ENDPOINT_URL_S3") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot {what}: {error}") from error

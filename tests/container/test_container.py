@@ -70,7 +70,7 @@ def environ(s3_server, s3_client) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
         "COMPILE_CACHE_STORE": "s3://container/packs",
-        "COMPILE_CACHE_S3_ENDPOINT_URL": s3_server,
+        "AWS_ENDPOINT_URL_S3": s3_server,
         "COMPILE_CACHE_MODEL_NAME": "flux-digits",
         "COMPILE_CACHE_COLD_START": "block",
         # A busy machine may take longer than the default, and the container after it would compile the rest.
