@@ -220,7 +220,7 @@ def run(cases: int, seed: int, kinds: Mapping[str, object] = KINDS) -> dict[str,
     """Try so many cases, shared out among the kinds."""
     tallies: dict[str, Tally] = {}
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as connection:
-        corpus = Corpus(outside=folder)
+        corpus = Corpus()
         baseline_bytes = _warm_up(connection, corpus)
         for number, kind in enumerate(kinds):
             share = cases // len(kinds) + (number < cases % len(kinds))
@@ -232,7 +232,7 @@ def _warm_up(connection: Connection, corpus: Corpus) -> int:
     """What the other process takes once it has unpacked honest packs: the baseline that memory is counted from."""
     _answer(connection)
     for draft in corpus.drafts:
-        connection.send(Case(draft.name, draft.content, draft.genuine, draft.trusted))
+        connection.send(Case.of(draft))
         outcome, _ = _answer(connection)
         assert outcome.gave, f"an honest pack was refused: {outcome.reason}"
     connection.send(None)

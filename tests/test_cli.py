@@ -704,7 +704,7 @@ def test_a_wrong_setting_is_one_line_and_the_exit_code_is_1(run, variables, comm
 
 @pytest.mark.parametrize("url", ["off", "ftp://host/folder", "s3://", "s3://bucket/prefix"])
 def test_a_store_that_is_none_or_does_not_answer_is_one_line(run, url, s3_bucket, closed_port, variables):
-    variables.setenv("COMPILE_CACHE_S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
+    variables.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{closed_port}")
     found = run("ls", "--store", url)
     assert found.code == 1
     assert found.err.startswith("error: " if url != "s3://bucket/prefix" else f"error: cannot list {url}")

@@ -5,125 +5,183 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 
 import pytest
-from hostile_packs import OURS, assemble, digest, name_of
+from hostile_packs import OURS, assemble, digest, encode, name_of
 
+from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.manifest import Limits, check_paths, parse_manifest
+from compile_cache.store.base import Stores
 from compile_cache.store.local import LocalStore
 
 MB = 1_000_000
 MANIFEST_BYTES = 32 << 20
-
-LOOK_AND_MEASURE = """
-import sys
-from pathlib import Path
-from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.base import Stores
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.rules import Rules
-
-def peak_bytes():
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-
-folder, *key = sys.argv[1:5]
-store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
-rules = Rules(trusted=TrustedKeys(sys.argv[5:]))
-def look(key):
-    cache = CompileCache(Stores(store, store), key, None, directory, rules)
-    cache.refresh()
-    selection = cache.packs.select()
-    if not selection.files:
-        cache.fetch()
-    return len(selection.files), len(selection.refused)
-look(CacheKey("nothing", "is", "stored"))
-before = peak_bytes()
-print(*look(CacheKey(*key)), peak_bytes() - before)
+KEY = CacheKey("environment", "model", "version")
+NOTHING = digest(b"").encode()
+# Runs one of this module's functions in a process of its own, and prints by how many bytes its memory grew at most.
+MEASURE = """
+import json, sys
+import test_hostile_memory
+name, *arguments = sys.argv[1:]
+print(json.dumps(getattr(test_hostile_memory, name)(*arguments)))
 """
 
 
-def look_and_measure(folder: Path, key: CacheKey, *trusted: str) -> tuple[int, int, int]:
-    """Files that a process of its own would restore, packs that it refuses, and by how many bytes its memory grows at
-    most. Where there is anything to restore, it is not written, because of the test's time."""
-    command = [sys.executable, "-c", LOOK_AND_MEASURE, folder, *asdict(key).values(), *trusted]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    files, refused, more_bytes = map(int, done.stdout.split())
-    print(f"{files} files, {refused} refused, {more_bytes / MB:.1f} MB")
-    return files, refused, more_bytes
+def run_alone(function: Callable[..., object], *arguments: object) -> list[int]:
+    command = [sys.executable, "-c", MEASURE, function.__name__, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parent)
+    print(done.stdout)
+    return json.loads(done.stdout)
 
 
-def put(folder: Path, key: CacheKey, manifests: Iterable[bytes], signature: bytes = b"") -> None:
+def begin_measuring() -> int:
+    """The memory in use. Where the peak cannot be set back to it, the test measures too much."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to VmRSS
+    return memory_bytes("VmRSS")
+
+
+def memory_bytes(name: str = "VmHWM") -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
+
+
+def manifest_of(key: CacheKey, files: bytes = b"", frames: bytes = b"", creator: bytes = b'"x"') -> bytes:
+    lists = b',"files":[%b],"frames":[%b],"creator":%b,"created_s":1.0}' % (files, frames, creator)
+    return b'{"key":' + encode(asdict(key)) + lists
+
+
+def empty_files(count: int, number: int = 0, path: bytes = b"") -> bytes:
+    file = b'{"path":"%d/%d%b","key":"%d/%d","size_bytes":0,"sha256":"%b"}'
+    return b",".join(file % (number, line, path, number, line, NOTHING) for line in range(count))
+
+
+def many(one: bytes) -> bytes:
+    return b",".join([one] * (MANIFEST_BYTES // (len(one) + 1) - 50))
+
+
+# What a manifest may cost beside its own text.
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a long text": lambda: manifest_of(KEY, creator=b'"' + b"a" * MANIFEST_BYTES + b'"'),
+    "wide texts": lambda: manifest_of(KEY, creator=b'"\\ud83d\\ude00' + b"a" * (8 << 20) + b'"'),
+    "texts of quotes": lambda: manifest_of(KEY, creator=b'"' + b'\\"' * (4 << 20) + b'"'),
+    "digits": lambda: manifest_of(KEY, creator=b"9" * MANIFEST_BYTES),
+    "nested lists": lambda: manifest_of(KEY, creator=b"[" * MANIFEST_BYTES),
+    "nested objects": lambda: manifest_of(KEY, creator=b'{"a":' * (MANIFEST_BYTES // 5)),
+    "spaces": lambda: b" " * MANIFEST_BYTES + manifest_of(KEY),
+    **{f"files of {one}": lambda one=one: manifest_of(KEY, many(one)) for one in (b"[]", b"{}", b'{"":0}', b'"a"')},
+    "too many frames": lambda: manifest_of(KEY, frames=many(b'{"stored_bytes":1000000,"size_bytes":1000000}')),
+    "too many files": lambda: manifest_of(KEY, empty_files(270_000)),
+}
+
+
+def parse_and_measure(name: str) -> list[int]:
+    text = bytearray(HOSTILE[name]())
+    assert len(text) < MANIFEST_BYTES + MB
+    before = begin_measuring()
+    with pytest.raises(PackError):
+        parse_manifest(text, Limits())
+    return [memory_bytes() - before]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_costs_little_more_memory_than_its_text(name):
+    assert run_alone(parse_and_measure, name)[0] < 8 * MB
+
+
+def check_deep_paths() -> list[int]:
+    paths = [f"{number:05}/" + "x" * 31 + "/" + ("d" * 31 + "/") * 29 + "f" for number in range(30_000)]
+    before = begin_measuring()
+    check_paths(paths)
+    return [memory_bytes() - before]
+
+
+def test_deep_paths_cost_no_more_memory_than_they_are_long():
+    """30,000 paths of 30 MB are in folders whose paths together have 450 MB."""
+    assert run_alone(check_deep_paths)[0] < 128 * MB
+
+
+# What all packs of a key may cost.
+
+
+def look_and_measure(folder: str, *trusted: str) -> list[int]:
+    """Files that would be restored, packs that are refused, and the memory. The files are not written, because of the
+    test's time."""
+    from compile_cache.pack.signing import TrustedKeys
+    from compile_cache.versions.cache import CompileCache
+    from compile_cache.versions.directory import CacheDirectory
+    from compile_cache.versions.rules import Rules
+
+    store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
+
+    def look(key: CacheKey) -> tuple[int, int]:
+        cache = CompileCache(Stores(store, store), key, None, directory, Rules(trusted=TrustedKeys(trusted)))
+        cache.refresh()
+        selection = cache.packs.select()
+        if not selection.files:
+            cache.fetch()
+        return len(selection.files), len(selection.refused)
+
+    look(CacheKey("nothing", "is", "stored"))
+    before = begin_measuring()
+    return [*look(KEY), memory_bytes() - before]
+
+
+def put(folder: Path, manifests: Iterable[bytes], signature: bytes = b"") -> None:
     store = LocalStore(folder / "store")
     for manifest in manifests:
-        store.put(key.prefix + name_of(manifest), assemble(manifest, signature=signature))
+        store.put(KEY.prefix + name_of(manifest), assemble(manifest, signature=signature))
 
 
-def manifest_of(key: CacheKey, files: bytes, creator: str = "") -> bytes:
-    record = {"key": asdict(key), "frames": [], "creator": creator, "created_s": 1.0, "files": "THE FILES"}
-    return json.dumps(record).encode().replace(b'"THE FILES"', b"[" + files + b"]")
-
-
-def wide(key: CacheKey, number: int) -> bytes:
+def wide(number: int) -> bytes:
     """As long as a manifest may be, of one letter, behind a character for which Python takes four bytes a letter."""
-    manifest = manifest_of(key, b"", f"{number}" + "\N{GRINNING FACE}")
-    return manifest.replace(b'\\ud83d\\ude00"', b"\\ud83d\\ude00" + b"a" * (MANIFEST_BYTES - len(manifest)) + b'"')
+    creator = b'"%d\\ud83d\\ude00' % number
+    return manifest_of(KEY, creator=creator + b"a" * (MANIFEST_BYTES - 300) + b'"')
 
 
-def empty_files(key: CacheKey, number: int, count: int, path: str = "") -> bytes:
-    nothing = digest(b"")
-    lines = (
-        b'{"path":"%d/%d%s","key":"%d/%d","size_bytes":0,"sha256":"%s"}'
-        % (number, line, path.encode(), number, line, nothing.encode())
-        for line in range(count)
-    )
-    return manifest_of(key, b",".join(lines))
-
-
-def incompressible(key: CacheKey, number: int) -> bytes:
+def incompressible(number: int) -> bytes:
     """A manifest that is as long in the store as it is in memory."""
-    import random
-
-    return manifest_of(key, b'"' + random.Random(number).randbytes(MANIFEST_BYTES // 2 - 200).hex().encode() + b'"')
+    return manifest_of(KEY, b'"' + Random(number).randbytes(MANIFEST_BYTES // 2 - 200).hex().encode() + b'"')
 
 
 @pytest.mark.parametrize("signature", [b"", OURS.sign(b"another")], ids=["unsigned", "with a borrowed signature"])
-def test_with_keys_required_wide_manifests_cost_little_memory(tmp_path, key, signature):
-    put(tmp_path, key, (wide(key, number) for number in range(16)), signature)
-    files, refused, more_bytes = look_and_measure(tmp_path, key, OURS.public_key)
+def test_with_keys_required_wide_manifests_cost_little_memory(tmp_path, signature):
+    put(tmp_path, map(wide, range(16)), signature)
+    files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
     assert (files, refused) == (0, 16)
     assert more_bytes < 64 * MB
 
 
-def test_with_keys_required_manifests_that_are_long_in_the_store_cost_little_memory(tmp_path, key):
-    put(tmp_path, key, (incompressible(key, number) for number in range(3)), OURS.sign(b"another"))
-    files, refused, more_bytes = look_and_measure(tmp_path, key, OURS.public_key)
+def test_with_keys_required_manifests_that_are_long_in_the_store_cost_little_memory(tmp_path):
+    put(tmp_path, map(incompressible, range(3)), OURS.sign(b"another"))
+    files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
     assert (files, refused) == (0, 3)
     assert more_bytes < 64 * MB
 
 
-def test_without_keys_wide_manifests_cost_a_bounded_amount_of_memory(tmp_path, key):
-    put(tmp_path, key, (wide(key, number) for number in range(16)))
-    files, refused, more_bytes = look_and_measure(tmp_path, key)
+def test_without_keys_wide_manifests_cost_a_bounded_amount_of_memory(tmp_path):
+    put(tmp_path, map(wide, range(16)))
+    files, refused, more_bytes = run_alone(look_and_measure, tmp_path)
     assert (files, refused) == (0, 16)
-    assert more_bytes < 256 * MB
+    assert more_bytes < 64 * MB
 
 
-def test_without_keys_the_files_of_all_packs_of_a_key_together_are_limited(tmp_path, key):
-    put(tmp_path, key, (empty_files(key, number, 99_000) for number in range(3)))
-    files, refused, more_bytes = look_and_measure(tmp_path, key)
+def test_without_keys_the_files_of_all_packs_of_a_key_together_are_limited(tmp_path):
+    put(tmp_path, (manifest_of(KEY, empty_files(99_000, number)) for number in range(3)))
+    files, refused, more_bytes = run_alone(look_and_measure, tmp_path)
     assert (files, refused) == (99_000, 2)
     assert more_bytes < 256 * MB
 
 
-def test_without_keys_long_paths_cost_a_bounded_amount_of_memory(tmp_path, key):
-    path = "/" + "/".join(["x" * 200] * 4)
-    put(tmp_path, key, (empty_files(key, number, 8_000, path) for number in range(9)))
-    _, refused, more_bytes = look_and_measure(tmp_path, key)
+def test_without_keys_long_paths_cost_a_bounded_amount_of_memory(tmp_path):
+    path = b"/" + b"/".join([b"x" * 200] * 4)
+    put(tmp_path, (manifest_of(KEY, empty_files(8_000, number, path)) for number in range(9)))
+    _, refused, more_bytes = run_alone(look_and_measure, tmp_path)
     assert refused > 0
     assert more_bytes < 256 * MB

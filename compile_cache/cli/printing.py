@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from compile_cache.cli import terminal as out
 from compile_cache.store.base import ObjectStore
 from compile_cache.versions.catalog import Catalog, Version, read_record
@@ -122,7 +124,7 @@ def _pack_record(pack: VerifiedPack, with_files: bool) -> dict[str, Any]:
         record |= {"unpacked_bytes": manifest.size_bytes, "files": len(manifest.files)}
         record |= {"creator": manifest.creator, "created_s": manifest.created_s}
         if with_files:
-            record["files"] = [asdict(file) for file in manifest.files]
+            record["files"] = [msgspec.structs.asdict(file) for file in manifest.files]
     return record
 
 

@@ -29,7 +29,7 @@ _SIGNATURE_BYTES = 4096
 _FRAME_HEADER_BYTES = 18  # the most that RFC 8878 allows, 3.1.1.1
 # Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
-# Python keeps a text of n characters in up to 4n bytes. The manifest escapes all characters of more than one byte.
+# Python keeps n bytes of text in up to 4n bytes, unless all characters are ASCII, and none is an escape's.
 _WIDEST_CHARACTER_BYTES = 4
 
 # A function of an offset and a number of bytes. It returns these bytes of a pack, or fewer at the pack's end.
@@ -124,12 +124,15 @@ def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> 
         if digest_of(text) + SUFFIX != name:
             raise PackError("its manifest does not match its name")
         signed_by = trusted.verify(text, signature)
-        weight_bytes = len(text) * (_WIDEST_CHARACTER_BYTES if b"\\" in text else 1)
+        weight_bytes = len(text) * (1 if text.isascii() and b"\\" not in text else _WIDEST_CHARACTER_BYTES)
         if weight_bytes > limits.manifest_bytes:
             raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
-        return Head(parse_manifest(text, limits), header.end, signed_by, weight_bytes)
+        manifest = parse_manifest(text, limits)
     finally:
         text.clear()  # an error's traceback would keep the text in memory
+    if manifest.digest() + SUFFIX != name:  # for example, a field occurs twice
+        raise PackError("its manifest is not written as packs are")
+    return Head(manifest, header.end, signed_by, weight_bytes)
 
 
 def _read_signature(read: ReadAt, header: _Header) -> bytes:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
 
 from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
 from compile_cache.key.cache_key import CacheKey
 
-_T = TypeVar("_T")
-
-FRAME_BYTES = 1 << 20
+FRAME_BYTES: Final = 1 << 20
 
 # A frame that claims more is padded: ZSTD_COMPRESSBOUND of 1 MiB, from zstd.h.
-_STORED_FRAME_BYTES = FRAME_BYTES + FRAME_BYTES // 256
+_STORED_FRAME_BYTES: Final = FRAME_BYTES + FRAME_BYTES // 256
 
 _PATH_BYTES = 1024
 _PATH_PARTS = 32
@@ -25,32 +24,36 @@ _NAME_BYTES = 255  # NAME_MAX, limits.h
 _KEY_BYTES = 2 * _PATH_BYTES
 _CREATOR_BYTES = 200
 _REASON_CHARACTERS = 200
-_LATEST_S = 253_402_300_800  # the year 10000, the end of datetime's range
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SPACE = re.compile(r"[ \t\n\r]*")
-# An honest file's line is shorter: JSON writes a byte of a path or key in at most three characters.
-_LINE_CHARACTERS = 16 << 10
-_WINDOW_BYTES = 4 * _LINE_CHARACTERS
+_LATEST_S: Final = 253_402_300_800  # the year 10000, the end of datetime's range
+# An honest text has a quote in each stretch of this length.
+_STRETCH_BYTES = 4 << 10
+
+# Sums of larger sizes may have too many digits for a message (sys.set_int_max_str_digits).
+_Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-@dataclass(frozen=True, slots=True)
-class PackFile:
+class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One artifact: its path in the cache directory and its logical key. If the file was changed in place, `replaces`
     is the SHA-256 of its previous content."""
 
     path: str
     key: str
-    size_bytes: int
-    sha256: str
-    replaces: str | None = None
+    size_bytes: _Size
+    sha256: _Sha256
+    replaces: _Sha256 | None = None
+
+    def __post_init__(self) -> None:
+        """Keep the text of most files once in memory: their key is their path."""
+        if self.key == self.path:
+            msgspec.structs.force_setattr(self, "key", self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One zstd frame: its length in the pack, and its unpacked length of at most 1 MiB."""
 
-    stored_bytes: int
-    size_bytes: int
+    stored_bytes: Annotated[int, Meta(ge=1, le=_STORED_FRAME_BYTES)]
+    size_bytes: Annotated[int, Meta(ge=1, le=FRAME_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +65,14 @@ class Limits:
     manifest_bytes: int = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a pack. The frames have the files one after the other, in this order."""
 
     key: CacheKey
     files: tuple[PackFile, ...]
     frames: tuple[Frame, ...]
     creator: str
-    created_s: float
+    created_s: Annotated[float, Meta(ge=0, lt=_LATEST_S)]
 
     @property
     def size_bytes(self) -> int:
@@ -83,8 +85,22 @@ class Manifest:
         return sum(frame.stored_bytes for frame in self.frames)
 
     def to_json(self) -> bytes:
-        """The exact bytes that are stored and signed, in ASCII. Their digest names the pack."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        """The exact bytes that are stored and signed. Their digest names the pack."""
+        return msgspec.json.encode(self)
+
+    def digest(self) -> str:
+        """`digest_of` those bytes, which are never in memory as a whole."""
+        encode = msgspec.json.encode
+        start, end = encode(msgspec.structs.replace(self, files=(), frames=())).split(b'"files":[],"frames":[]')
+        digest = hashlib.sha256(start + b'"files":[')
+        for records, after in ((self.files, b'],"frames":['), (self.frames, b"]" + end)):
+            for number, record in enumerate(records):
+                digest.update(b"," * (number > 0) + encode(record))
+            digest.update(after)
+        return digest.hexdigest()
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
 
 
 def digest_of(manifest: bytes | bytearray) -> str:
@@ -93,130 +109,36 @@ def digest_of(manifest: bytes | bytearray) -> str:
 
 
 def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
-    """Read and check a manifest. Each file is checked as it is read, so memory never holds more than the text, the
-    checked files and one further line.
+    """Read and check a manifest. Memory holds the text, and the files and frames within the limits.
+
+    The same manifest may be written as another text, which is not a pack's: see `read_head`.
 
     Raises:
         ManifestTooLarge: the manifest names more files or frames than `limits` allow.
         PackForbidden: the files have more bytes than `limits` allow.
         PackError: the manifest is wrong. The message names the first fault, in a short line without control characters.
     """
+    _check_cost(text, limits)
     try:
-        manifest = _read_manifest(_Text(text), limits)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        manifest = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
         raise PackError(f"its manifest cannot be read: {_shown(str(error))}") from error
     _check(manifest, limits)
     return manifest
 
 
-def _read_manifest(text: _Text, limits: Limits) -> Manifest:
+def _check_cost(text: bytes | bytearray, limits: Limits) -> None:
+    """Check that the text is cheap to read: no long values, and only so many records.
+
+    Names can hide behind escapes, but `read_head` allows only a quarter of the bytes to such texts.
+    """
+    for start in range(0, len(text) - _STRETCH_BYTES, _STRETCH_BYTES):
+        if text.find(b'"', start, start + _STRETCH_BYTES) < 0:
+            raise PackError(f"its manifest has a value of more than {_STRETCH_BYTES} bytes")
     most_frames = limits.files + limits.size_bytes // FRAME_BYTES
-    values: dict[str, Any] = {}
-    text.expect("{")
-    while True:
-        name = text.value()
-        text.expect(":")
-        if name in values:
-            raise ValueError(f"{name} occurs twice")
-        if name == "files":
-            values[name] = tuple(text.records(_read_file, "files", limits.files))
-        elif name == "frames":
-            values[name] = tuple(text.records(_read_frame, "frames", most_frames))
-        else:
-            value = text.value()
-            if name in ("key", "creator", "created_s"):
-                values[name] = value
-        if not text.take(","):
-            break
-    text.expect("}")
-    text.expect_end()
-    return Manifest(
-        key=CacheKey(**values["key"]),
-        files=values["files"],
-        frames=values["frames"],
-        creator=values["creator"],
-        created_s=float(values["created_s"]),
-    )
-
-
-class _Text:
-    """Reads JSON value by value through a window. A value longer than the window is an error."""
-
-    def __init__(self, text: bytes | bytearray) -> None:
-        if not text.isascii():
-            raise ValueError("it is not ASCII")
-        self._text = text
-        self._read = json.JSONDecoder().raw_decode
-        self._window = ""
-        self._at = 0  # in the window
-        self._window_start = 0  # in the text
-
-    def take(self, literal: str) -> bool:
-        """Go past `literal` if it comes next. Returns whether it does."""
-        self._move()
-        if not self._window.startswith(literal, self._at):
-            return False
-        self._at += len(literal)
-        return True
-
-    def expect(self, literal: str) -> None:
-        """Go past `literal`. Raises ValueError if it does not come next."""
-        if not self.take(literal):
-            raise ValueError(f"no {literal} at byte {self._window_start + self._at}")
-
-    def expect_end(self) -> None:
-        """Check that only white space follows. Raises ValueError otherwise."""
-        self._move()
-        if self._at < len(self._window):
-            raise ValueError(f"more than one record, from byte {self._window_start + self._at} on")
-
-    def value(self) -> Any:
-        """The next value. Raises ValueError if it is not JSON, or is too long."""
-        self._move()
-        value, self._at = self._read(self._window, self._at)
-        return value
-
-    def records(self, make: Callable[[dict[str, Any]], _T], what: str, most: int) -> Iterator[_T]:
-        """The results of `make` for each element of the next list, which has at most `most`."""
-        self.expect("[")
-        if self.take("]"):
-            return
-        for _ in range(most):
-            yield make(self.value())
-            if not self.take(","):
-                self.expect("]")
-                return
-        raise ManifestTooLarge(f"it names more than the {most} {what} allowed")
-
-    def _move(self) -> None:
-        """Go past white space, and keep at least one whole line in the window, if the text has one."""
-        if len(self._window) - self._at < _LINE_CHARACTERS:
-            self._window_start += self._at
-            self._at = 0
-            self._window = self._text[self._window_start : self._window_start + _WINDOW_BYTES].decode()
-        self._at = _SPACE.match(self._window, self._at).end()  # type: ignore[union-attr]  # it matches nothing too
-
-
-def _read_file(record: dict[str, Any]) -> PackFile:
-    file = PackFile(**record)
-    if not (_is_text(file.key, _KEY_BYTES) and isinstance(file.path, str) and _is_digest(file.sha256)):
-        raise PackError("its manifest has a file whose path, key or digest is invalid")
-    if not _is_size(file.size_bytes):
-        raise PackError(f"its file {_shown(file.path)} has an invalid size")
-    if file.replaces is not None and not _is_digest(file.replaces):
-        raise PackError(f"its file {_shown(file.path)} replaces an invalid digest")
-    if file.key == file.path:  # true for most files: then the text is kept once
-        return PackFile(file.path, file.path, file.size_bytes, file.sha256, file.replaces)
-    return file
-
-
-def _read_frame(record: dict[str, Any]) -> Frame:
-    frame = Frame(**record)
-    if not (_is_size(frame.size_bytes) and 0 < frame.size_bytes <= FRAME_BYTES):
-        raise PackError(f"one of its frames does not have between 1 and {FRAME_BYTES} bytes")
-    if not (_is_size(frame.stored_bytes) and 0 < frame.stored_bytes <= _STORED_FRAME_BYTES):
-        raise PackError(f"one of its frames is not stored in between 1 and {_STORED_FRAME_BYTES} bytes")
-    return frame
+    for name, what, most in ((b'"sha256"', "files", limits.files), (b'"stored_bytes"', "frames", most_frames)):
+        if text.count(name) > most:
+            raise ManifestTooLarge(f"it names more than the {most} {what} allowed")
 
 
 def _check(manifest: Manifest, limits: Limits) -> None:
@@ -224,25 +146,18 @@ def _check(manifest: Manifest, limits: Limits) -> None:
         raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes; {limits.size_bytes} are allowed")
     if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
         raise PackError("its files do not match its frames in size")
-    if not (_is_text(manifest.creator, _CREATOR_BYTES) and 0 <= manifest.created_s < _LATEST_S):
-        raise PackError("its creator is not a line of text, or its time is invalid")
     key = manifest.key
-    if not all(_is_text(part, _NAME_BYTES) for part in (key.environment, key.model_name, key.model_version)):
-        raise PackError("its key does not consist of short lines of text")
-    check_paths([file.path for file in manifest.files])
+    _check_line(manifest.creator, _CREATOR_BYTES, "creator")
+    for part in (key.environment, key.model_name, key.model_version):
+        _check_line(part, _NAME_BYTES, "key")
+    for file in manifest.files:
+        _check_line(file.key, _KEY_BYTES, "logical key")
+    check_paths(file.path for file in manifest.files)
 
 
-def _is_size(value: Any) -> bool:
-    # A sum of larger sizes may have too many digits for a message (sys.set_int_max_str_digits).
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_text(value: Any, most_bytes: int) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value.encode()) <= most_bytes
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+def _check_line(text: str, most_bytes: int, what: str) -> None:
+    if not text.isprintable() or len(text.encode()) > most_bytes:
+        raise PackError(f"its {what} {_shown(text)} is not a line of at most {most_bytes} bytes")
 
 
 def _shown(text: str) -> str:

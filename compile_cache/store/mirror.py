@@ -7,10 +7,10 @@ Web servers list folders in many ways or not at all, so the folder has its listi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from compile_cache.errors import ObjectNotFound, StoreError
 from compile_cache.store.base import ObjectStore, ReadOnly, StoredObject
@@ -21,6 +21,10 @@ MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
 
 _MOST_SIZE_BYTES = 1 << 63
 _LATEST_S = 1 << 53
+
+
+class _Index(msgspec.Struct):
+    objects: list[StoredObject]
 
 
 class Mirror(ReadOnly):
@@ -62,7 +66,7 @@ def write_index(folder: Path) -> int:
         raise ObjectNotFound(f"cannot list {folder}: it is not there")
     store = LocalStore(folder)
     entries = [entry for entry in store.list("") if entry.name != INDEX]
-    store.put(INDEX, json.dumps({"objects": [asdict(entry) for entry in entries]}).encode())
+    store.put(INDEX, msgspec.json.encode(_Index(entries)))
     return len(entries)
 
 
@@ -75,25 +79,14 @@ def parse_index(content: bytes) -> list[StoredObject]:
     if len(content) > MOST_INDEX_BYTES:
         raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
     try:
-        objects = json.loads(content)["objects"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("it is not a JSON object with `objects`") from None
-    if not isinstance(objects, list):
-        raise ValueError("its `objects` are not a list")
-    found = [_parse_entry(entry) for entry in objects]
+        found = msgspec.json.decode(content, type=_Index).objects
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    for entry in found:
+        if not entry.name.isprintable() or {"", ".", ".."} & set(entry.name.split("/")):
+            raise ValueError(f"one of its objects has the name {entry.name!r:.100}")
+        if not 0 <= entry.size_bytes < _MOST_SIZE_BYTES or not abs(entry.modified_s) < _LATEST_S:
+            raise ValueError(f"{entry.name[:100]!r} in it has an impossible size or time")
     if len({entry.name for entry in found}) < len(found):
         raise ValueError("it has two objects with the same name")
     return found
-
-
-def _parse_entry(entry: object) -> StoredObject:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"one of its objects is {entry!r:.100}")
-    name, size_bytes, modified_s = entry.get("name"), entry.get("size_bytes"), entry.get("modified_s")
-    if not isinstance(name, str) or not name.isprintable() or {"", ".", ".."} & set(name.split("/")):
-        raise ValueError(f"one of its objects has the name {name!r:.100}")
-    if type(size_bytes) is not int or not 0 <= size_bytes < _MOST_SIZE_BYTES:
-        raise ValueError(f"{name} in it has the size {size_bytes!r:.100}")
-    if (type(modified_s) is not float and type(modified_s) is not int) or not abs(modified_s) < _LATEST_S:
-        raise ValueError(f"{name} in it has the time {modified_s!r:.100}")
-    return StoredObject(name, size_bytes, float(modified_s))

@@ -1,0 +1,184 @@
+"""Hostile packs are refused with a reason, and what a manifest states is believed only where it can do no harm."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+from hostile_packs import (
+    LIMITS,
+    MIB,
+    ODD_VALUES,
+    OURS,
+    TABLE,
+    THEIRS,
+    Draft,
+    Hostile,
+    encode,
+    name_of,
+    places,
+    put_at,
+    read_tree,
+    record_of,
+    restore,
+    small_draft,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_cache.errors import PackError
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.pack.manifest import Frame, Manifest, PackFile, check_paths, parse_manifest
+from compile_cache.pack.signing import TrustedKeys
+
+KEY = CacheKey("environment", "model", "version")
+SHA256 = "0123456789abcdef" * 4
+
+texts = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
+names = st.lists(st.sampled_from("abcXYZ019_-é"), min_size=1, max_size=8).map("".join)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def reason_to_refuse(draft: Draft, folder: Path | None) -> str:
+    with pytest.raises(PackError) as refusal:
+        restore(*draft.put_together(), folder, LIMITS, TrustedKeys(draft.trusted))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: ascii(row.name)[:60])
+def test_a_hostile_pack_is_refused_whether_it_is_unpacked_or_only_verified(tmp_path, row: Hostile):
+    """The reason ends in logs and reports: with escape codes or a megabyte in it, it would be an attack itself."""
+    draft = small_draft(is_signed=row.is_signed)
+    row.change(draft)
+    reason = reason_to_refuse(draft, None)
+    assert reason_to_refuse(draft, tmp_path / "inside") == reason
+    with pytest.raises(PackError, match=row.words):
+        raise PackError(reason)
+    assert reason.isprintable()
+    assert len(reason) < 400
+    assert {path for path in read_tree(tmp_path) if not path.startswith("inside/")} == set()
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_a_pack_of_another_writer_is_read(tmp_path, is_signed):
+    """The layout is what the module says it is, and each row of the table changes a sound pack."""
+    draft = small_draft(is_signed=is_signed)
+    head = restore(*draft.put_together(), tmp_path / "inside", LIMITS, TrustedKeys(draft.trusted))
+    assert read_tree(tmp_path / "inside") == {"a/file": b"content", "b": b"more"}
+    assert (head.manifest.creator, head.signed_by) == ("the test", OURS.public_key if is_signed else None)
+
+
+def test_a_pack_cut_short_anywhere_is_refused():
+    name, content = small_draft(is_signed=True).put_together()
+    for length in range(len(content)):
+        with pytest.raises(PackError, match=r"\w"):
+            restore(name, content[:length], None)
+
+
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing():
+    """Some bits of a zstd frame mean nothing; the content is what the name stands for."""
+    name, content = small_draft(is_signed=True).put_together()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                restore(name, bytes(flipped), Path(folder), trusted=TrustedKeys([OURS.public_key]))
+            except PackError:
+                continue
+            assert read_tree(Path(folder)) == {"a/file": b"content", "b": b"more"}
+
+
+@given(st.binary(max_size=200))
+def test_anything_at_all_is_refused(content):
+    for pack in (Draft({}, [], text=content), Draft({}, [], text=content, damage=lambda pack: content)):
+        assert reason_to_refuse(pack, None)
+
+
+# Manifests.
+
+
+@given(
+    st.dictionaries(names.map(str.casefold), st.tuples(texts, st.integers(0, 3 * MIB)), max_size=2),
+    texts,
+    st.floats(0, 1e11),
+    st.sampled_from([None, SHA256]),
+)
+def test_a_manifest_says_what_was_written(files, creator, created_s, replaces):
+    listed = tuple(PackFile(path, key, size_bytes, SHA256, replaces) for path, (key, size_bytes) in files.items())
+    size_bytes = sum(file.size_bytes for file in listed)
+    sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
+    manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)
+    assert parse_manifest(manifest.to_json(), LIMITS) == manifest
+    assert manifest.size_bytes == size_bytes
+    assert manifest.frames_bytes == 10 * len(sizes)
+
+
+@given(st.data(), json_values | st.sampled_from(ODD_VALUES))
+@settings(max_examples=3 * settings().max_examples)
+def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, value):
+    record = record_of(("a/file", b"content"), ("b", b"more"))
+    place = data.draw(st.sampled_from(list(places(record))))
+    try:
+        manifest = parse_manifest(encode(put_at(record, place, copy.deepcopy(value))), LIMITS)
+    except PackError:
+        return
+    assert parse_manifest(manifest.to_json(), LIMITS) == manifest
+    assert manifest.size_bytes == sum(frame.size_bytes for frame in manifest.frames) == 11
+
+
+# Signatures.
+
+
+@given(st.integers(0, 8 * 96 - 1))
+def test_a_signature_with_a_flipped_bit_is_refused(bit):
+    def tamper(text: bytes) -> bytes:
+        tampered = bytearray(OURS.sign(text))
+        tampered[bit // 8] ^= 1 << bit % 8
+        return bytes(tampered)
+
+    draft = small_draft(is_signed=True)
+    draft.sign = tamper
+    assert any(words in reason_to_refuse(draft, None) for words in ("not trusted", "does not match"))
+
+
+def test_a_signed_pack_is_used_where_no_key_is_asked_for():
+    draft = small_draft()
+    draft.sign = THEIRS.sign
+    assert restore(*draft.put_together(), None).signed_by == THEIRS.public_key
+
+
+def test_a_name_says_nothing_about_who_signed():
+    """It is the manifest's digest, which anybody can compute."""
+    draft = small_draft()
+    assert draft.put_together()[0] == small_draft(is_signed=True).put_together()[0] == name_of(encode(draft.record))
+
+
+# Paths.
+
+
+def test_plain_paths_are_let_through():
+    check_paths(["a", "b/a", "b/c/a", ".hidden/..double", "b c", "é/~", "-rf", "*", "$HOME", "%2e%2e"])
+    check_paths(["d/" * 31 + "f", "x" * 255, "/".join(["y" * 101] * 10)])
+
+
+@given(st.lists(st.text(st.sampled_from("aAb./\\~é\0"), max_size=6), max_size=6))
+@settings(max_examples=5 * settings().max_examples)
+def test_paths_that_are_let_through_can_all_be_written_and_are_where_they_say(paths):
+    try:
+        check_paths(paths)
+    except PackError:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(path)
+        assert {path: (folder / path).resolve().read_text() for path in paths} == {path: path for path in paths}
+        assert all(folder in (folder / path).resolve().parents for path in paths)
