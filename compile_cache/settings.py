@@ -54,15 +54,14 @@ class Settings:
     publish: bool = True
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0
-    max_restore_bytes: int = 4 << 30
     report: str | None = None
 
     def __post_init__(self) -> None:
         """Check that the settings can work together.
 
         Raises:
-            SettingsError: the mode does not suit the scope, the directory's path cannot be used, or a store or a key is
-                invalid. The message names the variables.
+            SettingsError: the mode does not suit the scope, the directory's path cannot be used, or a store is invalid.
+                The message names the variables.
         """
         problems = []
         if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
@@ -91,7 +90,6 @@ class Settings:
                 "gs://bucket/prefix, az://container/prefix or off, without a user or a password"
             )
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
-        problems += self._key_problems()
         if problems:
             raise SettingsError("; ".join(problems))
 
@@ -107,28 +105,6 @@ class Settings:
                 f"Use https://, or set {PREFIX}TRUSTED_KEYS."
             )
         return None
-
-    def _key_problems(self) -> list[str]:
-        if not self.signing_key and not self.trusted_keys:
-            return []
-        from compile_cache.pack.signing import Signer, TrustedKeys
-
-        problems = []
-        signer = None
-        try:
-            signer = Signer(self.signing_key) if self.signing_key else None
-        except SettingsError as error:
-            problems.append(f"{PREFIX}SIGNING_KEY: {error}")
-        try:
-            trusted = TrustedKeys(self.trusted_keys)
-        except SettingsError as error:
-            return [*problems, f"{PREFIX}TRUSTED_KEYS: {error}"]
-        if signer and trusted and signer.public_key not in trusted.texts:
-            problems.append(
-                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
-                f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
-            )
-        return problems
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -219,13 +195,6 @@ def _list(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _size_bytes(value: str) -> int:
-    size_bytes = int(value)
-    if size_bytes <= 0:
-        raise ValueError("must be a positive number of bytes")
-    return size_bytes
-
-
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "store": str,
     "layers": _list,
@@ -245,7 +214,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "publish": _boolean,
     "restore_timeout_s": _seconds,
     "exit_budget_s": _seconds,
-    "max_restore_bytes": _size_bytes,
     "report": str,
 }
 

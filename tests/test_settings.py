@@ -9,7 +9,7 @@ import pytest
 from signing_keys import make_keys
 
 from compile_cache.errors import CompileCacheError, SettingsError
-from compile_cache.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX
+from compile_cache.pack.signing import PRIVATE_PREFIX
 from compile_cache.settings import PREFIX, Settings
 
 PRIVATE, PUBLIC = make_keys("one")
@@ -60,7 +60,6 @@ GOOD = [
     ("PUBLISH", "False", False),
     ("RESTORE_TIMEOUT_S", "2.5", 2.5),
     ("EXIT_BUDGET_S", "0", 0.0),
-    ("MAX_RESTORE_BYTES", "1024", 1024),
     ("REPORT", "/tmp/report.json", "/tmp/report.json"),
 ]
 BAD = [
@@ -77,8 +76,6 @@ BAD = [
     ("RESTORE_TIMEOUT_S", "-1", "must be seconds between 0 and 86400"),
     ("RESTORE_TIMEOUT_S", "nan", "must be seconds between 0 and 86400"),
     ("EXIT_BUDGET_S", "inf", "must be seconds between 0 and 86400"),
-    ("MAX_RESTORE_BYTES", "0", "must be a positive number of bytes"),
-    ("MAX_RESTORE_BYTES", "4GB", "4GB"),
     ("DIR", "some/folder", "is relative"),
     ("DIR", "/tmp/my cache", "Give a path without them"),
     ("DIR", "/tmp/it's", "Give a path without them"),
@@ -138,7 +135,6 @@ def test_the_defaults_are_those_of_the_readme():
         publish=True,
         restore_timeout_s=60.0,
         exit_budget_s=7.0,
-        max_restore_bytes=4 * 1024**3,
         report=None,
     )
 
@@ -301,56 +297,8 @@ def test_every_layer_with_a_problem_is_named():
 # Keys
 
 
-def test_a_signing_key_that_is_not_trusted_is_refused_with_the_key_to_add():
-    with pytest.raises(SettingsError, match="would refuse its own packs") as caught:
-        read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=OTHER_PUBLIC)
-    assert f"add {PUBLIC} to {PREFIX}TRUSTED_KEYS" in str(caught.value)
-    assert read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=f"{OTHER_PUBLIC},{PUBLIC}").signing_key == PRIVATE
-
-
 def test_the_signing_key_is_not_shown_with_the_settings():
-    assert secret_of(PRIVATE) not in repr(read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=PUBLIC))
-
-
-@pytest.mark.parametrize("keys", [PRIVATE, f"{PUBLIC},{PRIVATE}", PRIVATE.upper(), PRIVATE[8:]])
-def test_a_private_key_where_public_ones_belong_is_refused_and_not_shown(keys):
-    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key begins with") as caught:
-        read(TRUSTED_KEYS=keys)
-    assert secret_of(PRIVATE).lower() not in str(caught.value).lower()
-
-
-BAD_KEYS = {
-    "public": PUBLIC,
-    "cut": PRIVATE[:-5],
-    "damaged": PRIVATE[:-5] + "~~~~=",
-    "longer": PRIVATE + "AAAA",
-    "of another kind": PRIVATE.replace("ed25519", "rsa"),
-    "none": "secret",
-}
-
-
-@pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
-def test_a_bad_signing_key_is_refused_by_the_name_of_its_variable_and_not_shown(key):
-    with pytest.raises(SettingsError, match=f"{PREFIX}SIGNING_KEY: a private key ") as caught:
-        read(SIGNING_KEY=key)
-    assert key not in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["", PUBLIC[:-5], PUBLIC + "AAAA", "public", PUBLIC_PREFIX, PRIVATE_PREFIX])
-def test_a_bad_trusted_key_is_refused_by_the_name_of_its_variable(key):
-    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key "):
-        Settings(trusted_keys=(PUBLIC, key))
-
-
-def test_bad_keys_of_both_variables_are_in_one_message():
-    with pytest.raises(SettingsError) as caught:
-        read(SIGNING_KEY="x", TRUSTED_KEYS="y", LAYERS="ftp://z")
-    for name in ("SIGNING_KEY", "TRUSTED_KEYS", "LAYERS"):
-        assert PREFIX + name in str(caught.value)
-
-
-def secret_of(key: str) -> str:
-    return key.removeprefix(PRIVATE_PREFIX)
+    assert PRIVATE.removeprefix(PRIVATE_PREFIX) not in repr(read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=PUBLIC))
 
 
 # Publishing

@@ -12,6 +12,8 @@ from signing_keys import make_keys
 
 from compile_cache.errors import PackError, SettingsError
 from compile_cache.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
+from compile_cache.settings import PREFIX, Settings
+from compile_cache.versions.rules import Rules
 
 MANIFEST = b'{"format": 1, "files": []}'
 PRIVATE, PUBLIC = make_keys("one")
@@ -24,7 +26,8 @@ sys.modules["cryptography"] = None
 from compile_cache.errors import SettingsError
 from compile_cache.settings import Settings
 from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
-Settings()
+from compile_cache.versions.rules import Rules
+Rules.of(Settings())
 assert TrustedKeys().verify(b"manifest", b"") is None
 try:
     {}
@@ -34,7 +37,7 @@ except SettingsError as error:
 NEEDING_CRYPTOGRAPHY = {
     "generate": "generate_keys()",
     "sign": f"Signer({PRIVATE!r})",
-    "settings": f"Settings(signing_key={PRIVATE!r})",
+    "settings": f"Rules.of(Settings(signing_key={PRIVATE!r}))",
     "verify": f"TrustedKeys([{PUBLIC!r}]).verify({MANIFEST!r}, {SIGNATURE!r})",
 }
 
@@ -183,3 +186,54 @@ def test_without_cryptography_only_what_needs_it_is_refused_with_the_remedy(stat
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip install '.[signing]' in a checkout of cog-compile-cache" in done.stdout
+
+
+# The keys of a boot.
+
+
+def rules_of(**variables: str) -> Rules:
+    return Rules.of(Settings.from_env({PREFIX + name: value for name, value in variables.items()}))
+
+
+def test_a_signing_key_that_is_not_trusted_is_refused_with_the_key_to_add():
+    with pytest.raises(SettingsError, match="would refuse its own packs") as caught:
+        rules_of(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=OTHER_PUBLIC)
+    assert f"add {PUBLIC} to {PREFIX}TRUSTED_KEYS" in str(caught.value)
+    assert rules_of(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=f"{OTHER_PUBLIC},{PUBLIC}").signer.public_key == PUBLIC
+
+
+@pytest.mark.parametrize("keys", [PRIVATE, f"{PUBLIC},{PRIVATE}", PRIVATE.upper(), PRIVATE[8:]])
+def test_a_private_key_where_public_ones_belong_is_refused_and_not_shown(keys):
+    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key begins with") as caught:
+        rules_of(TRUSTED_KEYS=keys)
+    assert PRIVATE.removeprefix(PRIVATE_PREFIX).lower() not in str(caught.value).lower()
+
+
+BAD_KEYS = {
+    "public": PUBLIC,
+    "cut": PRIVATE[:-5],
+    "damaged": PRIVATE[:-5] + "~~~~=",
+    "longer": PRIVATE + "AAAA",
+    "of another kind": PRIVATE.replace("ed25519", "rsa"),
+    "none": "secret",
+}
+
+
+@pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
+def test_a_bad_signing_key_is_refused_by_the_name_of_its_variable_and_not_shown(key):
+    with pytest.raises(SettingsError, match=f"{PREFIX}SIGNING_KEY: a private key ") as caught:
+        rules_of(SIGNING_KEY=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["", PUBLIC[:-5], PUBLIC + "AAAA", "public", PUBLIC_PREFIX, PRIVATE_PREFIX])
+def test_a_bad_trusted_key_is_refused_by_the_name_of_its_variable(key):
+    with pytest.raises(SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key "):
+        Rules.of(Settings(trusted_keys=(PUBLIC, key)))
+
+
+def test_bad_keys_of_both_variables_are_in_one_message():
+    with pytest.raises(SettingsError) as caught:
+        rules_of(SIGNING_KEY="x", TRUSTED_KEYS="y")
+    for name in ("SIGNING_KEY", "TRUSTED_KEYS"):
+        assert PREFIX + name in str(caught.value)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from compile_cache.errors import SettingsError
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import Signer, TrustedKeys
-from compile_cache.settings import Settings
+from compile_cache.settings import PREFIX, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,23 @@ class Rules:
         """The rules of a boot with these settings.
 
         Raises:
-            SettingsError: `cryptography` is needed, but not installed.
+            SettingsError: a key is invalid, the signing key is not trusted, or `cryptography` is needed, but not
+                installed. The message names the variables.
         """
-        signer = Signer(settings.signing_key) if settings.signing_key else None
-        return cls(Limits(size_bytes=settings.max_restore_bytes), TrustedKeys(settings.trusted_keys), signer)
+        signer, trusted, problems = None, TrustedKeys(), []
+        try:
+            signer = Signer(settings.signing_key) if settings.signing_key else None
+        except SettingsError as error:
+            problems.append(f"{PREFIX}SIGNING_KEY: {error}")
+        try:
+            trusted = TrustedKeys(settings.trusted_keys)
+        except SettingsError as error:
+            problems.append(f"{PREFIX}TRUSTED_KEYS: {error}")
+        if signer and trusted and signer.public_key not in trusted.texts:
+            problems.append(
+                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
+                f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
+            )
+        if problems:
+            raise SettingsError("; ".join(problems))
+        return cls(trusted=trusted, signer=signer)
