@@ -22,8 +22,7 @@ from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore
-from compile_cache.store.opening import open_url
+from compile_cache.store.base import ObjectStore, open_url
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.directory import CacheDirectory, logical_key
 

@@ -45,8 +45,8 @@ from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
+from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
-from compile_cache.store.opening import open_url
 
 MOST_PACKS_LEFT = 5
 MOST_CACHES_UPLOADED = 3.0

@@ -37,7 +37,7 @@ from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
 from table import markdown, spread
 
 from compile_cache.errors import PackError, StoreError
-from compile_cache.store.opening import open_url
+from compile_cache.store.base import open_url
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import verify_pack
 

@@ -26,11 +26,20 @@ import zstandard
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.format import Source, runs, unpack_run, write_pack
-from compile_cache.pack.head import HEADER_BYTES, Head, ReadAt, head_bytes, read_head
+from compile_cache.pack.format import (
+    HEADER_BYTES,
+    Head,
+    ReadAt,
+    Source,
+    head_bytes,
+    read_head,
+    runs,
+    unpack_run,
+    write_pack,
+)
 from compile_cache.pack.manifest import Limits
-from compile_cache.pack.reading import ObjectReader
 from compile_cache.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
+from compile_cache.store.reading import ObjectReader
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")

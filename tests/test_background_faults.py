@@ -13,7 +13,7 @@ from background_boots import BACKGROUND, Told, play
 from boots import TESTS, settings, stored
 from marked_processes import Marked, wait_for
 
-from compile_cache.pack.head import Head, read_head
+from compile_cache.pack.format import Head, read_head
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.signing import TrustedKeys
 

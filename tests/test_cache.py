@@ -518,7 +518,7 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
     monkeypatch.setattr("compile_cache.versions.fetch.WHOLE_PACK_BYTES", 100)
-    monkeypatch.setattr("compile_cache.pack.reading.READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.store.reading.READ_BYTES", 100)
     first = machine(local)
     first.write({"kernel.so": os.urandom(1000)})
     first.publish()

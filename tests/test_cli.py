@@ -26,8 +26,8 @@ from compile_cache.pack.signing import Signer, generate_keys
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
+from compile_cache.store.base import open_url
 from compile_cache.store.local import LocalStore
-from compile_cache.store.opening import open_url
 from compile_cache.versions.refused import RefusedPack
 
 SCRIPT = Path(sys.executable).with_name("compile-cache")

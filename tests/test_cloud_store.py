@@ -11,8 +11,8 @@ from web_servers import answer, answering
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.store import cloud
+from compile_cache.store.base import open_url
 from compile_cache.store.cloud import CloudStore
-from compile_cache.store.opening import open_url
 
 SECRET = "c2VjcmV0"
 CLOUD_VARIABLES = ("GOOGLE_", "AZURE_", "GCE_METADATA_")

@@ -14,10 +14,9 @@ from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
 from compile_cache.store import deadline
-from compile_cache.store.base import ObjectStore
+from compile_cache.store.base import ObjectStore, open_url
 from compile_cache.store.cloud import CloudStore
 from compile_cache.store.deadline import limit_s, within_limit
-from compile_cache.store.opening import open_url
 from compile_cache.store.s3 import S3Store
 
 MIB = 1 << 20
@@ -130,8 +129,8 @@ def test_a_larger_transfer_has_more_time():
 
 
 def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
-    from compile_cache.pack.reading import READ_BYTES
     from compile_cache.settings import Settings
+    from compile_cache.store.reading import READ_BYTES
 
     assert limit_s(READ_BYTES) < Settings().restore_timeout_s
 

@@ -35,8 +35,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
-from compile_cache.pack.format import PACK_NAME, Pack, runs, unpack_run, write_pack
-from compile_cache.pack.head import HEADER_BYTES, Head, head_bytes, read_head
+from compile_cache.pack.format import (
+    HEADER_BYTES,
+    PACK_NAME,
+    Head,
+    Pack,
+    head_bytes,
+    read_head,
+    runs,
+    unpack_run,
+    write_pack,
+)
 from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
 from compile_cache.pack.signing import Signer, TrustedKeys
 
@@ -307,7 +316,7 @@ import resource, sys
 from compile_cache.errors import PackError
 from compile_cache.pack.manifest import Limits
 from compile_cache.pack.format import runs, unpack_run
-from compile_cache.pack.head import read_head
+from compile_cache.pack.format import read_head
 from compile_cache.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
     beginning = file.read(1 << 20)

@@ -367,7 +367,7 @@ from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.store.base import Stores
-from compile_cache.store.opening import open_url
+from compile_cache.store.base import open_url
 from compile_cache.versions.rules import Rules
 
 folder, store_url, budget_s = sys.argv[1:]

@@ -25,12 +25,11 @@ from web_servers import forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore
+from compile_cache.store.base import ObjectStore, open_stores, open_url
 from compile_cache.store.cloud import CloudStore
 from compile_cache.store.layered import LayeredStore
 from compile_cache.store.local import LocalStore
 from compile_cache.store.mirror import write_index
-from compile_cache.store.opening import open_stores, open_url
 from compile_cache.store.s3 import S3Store
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
@@ -43,7 +42,7 @@ PREFIX = "some/prefix"
 # The pattern of compile_cache.publisher: a daemon thread, started long before, which an exit hook lets finish.
 PUT_AT_EXIT = """
 import atexit, sys, threading
-from compile_cache.store.opening import open_url
+from compile_cache.store.base import open_url
 store = open_url(sys.argv[1])
 closing = threading.Event()
 def put():

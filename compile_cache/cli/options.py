@@ -14,8 +14,7 @@ from compile_cache.cli.terminal import print_note
 from compile_cache.errors import CompileCacheError, SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
-from compile_cache.store.base import ObjectStore
-from compile_cache.store.opening import open_stores
+from compile_cache.store.base import ObjectStore, open_stores
 from compile_cache.versions.catalog import Version as StoredVersion
 
 Store = Annotated[

@@ -14,8 +14,7 @@ from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.report import RestoreReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores
-from compile_cache.store.opening import open_stores
+from compile_cache.store.base import Stores, open_stores
 from compile_cache.timeline import noted
 from compile_cache.versions.cache import CompileCache
 from compile_cache.versions.catalog import explain_miss, predecessors

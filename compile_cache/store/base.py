@@ -1,7 +1,7 @@
-"""The protocol of a store of packs. `opening` makes a store from a URL.
+"""The protocol of a store of packs, and the table of URLs that open one.
 
-A new kind of store needs a module here with a class that satisfies `ObjectStore`, a line in `opening`, and a line in
-the tests that all stores share (tests/test_stores.py).
+A new kind of store needs a module here with a class that satisfies `ObjectStore`, a line in `_OPENERS`, a scheme in the
+settings, and a line in the tests that all stores share (tests/test_stores.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,21 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from pkgutil import resolve_name
+from typing import Protocol, cast
 
-from compile_cache.errors import StoreAccessDenied
+from compile_cache.errors import SettingsError, StoreAccessDenied
+from compile_cache.settings import PREFIX, Settings, split_url, without_user
+
+# For each scheme: the function that opens a URL, and the extra that installs its package.
+_OPENERS = {
+    "file": ("compile_cache.store.local:open_local", ""),
+    "s3": ("compile_cache.store.s3:open_s3", "s3"),
+    "gs": ("compile_cache.store.cloud:open_cloud", "clouds"),
+    "az": ("compile_cache.store.cloud:open_cloud", "clouds"),
+    "https": ("compile_cache.store.mirror:open_mirror", "clouds"),
+    "http": ("compile_cache.store.mirror:open_mirror", "clouds"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +97,41 @@ class ReadOnly(abc.ABC):
 
     def _refusal(self, verb: str, name: str) -> StoreAccessDenied:
         return StoreAccessDenied(f"cannot {verb} {name}: {self.location} is only read; set COMPILE_CACHE_STORE")
+
+
+def open_stores(settings: Settings) -> Stores:
+    """The layers and the store that `settings` name. Connects to nothing yet.
+
+    Raises:
+        StoreError: an endpoint is not a URL, or credentials cannot be read.
+        SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
+    """
+    from compile_cache.store.layered import LayeredStore
+
+    writing = None if settings.store == "off" else open_url(settings.store)
+    layers = [open_url(layer) for layer in settings.layers]
+    if not layers and writing is not None:
+        return Stores(writing, writing)
+    return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
+
+
+def open_url(url: str) -> ObjectStore:
+    """The store at a local folder, `file://`, `s3://`, `gs://`, `az://`, `https://` or `http://`.
+
+    Raises:
+        StoreError: the endpoint is not a URL, or credentials cannot be read.
+        SettingsError: the scheme is unknown, or the scheme's package is not installed.
+    """
+    scheme, _ = split_url(url)
+    if scheme not in _OPENERS:
+        raise SettingsError(
+            f"{PREFIX}STORE={without_user(url)!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off"
+        )
+    opener, extra = _OPENERS[scheme]
+    try:
+        return cast(ObjectStore, resolve_name(opener)(url))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise SettingsError(
+            f"{scheme}:// needs the package {package}: pip install '.[{extra}]' in a checkout of cog-compile-cache"
+        ) from error

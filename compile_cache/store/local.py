@@ -14,6 +14,7 @@ from typing import IO
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing, temporary_beside
+from compile_cache.settings import split_url
 from compile_cache.store.base import StoredObject
 
 log = logging.getLogger("compile_cache")
@@ -105,6 +106,11 @@ class LocalStore:
         """Remove the file. A missing file is no error."""
         with _translated(f"delete {self._root / name}"):
             (self._root / name).unlink(missing_ok=True)
+
+
+def open_local(url: str) -> LocalStore:
+    """The store in a folder, given by its path or its `file://` URL."""
+    return LocalStore(Path(split_url(url)[1]).absolute())
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -54,6 +54,17 @@ class Mirror(ReadOnly):
         return self._files.read(name, start, size_bytes)
 
 
+def open_mirror(url: str) -> Mirror:
+    """The mirror at `https://user:password@host/path`. Connects to nothing yet.
+
+    Raises:
+        StoreError: the URL has no host, or an invalid port.
+    """
+    from compile_cache.store.cloud import open_web  # its package is not needed to write an index
+
+    return Mirror(open_web(url))
+
+
 def write_index(folder: Path) -> int:
     """List a local store's objects in its `index.json`, so that a web server can serve the folder.
 

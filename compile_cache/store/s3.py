@@ -14,7 +14,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoCredentialsError, PartialCredentialsError
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.settings import without_user
+from compile_cache.settings import split_url, without_user
 from compile_cache.store.base import StoredObject
 from compile_cache.store.deadline import within_limit
 
@@ -132,6 +132,16 @@ class S3Store:
         what = f"delete {name} from {self.location}"
         with _translated(what):
             within_limit(what, 0, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name))
+
+
+def open_s3(url: str) -> S3Store:
+    """The store at `s3://bucket/prefix`. Connects to nothing yet.
+
+    Raises:
+        StoreError: the endpoint is not a URL.
+    """
+    bucket, _, prefix = split_url(url)[1].partition("/")
+    return S3Store(bucket, prefix.strip("/"))
 
 
 def _code(error: ClientError) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 from compile_cache.errors import StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.pack.format import Pack, write_pack
-from compile_cache.pack.head import Head
+from compile_cache.pack.format import Head, Pack, write_pack
 from compile_cache.store.base import ObjectStore, StoredObject, Stores
 from compile_cache.versions.directory import CacheDirectory
 from compile_cache.versions.fetch import Fetched, fetch

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, StoreError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.reading import READ_BYTES, in_daemon_threads
 from compile_cache.store.base import ObjectStore, StoredObject
 from compile_cache.store.local import LocalStore
+from compile_cache.store.reading import READ_BYTES, in_daemon_threads
 from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules

@@ -12,8 +12,8 @@ from pathlib import Path
 from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.pack.format import Run, runs, unpack_run
 from compile_cache.pack.manifest import PackFile
-from compile_cache.pack.reading import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
 from compile_cache.store.base import ObjectStore
+from compile_cache.store.reading import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
 from compile_cache.versions.heads import WHOLE_PACK_BYTES, StoredPack
 from compile_cache.versions.packs import PacksOfKey
 from compile_cache.versions.refused import RefusedPack

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.pack.format import PACK_NAME
-from compile_cache.pack.reading import Abandoned, in_daemon_threads
 from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.store.reading import Abandoned, in_daemon_threads
 from compile_cache.versions.choose import Choice, choose
 from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
 from compile_cache.versions.refused import RefusedPack

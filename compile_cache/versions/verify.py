@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
-from compile_cache.pack.format import runs, unpack_run
-from compile_cache.pack.head import Head
-from compile_cache.pack.reading import ObjectReader, in_daemon_threads
+from compile_cache.pack.format import Head, runs, unpack_run
 from compile_cache.pack.signing import TrustedKeys
 from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.store.reading import ObjectReader, in_daemon_threads
 from compile_cache.versions.heads import HeadReader
 from compile_cache.versions.refused import RefusedPack
 from compile_cache.versions.rules import Rules
