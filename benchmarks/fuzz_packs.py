@@ -1,15 +1,15 @@
 """Hostile packs by the ten thousand, each put through what a restore does with a pack in a store.
 
 Every one of them must be refused with a reason, or give exactly what an honest pack gives; and whatever it is, it must
-write nowhere but into its folder, raise nothing but `PackError`, and take little memory. They are made in one process
-and unpacked in another one, whose memory is measured, and which is ended when it hangs.
+write nowhere but into its folder, raise nothing but `PackError`, and take little memory and time.
 Prints a table by kind. Exits with 1 on any violation, and keeps the packs that did it.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import ctypes
+import faulthandler
 import os
 import re
 import resource
@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from table import markdown
@@ -110,55 +109,6 @@ class Jail:
         ]
 
 
-# The process that unpacks.
-
-
-def serve(connection: Connection, root: Path) -> None:
-    """Answer each case with its outcome and the most memory taken so far, and None with a new count of memory."""
-    jail = Jail(root)
-    resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes("VmSize") + MOST_ADDRESSES_BYTES,) * 2)
-    while True:
-        with suppress(OSError):  # where it cannot be set back, kinds count the memory of those before them as well
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to what is in memory now
-        connection.send(_memory_bytes("VmRSS"))
-        while (case := connection.recv()) is not None:
-            connection.send((jail.try_case(case), _memory_bytes("VmHWM")))
-
-
-def _memory_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
-class Hung(Exception):
-    """The process that unpacks does not answer, or is no more."""
-
-
-@contextmanager
-def serving(root: Path) -> Iterator[Connection]:
-    """The other process, as long as the context lasts."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, root), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-
-
-def _answer(connection: Connection) -> object:
-    if not connection.poll(HANGS_AFTER_S):
-        raise Hung(f"no answer in {HANGS_AFTER_S} s")
-    try:
-        return connection.recv()
-    except (EOFError, ConnectionError) as error:
-        raise Hung("the process that unpacked it ended") from error
-
-
 # The campaign.
 
 
@@ -175,68 +125,68 @@ class Tally:
     peak_bytes: int = 0
 
 
-def run_kind(kind: str, seed: int, cases: int, connection: Connection, baseline_bytes: int, corpus: Corpus) -> Tally:
+def run_kind(
+    kind: str, seed: int, cases: int, jail: Jail, corpus: Corpus, most_bytes: int = MOST_MEMORY_BYTES
+) -> Tally:
     """Make and try `cases` of one kind; each violation is printed, and the pack behind it kept."""
     tally = Tally(cases)
     started = time.perf_counter()
     for number in range(cases):
         case = make_case(kind, seed, number, corpus)
-        try:
-            connection.send(case)
-            outcome, peak_bytes = _answer(connection)
-        except (Hung, ConnectionError) as error:
-            tally.violations += 1
-            _report(kind, seed, number, case, (str(error),))
-            raise
+        kept = jail.root.parent / f"{kind.replace(' ', '-')}-{number}.pack"
+        kept.write_bytes(case.content)  # it stays there if this process hangs or crashes
+        before_bytes = _begin_measuring()
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True, file=sys.__stderr__)
+        outcome = jail.try_case(case)
+        faulthandler.cancel_dump_traceback_later()
+        more_bytes = _memory_bytes("VmHWM") - before_bytes
         tally.refused += bool(outcome.reason)
         tally.accepted += bool(outcome.gave)
         tally.reasons[_sort_of(outcome.reason)] += 1
-        violations, more_bytes = outcome.violations, peak_bytes - baseline_bytes
-        if more_bytes > max(tally.peak_bytes, MOST_MEMORY_BYTES):  # one report for each new peak
-            violations += (f"{more_bytes / MIB:.0f} MiB of memory",)
         tally.peak_bytes = max(tally.peak_bytes, more_bytes)
+        violations = outcome.violations
+        if more_bytes > most_bytes:
+            violations += (f"{more_bytes / MIB:.0f} MiB of memory",)
         if violations:
             tally.violations += 1
-            _report(kind, seed, number, case, violations)
-    connection.send(None)
-    _answer(connection)
+            print(f"VIOLATION {kind!r}, seed {seed}, stored as {case.name!a}: {'; '.join(violations)} ({kept})")
+        else:
+            kept.unlink()
     tally.seconds = time.perf_counter() - started
     return tally
 
 
-def _report(kind: str, seed: int, number: int, case: Case, violations: tuple[str, ...]) -> None:
-    descriptor, path = tempfile.mkstemp(prefix=f"hostile-{number}-", suffix=".pack")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(case.content)
-    print(f"VIOLATION {kind!r}, seed {seed}, case {number}, stored as {case.name!a}: {'; '.join(violations)} ({path})")
+def _begin_measuring() -> int:
+    """The memory in use, to which the peak is set back. Where it cannot be, too much is measured."""
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before could be taken without being seen
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to VmRSS
+    return _memory_bytes("VmRSS")
+
+
+def _memory_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def run(cases: int, seed: int, folder: Path, kinds: Mapping[str, object] = KINDS) -> dict[str, Tally]:
+    """Try so many cases, shared out among the kinds."""
+    tallies: dict[str, Tally] = {}
+    jail, corpus = Jail(folder / "jail"), Corpus()
+    for draft in corpus.drafts:
+        outcome = jail.try_case(Case.of(draft))
+        assert outcome.gave, f"a sound pack was refused: {outcome.reason}"
+    resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes("VmSize") + MOST_ADDRESSES_BYTES,) * 2)
+    for number, kind in enumerate(kinds):
+        share = cases // len(kinds) + (number < cases % len(kinds))
+        tallies[kind] = run_kind(kind, seed, share, jail, corpus)
+    return tallies
 
 
 def _sort_of(reason: str) -> str:
     """A reason without its particulars."""
     return re.sub(r"'.*'|\".*\"", "…", re.sub(r"\d+", "N", reason))[:60] or "(accepted)"
-
-
-def run(cases: int, seed: int, kinds: Mapping[str, object] = KINDS) -> dict[str, Tally]:
-    """Try so many cases, shared out among the kinds."""
-    tallies: dict[str, Tally] = {}
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as connection:
-        corpus = Corpus()
-        baseline_bytes = _warm_up(connection, corpus)
-        for number, kind in enumerate(kinds):
-            share = cases // len(kinds) + (number < cases % len(kinds))
-            tallies[kind] = run_kind(kind, seed, share, connection, baseline_bytes, corpus)
-    return tallies
-
-
-def _warm_up(connection: Connection, corpus: Corpus) -> int:
-    """What the other process takes once it has unpacked honest packs: the baseline that memory is counted from."""
-    _answer(connection)
-    for draft in corpus.drafts:
-        connection.send(Case.of(draft))
-        outcome, _ = _answer(connection)
-        assert outcome.gave, f"an honest pack was refused: {outcome.reason}"
-    connection.send(None)
-    return _answer(connection)
 
 
 def main() -> int:
@@ -247,10 +197,13 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, help="only one kind")
     arguments = parser.parse_args()
     kinds = {arguments.kind: KINDS[arguments.kind]} if arguments.kind else KINDS
-    tallies = run(arguments.cases, arguments.seed, kinds)
+    folder = Path(tempfile.mkdtemp(prefix="hostile-packs-"))
+    tallies = run(arguments.cases, arguments.seed, folder, kinds)
     print(_table(tallies))
     violations = sum(tally.violations for tally in tallies.values())
     print(f"\n{violations} violations in {sum(tally.cases for tally in tallies.values())} cases")
+    if not violations:
+        shutil.rmtree(folder)
     return 1 if violations else 0
 
 
