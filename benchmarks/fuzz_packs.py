@@ -208,7 +208,7 @@ def main() -> int:
 
 
 def _table(tallies: Mapping[str, Tally]) -> str:
-    header = ["kind", "cases", "refused", "accepted, identical", "most common reasons", "cases/s", "peak memory, MiB"]
+    header = ["kind", "cases", "refused", "accepted, identical", "most common reasons", "seconds", "peak memory, MiB"]
     rows = [
         [
             kind,
@@ -216,17 +216,12 @@ def _table(tallies: Mapping[str, Tally]) -> str:
             tally.refused,
             tally.accepted,
             "; ".join(f"{reason} ({count})" for reason, count in tally.reasons.most_common(3)),
-            f"{tally.cases / tally.seconds:.0f}",
+            f"{tally.seconds:.0f}",
             f"{tally.peak_bytes / MIB:.1f}",
         ]
         for kind, tally in tallies.items()
     ]
-    every = tallies.values()
-    seconds = sum(tally.seconds for tally in every)
-    total = ["all", *(sum(getattr(tally, name) for tally in every) for name in ("cases", "refused", "accepted"))]
-    peak = max(tally.peak_bytes for tally in every) / MIB
-    total += ["", f"{sum(tally.cases for tally in every) / seconds:.0f} ({seconds:.0f} s)", f"{peak:.1f}"]
-    return markdown(header, [*rows, total])
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

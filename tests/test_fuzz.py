@@ -74,7 +74,7 @@ def test_without_digests_the_fuzzer_sees_a_forged_content(jail, corpus, monkeypa
 
     blind = SimpleNamespace(update=lambda part: None, hexdigest=EqualToAll)
     monkeypatch.setattr("compile_cache.pack.format.hashlib", SimpleNamespace(sha256=lambda: blind))
-    assert has(violations(jail, corpus, "frames replaced", cases=100), "gave what no honest pack gives")
+    assert has(violations(jail, corpus, "frames moved or replaced", cases=200), "gave what no honest pack gives")
 
 
 def test_without_signatures_the_fuzzer_sees_a_foreign_pack(jail, corpus, monkeypatch):
@@ -88,7 +88,7 @@ def test_any_other_exception_is_a_violation(jail, corpus, error):
     def fail(*_: object) -> None:
         raise error("a bug")
 
-    assert has(violations(jail, corpus, "noise", fail), f"not refused but failed: {error.__name__}")
+    assert has(violations(jail, corpus, "damaged bytes", fail), f"not refused but failed: {error.__name__}")
 
 
 @pytest.mark.parametrize("reason", ["", "two\nlines", "\x1b[2J", "\ud800", "x" * 1000], ids=ascii)
@@ -96,7 +96,7 @@ def test_a_reason_that_is_no_short_line_is_a_violation(jail, corpus, reason):
     def refuse(*_: object) -> None:
         raise PackError(reason)
 
-    assert has(violations(jail, corpus, "noise", refuse), "a reason that is no short line")
+    assert has(violations(jail, corpus, "damaged bytes", refuse), "a reason that is no short line")
 
 
 def test_a_link_is_a_violation_and_so_is_a_file_that_was_changed_outside(jail, corpus):
@@ -105,13 +105,13 @@ def test_a_link_is_a_violation_and_so_is_a_file_that_was_changed_outside(jail, c
         (folder / "link").symlink_to(jail.root / "canary")
         (folder / "link").write_text("canary")
 
-    found = list(violations(jail, corpus, "noise", link))
+    found = list(violations(jail, corpus, "damaged bytes", link))
     assert has(found, "neither file nor folder: 'link'")
     assert has(found, "outside of its folder")
 
 
 def test_too_much_memory_is_a_violation(fuzz, jail, corpus, capsys):
-    tally = fuzz.run_kind("noise", 0, 3, jail, corpus, most_bytes=-1)
+    tally = fuzz.run_kind("damaged bytes", 0, 3, jail, corpus, most_bytes=-1)
     assert tally.violations == 3
     assert "MiB of memory" in capsys.readouterr().out
 

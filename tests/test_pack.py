@@ -119,19 +119,6 @@ def test_a_pack_is_named_by_the_digest_of_its_manifest_and_knows_its_size(tmp_pa
     assert pack.name == pack.local.name == name_of(pack.manifest.to_json())
     assert PACK_NAME.fullmatch(pack.name)
     assert pack.stored_bytes == pack.local.stat().st_size
-
-
-def test_another_content_is_another_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 1.0)
-    for folder in ("a", "b", "c"):
-        (tmp_path / folder).mkdir()
-    one, same = pack_up(tmp_path / "a", {"x": b"1", "y": b"2"}), pack_up(tmp_path / "b", {"x": b"1", "y": b"2"})
-    other = pack_up(tmp_path / "c", {"x": b"1", "y": b"3"})
-    assert one.name == same.name != other.name
-
-
-def test_nothing_but_the_pack_is_left_in_the_folder(tmp_path):
-    pack = pack_up(tmp_path, SMALL)
     assert list(pack.local.parent.iterdir()) == [pack.local]
 
 

@@ -96,10 +96,6 @@ def test_what_is_abandoned_is_not_requested_but_what_is_there_is_given():
     assert store.requests == []
 
 
-def test_what_is_not_abandoned_is_read():
-    assert ObjectReader(OneObject(CONTENT), "name", 0, 5, abandoned=threading.Event()).read(5) == CONTENT[:5]
-
-
 def test_the_stores_errors_are_the_readers():
     class Down(OneObject):
         def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -119,12 +115,6 @@ def test_all_work_is_done_once(count):
     assert sorted(done) == list(range(count))
 
 
-def test_an_item_may_be_anything():
-    done = []
-    in_daemon_threads(done.append, [None, 0, None, ""] * 10)
-    assert len(done) == 40
-
-
 def test_work_is_done_at_once_by_threads_that_an_exit_does_not_wait_for():
     together = threading.Barrier(THREADS, timeout=60)
     workers = set()
@@ -136,12 +126,6 @@ def test_work_is_done_at_once_by_threads_that_an_exit_does_not_wait_for():
     in_daemon_threads(work, range(THREADS))
     assert len(workers) == THREADS
     assert all(worker.daemon for worker in workers - {threading.main_thread()})
-
-
-def test_no_more_threads_are_started_than_there_is_work():
-    with mock.patch("threading.Thread", wraps=threading.Thread) as thread:
-        in_daemon_threads(lambda item: None, range(3))
-    assert thread.call_count <= 3
 
 
 def test_where_no_thread_can_be_started_the_work_is_done_all_the_same():
