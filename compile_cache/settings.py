@@ -119,7 +119,7 @@ class Settings:
         problems = [f"{name} is not a setting; did you mean {_nearest(name, known)}?" for name in given.keys() - known]
         for name in sorted(given.keys() & known.keys()):
             try:
-                values[known[name]] = _PARSERS[known[name]](given[name].strip())
+                values[known[name]] = _PARSERS.get(known[name], str)(given[name].strip())
             except ValueError as error:
                 problems.append(f"{name}={given[name]!r}: {error}")
         try:
@@ -195,14 +195,10 @@ def _list(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+# All other settings are texts.
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "store": str,
     "layers": _list,
-    "signing_key": str,
     "trusted_keys": _list,
-    "dir": str,
-    "model_name": str,
-    "model_version": str,
     "scope": _one_of(SCOPES),
     "mode": _one_of(MODES),
     "dynamic": _dynamic,
@@ -214,7 +210,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "publish": _boolean,
     "restore_timeout_s": _seconds,
     "exit_budget_s": _seconds,
-    "report": str,
 }
 
 
