@@ -279,7 +279,7 @@ def interrupted(fault: str) -> dict[str, Any]:
 
 def paths_of(pack: Path) -> list[str]:
     """The paths of the files in a pack."""
-    from compile_cache.pack.head import read_head
+    from compile_cache.pack.format import read_head
     from compile_cache.pack.manifest import Limits
     from compile_cache.pack.signing import TrustedKeys
 

@@ -82,47 +82,28 @@ def test_an_answer_that_may_be_another_next_time_is_asked_for_three_times(action
     assert len(served.requests) == 3
 
 
-@pytest.mark.parametrize("status", ["429 Too Many Requests", "408 Request Timeout", "500 Oops"])
-def test_a_busy_store_is_store_unavailable(status):
-    with answering(answer(status)) as served:
-        assert type(raised_by("read", open_at(served.url))) is StoreUnavailable
+STATED = {"ETag": '"x"', "Last_Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+CUT = answer("206 Partial Content", b"012", Content_Length="5", Content_Range="bytes 0-4/10", **STATED)
+MORE = answer("206 Partial Content", b"0123456789", Content_Range="bytes 0-4/10", **STATED)
 
 
-def test_any_other_answer_is_a_store_error():
-    with answering(answer("418 I'm a teapot")) as served:
-        assert type(raised_by("read", open_at(served.url))) is StoreError
-
-
-@pytest.mark.parametrize("action", ["list", "read"])
-def test_an_answer_that_is_cut_is_store_unavailable(action):
-    cut = answer(
-        "206 Partial Content",
-        b"012",
-        Content_Length="5",
-        Content_Range="bytes 0-4/10",
-        ETag='"x"',
-        Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT",
-    )
-    with answering(cut) as served:
-        assert type(raised_by(action, open_at(served.url))) is StoreUnavailable
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        *((answer(status), StoreUnavailable) for status in ("429 Too Many Requests", "408 Timeout", "500 Oops")),
+        (answer("418 I'm a teapot"), StoreError),
+        (CUT, StoreUnavailable),
+        (answer("200 OK", b"0123456789", **STATED), StoreError),  # another range
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_by_its_kind(given, error):
+    with answering(given) as served:
+        assert type(raised_by("read", open_at(served.url))) is error
 
 
 def test_an_answer_with_more_than_was_asked_for_is_cut():
-    more = answer(
-        "206 Partial Content",
-        b"0123456789",
-        Content_Range="bytes 0-4/10",
-        ETag='"x"',
-        Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT",
-    )
-    with answering(more) as served:
+    with answering(MORE) as served:
         assert open_at(served.url).read("v1/a", 0, 5) == b"01234"
-
-
-def test_an_answer_without_the_range_that_was_asked_for_is_a_store_error():
-    whole = answer("200 OK", b"0123456789", ETag='"x"', Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT")
-    with answering(whole) as served:
-        assert type(raised_by("read", open_at(served.url))) is StoreError
 
 
 def test_a_store_that_does_not_answer_is_store_unavailable(monkeypatch):

@@ -115,30 +115,6 @@ def test_nothing_needs_to_be_set():
     assert read() == Settings()
 
 
-def test_the_defaults_are_those_of_the_readme():
-    assert Settings() == Settings(
-        store=".compile-cache",
-        layers=(),
-        signing_key=None,
-        trusted_keys=(),
-        dir="/tmp/compile-cache",
-        model_name=None,
-        model_version=None,
-        scope="regional",
-        mode="default",
-        dynamic=False,
-        precompile=True,
-        cold_start="auto",
-        unseen="auto",
-        setup_budget_s=240.0,
-        leave_eager=(),
-        publish=True,
-        restore_timeout_s=60.0,
-        exit_budget_s=7.0,
-        report=None,
-    )
-
-
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_a_variable_sets_its_field(name, text, value):
     assert getattr(read(**{name: text}), name.lower()) == value

@@ -48,39 +48,12 @@ def refused(manifest: bytes, signature: bytes, *keys: str) -> str:
     return str(caught.value)
 
 
-def test_what_a_trusted_key_signed_is_trusted_by_its_name():
-    assert TrustedKeys([PUBLIC]).verify(MANIFEST, SIGNATURE) == PUBLIC
-
-
-def test_any_of_the_trusted_keys_will_do():
+def test_any_of_the_trusted_keys_will_do_and_without_any_every_pack():
+    assert len(SIGNATURE) == 96
+    assert TrustedKeys().verify(MANIFEST, b"") is None
     keys = TrustedKeys([OTHER_PUBLIC, PUBLIC])
     assert keys.verify(MANIFEST, SIGNATURE) == PUBLIC
     assert keys.verify(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST)) == OTHER_PUBLIC
-
-
-def test_what_is_not_signed_is_used_where_no_key_is_trusted():
-    assert TrustedKeys().verify(MANIFEST, b"") is None
-
-
-def test_what_is_not_signed_is_refused_where_keys_are_trusted():
-    assert refused(MANIFEST, b"") == "it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set"
-
-
-def test_what_another_key_signed_is_refused_by_that_keys_name():
-    assert (
-        refused(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST))
-        == f"it is signed by {OTHER_PUBLIC}, which is not trusted"
-    )
-
-
-def test_a_signature_that_claims_to_be_by_a_trusted_key_is_refused():
-    forged = SIGNATURE[:32] + Signer(OTHER_PRIVATE).sign(MANIFEST)[32:]
-    assert "does not match its manifest" in refused(MANIFEST, forged)
-
-
-@pytest.mark.parametrize("manifest", [b"", MANIFEST + b" ", MANIFEST[:-1], MANIFEST.replace(b"1", b"2")])
-def test_a_signature_of_another_manifest_is_refused(manifest):
-    assert "does not match its manifest" in refused(manifest, SIGNATURE)
 
 
 @given(st.integers(0, len(SIGNATURE) * 8 - 1))
@@ -97,27 +70,9 @@ def test_a_manifest_with_any_bit_changed_is_refused(bit):
     refused(bytes(damaged), SIGNATURE)
 
 
-@pytest.mark.parametrize("size_bytes", [1, 32, 64, 95, 97, 192])
-@pytest.mark.parametrize("keys", [(), (PUBLIC,)])
-def test_a_signature_of_another_length_is_refused_whoever_is_trusted(size_bytes, keys):
-    with pytest.raises(PackError, match=f"its signature has {size_bytes} bytes, not 96"):
-        TrustedKeys(keys).verify(MANIFEST, (SIGNATURE * 2)[:size_bytes])
-
-
-def test_a_signature_is_96_bytes_and_says_whose_it_is():
-    assert len(SIGNATURE) == 96
-    assert TrustedKeys([PUBLIC]).verify(MANIFEST, SIGNATURE) == Signer(PRIVATE).public_key == PUBLIC
-
-
 def test_signing_twice_gives_the_same_signature():
     """Ed25519 is deterministic (RFC 8032): a pack of the same content has the same name."""
     assert Signer(PRIVATE).sign(MANIFEST) == SIGNATURE
-
-
-def test_pairs_of_keys_differ_and_say_what_they_are():
-    assert len({PRIVATE, PUBLIC, OTHER_PRIVATE, OTHER_PUBLIC}) == 4
-    assert PRIVATE.startswith(PRIVATE_PREFIX)
-    assert PUBLIC.startswith(PUBLIC_PREFIX)
 
 
 def test_a_trusted_key_given_twice_is_one():

@@ -21,9 +21,8 @@ from compile_cache.cli.rm import rm
 from compile_cache.errors import CompileCacheError
 from compile_cache.pack.signing import generate_keys
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore
+from compile_cache.store.base import ObjectStore, open_stores
 from compile_cache.store.local import LocalStore
-from compile_cache.store.opening import open_stores
 from compile_cache.versions.catalog import read_catalog
 from compile_cache.versions.copy import Copied, copy_versions
 from compile_cache.versions.explain import explain_boot
