@@ -24,7 +24,6 @@ from compile_cache.lifecycle.serving import Serving
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
-from compile_cache.versions.rules import Rules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +56,10 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
     """
     settings = resolve_cold_start(Settings.from_env(environ))
-    Rules.of(settings)  # so that an invalid key fails here, and not in the restore's thread
+    if settings.signing_key or settings.trusted_keys:
+        from compile_cache.versions.rules import Rules
+
+        Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
     begun = Boot(settings, model, sources, environ)
