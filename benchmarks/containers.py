@@ -183,11 +183,6 @@ class WatchedStore:
         with self.watch("put", name, content):
             self._store.put(name, content)
 
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Watched."""
-        with self.watch("put_if_absent", name, content):
-            return self._store.put_if_absent(name, content)
-
     def delete(self, name: str) -> None:
         """Watched."""
         with self.watch("delete", name):

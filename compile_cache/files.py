@@ -20,20 +20,13 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the folder cannot be made or written.
     """
-    with temporary_beside(target) as file:
-        yield file
-        file.close()
-        os.replace(file.name, target)
-
-
-@contextmanager
-def temporary_beside(target: Path) -> Iterator[IO[bytes]]:
-    """A new file in the folder of `target`, readable by everyone. It is removed at the end, unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
         try:
             os.fchmod(file.fileno(), 0o644)
             yield file
+            file.close()
+            os.replace(file.name, target)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(file.name)

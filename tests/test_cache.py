@@ -46,7 +46,6 @@ class Meddled:
         self._store = store
         self._meddle = meddle
         self.location, self.read, self.put, self.delete = store.location, store.read, store.put, store.delete
-        self.put_if_absent = store.put_if_absent
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         found = self._store.list(prefix)

@@ -52,7 +52,6 @@ ACTIONS = {
     "list": lambda store: store.list("v1/"),
     "read": lambda store: store.read("v1/a", 0, 5),
     "put": lambda store: store.put("v1/a", b""),
-    "put_if_absent": lambda store: store.put_if_absent("v1/a", b""),
     "delete": lambda store: store.delete("v1/a"),
 }
 every_action = pytest.mark.parametrize("action", ACTIONS)
@@ -128,12 +127,12 @@ def test_a_message_is_one_line_with_what_was_asked_and_where():
 
 
 @pytest.mark.parametrize("name", ["v1/../a", "v1//a", "v1/a\nb", "v1/\0"])
-@pytest.mark.parametrize("action", ["read", "put", "put_if_absent", "delete"])
+@pytest.mark.parametrize("action", ["read", "put", "delete"])
 def test_a_name_that_cannot_be_is_a_store_error(action, name):
     from obstore.store import MemoryStore
 
     store = CloudStore(MemoryStore(), "memory")
-    calls = {"read": (), "put": (b"",), "put_if_absent": (b"",), "delete": ()}
+    calls = {"read": (), "put": (b"",), "delete": ()}
     with pytest.raises(StoreError):
         getattr(store, action)(name, *calls[action])
 
@@ -149,14 +148,6 @@ def test_a_large_object_is_put_in_one_request(s3_bucket, s3_client, tmp_path, as
     in_bucket(s3_bucket).put("v1/object", tmp_path / "file" if as_file else content)
     head = s3_client.head_object(Bucket=s3_bucket.name, Key="v1/object")
     assert (head["ContentLength"], "-" in head["ETag"]) == (len(content), False)
-
-
-def test_a_store_without_conditional_writes_looks_before_it_puts(s3_bucket):
-    store = in_bucket(s3_bucket, conditional_put="disabled")
-    store.put("v1/object.2", b"")
-    for content in (b"first", b"second"):
-        store.put_if_absent("v1/object", content)
-    assert store.read("v1/object") == b"first"
 
 
 def in_bucket(bucket, **options: object) -> CloudStore:

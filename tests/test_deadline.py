@@ -24,7 +24,6 @@ ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
     "list": lambda store: store.list("v1/"),
     "read": lambda store: store.read("v1/object", 0, 100),
     "put": lambda store: store.put("v1/object", bytes(100)),
-    "put_if_absent": lambda store: store.put_if_absent("v1/new", bytes(100)),
     "delete": lambda store: store.delete("v1/object"),
 }
 CALLS = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -86,10 +84,6 @@ def writable(request) -> ObjectStore:
 
 
 # moto does not know Google's x-goog-if-generation-match.
-@pytest.fixture(params=[*FOLDERS, "s3", "cloud-s3"])
-def conditional(request) -> ObjectStore:
-    """An empty store of each kind whose conditional writes are heeded here."""
-    return request.getfixturevalue("make_subject")(request.param).store
 
 
 @pytest.fixture(params=READ_ONLY)
@@ -318,32 +312,6 @@ def test_a_deleted_object_is_gone_and_deleting_it_again_is_no_error(writable):
         writable.read("v1/a")
 
 
-def test_an_absent_object_is_put(writable):
-    writable.put_if_absent("v1/object", b"content")
-    assert writable.read("v1/object") == b"content"
-    assert names(writable, "v1/") == ["v1/object"]
-
-
-def test_a_present_object_is_not_replaced_until_it_is_deleted(conditional):
-    conditional.put("v1/object.2", b"")  # a longer name is another object
-    for content in (b"before", b"after"):
-        conditional.put_if_absent("v1/object", content)
-        assert conditional.read("v1/object") == b"before"
-    conditional.delete("v1/object")
-    conditional.put_if_absent("v1/object", b"after")
-    assert conditional.read("v1/object") == b"after"
-
-
-def test_of_eight_threads_that_put_what_is_absent_one_does(conditional):
-    def put_and_read(name: str, number: int) -> bytes:
-        conditional.put_if_absent(name, str(number).encode())
-        return conditional.read(name)
-
-    for turn in range(5):
-        read = at_once(partial(put_and_read, f"v1/{turn}"))
-        assert len(set(read)) == 1
-
-
 # What every store does that is only read.
 
 
@@ -351,7 +319,6 @@ def test_what_is_only_read_refuses_to_be_changed(read_only):
     store = read_only.fill({"v1/object": b"content"})
     for change in (
         lambda: store.put("v1/object", b"changed"),
-        lambda: store.put_if_absent("v1/other", b"changed"),
         lambda: store.delete("v1/object"),
     ):
         with pytest.raises(StoreAccessDenied, match="is only read; set COMPILE_CACHE_STORE"):
@@ -380,7 +347,7 @@ def test_a_missing_object_is_no_reason_to_create_the_bucket(open_bucket, bucket,
 @pytest.mark.parametrize(
     ("kind", "action"),
     [
-        *((kind, action) for kind in BUCKETS for action in ("list", "read", "put", "put_if_absent", "delete")),
+        *((kind, action) for kind in BUCKETS for action in ("list", "read", "put", "delete")),
         *((kind, action) for kind in ("https", "http") for action in ("list", "read")),
     ],
 )
@@ -406,7 +373,6 @@ ACTIONS: Mapping[str, Callable[[ObjectStore], object]] = {
     "list": lambda store: store.list("v1/"),
     "read": lambda store: store.read("v1/a", 0, 5),
     "put": lambda store: store.put("v1/a", b""),
-    "put_if_absent": lambda store: store.put_if_absent("v1/a", b""),
     "delete": lambda store: store.delete("v1/a"),
 }
 
@@ -646,9 +612,8 @@ def test_a_local_store_of_another_user_is_read_and_cannot_be_written(open_folder
         store = LocalStore(open_folder)
         assert names(store, "v1/") == ["v1/object"]
         assert store.read("v1/object") == b"content"
-        for change in (lambda: store.put("v1/new", b""), lambda: store.put_if_absent("v1/new", b"")):
-            with pytest.raises(StoreAccessDenied, match="give this user access"):
-                change()
+        with pytest.raises(StoreAccessDenied, match="give this user access"):
+            store.put("v1/new", b"")
 
 
 @pytest.fixture
@@ -714,21 +679,6 @@ def test_a_local_put_that_fails_leaves_no_temporary_file(tmp_path):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["below"]
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
-def test_a_file_system_without_links_takes_what_is_absent_and_only_that(tmp_path, monkeypatch, code):
-    """Such as a folder that a virtual machine shares; link(2) answers EPERM there."""
-
-    def refuse(*places: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", refuse)
-    store = LocalStore(tmp_path)
-    for content in (b"first", b"second"):
-        store.put_if_absent("v1/object", content)
-    assert store.read("v1/object") == b"first"
-    assert names(store) == ["v1/object"]
-
-
 # S3Store
 
 
@@ -789,25 +739,6 @@ def test_a_password_in_the_endpoint_is_not_in_the_location(aws_variables, monkey
 def test_a_bucket_name_that_cannot_be_is_a_store_error(s3_bucket):
     with pytest.raises(StoreError, match="Not A Bucket"):
         S3Store("Not A Bucket", "").list("v1/")
-
-
-def test_an_s3_store_without_conditional_writes_looks_before_it_puts(s3_bucket, s3_client, monkeypatch):
-    """As R2's older and some other servers do: they answer 501 to If-None-Match. No server here does."""
-    from botocore.exceptions import ClientError
-
-    store = S3Store(s3_bucket.name, "prefix")
-    put = store._client.put_object
-
-    def put_without_conditions(**arguments: object) -> object:
-        if "IfNoneMatch" in arguments:
-            raise ClientError({"Error": {"Code": "NotImplemented"}}, "PutObject")
-        return put(**arguments)
-
-    monkeypatch.setattr(store._client, "put_object", put_without_conditions)
-    store.put("v1/object.2", b"")
-    for content in (b"first", b"second"):
-        store.put_if_absent("v1/object", content)
-    assert store.read("v1/object") == b"first"
 
 
 # While the interpreter exits

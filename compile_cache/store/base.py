@@ -59,10 +59,6 @@ class ObjectStore(Protocol):
         Works while the interpreter exits, on a thread that was started earlier.
         """
 
-    def put_if_absent(self, name: str, content: bytes) -> None:
-        """Store a small object, unless its name is taken. Read it back to see who won: without conditional writes in
-        the store, two writers at once may both store one."""
-
     def delete(self, name: str) -> None:
         """Remove an object. A missing object is no error."""
 
@@ -84,10 +80,6 @@ class ReadOnly(abc.ABC):
         """The store's path or URL for people."""
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Refused."""
-        raise self._refusal("put", name)
-
-    def put_if_absent(self, name: str, content: bytes) -> None:
         """Refused."""
         raise self._refusal("put", name)
 

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
@@ -108,19 +107,6 @@ class CloudStore:
         with _translated(what):
             size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
             within_limit(what, size_bytes, lambda: self._uploads.put(name, content, use_multipart=False))
-
-    def put_if_absent(self, name: str, content: bytes) -> None:
-        """Upload in one conditional PUT. If the store has no conditions, check and then put."""
-        what = f"put {name} into {self._location}"
-        put = partial(self._objects.put, name, content, mode="create", use_multipart=False)
-        with _translated(what):
-            try:
-                within_limit(what, len(content), put)
-            except AlreadyExistsError:
-                return
-            except NotImplementedError:
-                if all(entry.name != name for entry in self.list(name)):
-                    self.put(name, content)
 
     def delete(self, name: str) -> None:
         """Remove an object. Some of obstore's stores raise an error for a missing object, others do not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import IO
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.files import TEMPORARY, replacing, temporary_beside
+from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
 from compile_cache.store.base import StoredObject
 
 log = logging.getLogger("compile_cache")
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 # A temporary file that was not written for so long has no writer left, on this host or another.
 _LEFTOVER_AGE_S = 24 * 60 * 60
 
@@ -84,23 +82,6 @@ class LocalStore:
             with replacing(target) as file:
                 _write(file, content)
             _remove_leftovers(target)
-
-    def put_if_absent(self, name: str, content: bytes) -> None:
-        """Write a temporary file beside the object and link it. The first link wins: link(2) is atomic, also on NFS. On
-        a file system without links, check and then rename."""
-        target = self._root / name
-        with _translated(f"write {target}"), temporary_beside(target) as file:
-            _write(file, content)
-            file.close()
-            try:
-                os.link(file.name, target)
-            except FileExistsError:
-                return
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                if not target.exists():
-                    os.replace(file.name, target)
 
     def delete(self, name: str) -> None:
         """Remove the file. A missing file is no error."""

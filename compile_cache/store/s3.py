@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _DENIED = frozenset({"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket"})
 _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
-_EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
-_UNCONDITIONAL = frozenset({"501", "NotImplemented", "400", "InvalidArgument", "InvalidRequest"})
 
 # R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none, because its name is a digest.
 _CHECKSUMS: Literal["when_required"] = "when_required"
@@ -110,21 +108,9 @@ class S3Store:
                 with content.open("rb") as body:
                     self._put(name, body, os.fstat(body.fileno()).st_size)
 
-    def put_if_absent(self, name: str, content: bytes) -> None:
-        """Upload in one PUT with `If-None-Match: *`. If the store does not know this condition, check and then put."""
-        with _translated(f"put {name} into {self.location}"):
-            try:
-                self._put(name, content, len(content), IfNoneMatch="*")
-            except ClientError as error:
-                code = _code(error)
-                if code in _UNCONDITIONAL and all(entry.name != name for entry in self.list(name)):
-                    self.put(name, content)
-                elif code not in _EXISTS | _UNCONDITIONAL:
-                    raise
-
-    def _put(self, name: str, body: bytes | BinaryIO, size_bytes: int, **condition: str) -> None:
+    def _put(self, name: str, body: bytes | BinaryIO, size_bytes: int) -> None:
         put: Callable[..., object] = self._client.put_object
-        request = partial(put, Bucket=self._bucket, Key=self._prefix + name, Body=body, **condition)
+        request = partial(put, Bucket=self._bucket, Key=self._prefix + name, Body=body)
         within_limit(f"put {name} into {self.location}", size_bytes, request)
 
     def delete(self, name: str) -> None:
