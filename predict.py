@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+from dataclasses import replace
 from typing import Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
@@ -13,14 +14,15 @@ import compile_cache
 from compile_cache.key.model_version import split_revision
 from models.health import device_answers
 from models.image.files import PictureFiles
-from models.image.inputs import ImageRequest
+from models.image.inputs import ImageInputs
 from models.image.settings import ImageSettings
-from models.inputs import LARGEST_SEED
+from models.image.sizes import choose_size
 from models.text.inputs import TextInputs
 from models.text.settings import TextSettings
 from warmup import warm_up
 
 # setup() imports torch and the models after it has started the restore.
+# Cog's server refuses inputs outside the bounds of run()'s signature, and reads only literals there.
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 for name in ("compile_cache", "models"):
@@ -77,24 +79,12 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        seed = random.randint(0, LARGEST_SEED) if seed is None else seed
-        request = ImageRequest(
-            prompt,
-            negative_prompt,
-            aspect_ratio,
-            width,
-            height,
-            num_outputs,
-            num_inference_steps,
-            guidance_scale,
-            seed,
-            output_format,
-            output_quality,
-        )
-        inputs = request.pictures(self.model.sizes)
+        seed = random.getrandbits(32) if seed is None else seed
+        size = choose_size(self.model.sizes, aspect_ratio, width, height)
+        first = ImageInputs(prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale)
         print(f"seed: {seed}")
         prediction = self.boot.prediction()
-        pictures = (self.model.run(one) for one in inputs)
+        pictures = (self.model.run(replace(first, seed=seed + number)) for number in range(num_outputs))
         paths = self.files.save(pictures, output_format, output_quality)
         for name, value in {"seed": seed, **prediction.metrics()}.items():
             self.record_metric(name, value)
@@ -167,7 +157,7 @@ class TextPredictor(BaseRunner):
         ),
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
-        seed = random.randint(0, LARGEST_SEED) if seed is None else seed
+        seed = random.getrandbits(32) if seed is None else seed
         stops = stop_sequences or ()
         inputs = TextInputs(
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed

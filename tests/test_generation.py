@@ -130,7 +130,6 @@ def test_threads_may_take_turns():
     [
         (Request((), 5), "empty"),
         (Request((3, 311), 5), "the token 311"),
-        (Request(prompt(5), 0), "max_new_tokens is 0"),
         (Request(prompt(40), 25), "64 .CACHE_TOKENS"),
         (Request(prompt(49), 5), "48 .PROMPT_BUCKETS"),
     ],

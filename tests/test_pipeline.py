@@ -12,6 +12,7 @@ from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeli
 from diffusers.utils import BaseOutput
 from PIL import Image
 
+from models.image.files import PictureFiles
 from models.image.inputs import ImageInputs
 from models.image.pipeline import DiffusionModel
 from models.image.sizes import Size
@@ -145,3 +146,13 @@ def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "ChoosesSize drew 64x64 where 96x64 was asked for" in warnings[0]
+
+
+def test_folders_of_pictures_do_not_pile_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = PictureFiles()
+    for _ in range(4):
+        paths = files.save([Image.new("L", (8, 8)), Image.new("L", (8, 8))], "png", 90)
+        assert len(paths) == 2
+        assert all(path.stat().st_size for path in paths)
+    assert len(list(tmp_path.iterdir())) == 2

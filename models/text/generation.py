@@ -147,8 +147,6 @@ class Generator:
             raise ValueError(
                 f"the prompt has the token {largest}, but the model has embeddings for {self._vocabulary} tokens"
             )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be 1 or more")
         if prompt + request.max_new_tokens > self.cache_tokens:
             raise ValueError(
                 f"the prompt has {prompt} tokens, and max_new_tokens is {request.max_new_tokens}: together they may be "
