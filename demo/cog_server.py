@@ -175,24 +175,6 @@ class CogServer:
         return urllib.request.urlopen(request, timeout=600)
 
 
-def write_schema(folder: Path, schema: Mapping[str, Any]) -> None:
-    """Write the schema into a project, as `cog build` does.
-
-    Cog's server reads it from its working directory. Without it, the server validates no input and streams nothing.
-    """
-    (folder / ".cog").mkdir(exist_ok=True)
-    (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
-
-
-def link_project(folder: Path) -> Path:
-    """Link this project's files into `folder`, except hidden ones and those that it has; return `folder`."""
-    folder.mkdir(exist_ok=True)
-    for path in PROJECT.iterdir():
-        if not path.name.startswith(".") and not (folder / path.name).exists():
-            (folder / path.name).symlink_to(path)
-    return folder
-
-
 def files(prediction: Mapping[str, Any]) -> list[bytes]:
     """The content of each file that a prediction put out, from its data URLs."""
     return [base64.b64decode(url.partition(",")[2]) for url in prediction["output"]]

@@ -15,13 +15,12 @@ import pytest
 from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
-from validating_server import ValidatingServer
 
 from compile_cache.store.local import LocalStore
 from compile_cache.versions.rules import Rules
 from compile_cache.versions.verify import verify_pack
 
-PREDICTOR = "tests/toy_predictor.py:Predictor"
+TESTS = Path(__file__).parent
 # Cog kills its worker 10 s after it has told it to stop.
 COG_LIMIT_S = 10
 
@@ -29,7 +28,7 @@ COG_LIMIT_S = 10
 def server(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ()) -> CogServer:
     """All is compiled before READY."""
     blocking = {**environ, "COMPILE_CACHE_COLD_START": "block"}
-    return ValidatingServer(PREDICTOR, folder / "server.log", blocking, wrapper=wrapper)
+    return CogServer("toy_predictor.py:Predictor", folder / "server.log", blocking, TESTS, wrapper)
 
 
 @pytest.fixture

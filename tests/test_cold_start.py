@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from boots import settings
 from cog_server import PROJECT
-from validating_server import ValidatingServer
 
 # What a worker of Cog's server does, as far as this is about it.
 WORKER = """\
@@ -92,13 +89,3 @@ def test_an_explicit_value_wins_and_unseen_calls_follow_it(tmp_path, arguments, 
 def test_an_explicit_value_for_unseen_calls_wins(tmp_path, value):
     assert resolved(tmp_path, COG, UNSEEN=value) == ["background", value]
     assert resolved(tmp_path, (), UNSEEN=value) == ["block", value]
-
-
-def test_a_server_that_ends_before_all_is_compiled_says_so_in_one_line(tmp_path):
-    log = tmp_path / "server.log"
-    with ValidatingServer("tests/toy_predictor.py:Predictor", log, settings(tmp_path)) as server:
-        server.wait_ready()
-        server.stop(signal.SIGTERM)
-    (line,) = [line for line in log.read_text().splitlines() if "background.unfinished" in line]
-    assert "calls=2" in line
-    assert "COMPILE_CACHE_COLD_START=block" in line

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from boots import Booted, assert_fully_warm
-from cog_server import PROJECT
-from validating_server import ValidatingServer
+from cog_server import PROJECT, CogServer
 
 from compile_cache.cli.project import read_project
 
@@ -76,9 +75,8 @@ def boot(folder: Path, environ: dict[str, str]) -> Booted:
     project = read_project(folder, None)
     report = folder / "report.json"
     given = {"COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
-    with ValidatingServer(
-        project.predictor, folder / "server.log", {**project.variables, **given, **environ}, project=folder
-    ) as server:
+    variables = {**project.variables, **given, **environ}
+    with CogServer(project.predictor, folder / "server.log", variables, folder) as server:
         server.wait_ready()
         prediction = server.predict(prompt="a handwritten seven")
     assert prediction["status"] == "succeeded", prediction

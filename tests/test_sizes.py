@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,11 +112,3 @@ def test_a_warm_up_size_that_is_no_image_size_is_refused():
 def test_a_bad_warm_up_size_names_its_own_variable():
     with pytest.raises(ValueError, match="WARM_UP_SIZES has 'big'"):
         ImageSettings.from_env({"WARM_UP_SIZES": "big"})
-
-
-def test_predictor_offers_the_aspect_ratios_that_sizes_know():
-    """Cog reads the predictor's signature without running it, so that both lists are literals."""
-    text = (Path(__file__).parent.parent / "predict.py").read_text()
-    offered = re.search(r'choices=(\["1:1".*?\])', text)
-    assert offered is not None
-    assert tuple(json.loads(offered[1])) == ASPECT_RATIOS

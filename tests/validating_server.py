@@ -1,18 +1,22 @@
-"""The Cog server that tests use: it validates its inputs, as in an image."""
+"""This project's predictors in a Cog server that validates its inputs, as in an image."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cog_schema import openapi_schema
-from cog_server import CogServer, link_project, write_schema
+from cog_server import PROJECT, CogServer
+
+# The documents that Cog's own command derived.
+_FOLDER = Path(__file__).parent / "cog_schema"
+SCHEMAS = {"predict.py:Predictor": _FOLDER / "image.json", "predict.py:TextPredictor": _FOLDER / "text.json"}
 
 # The lines of a boot's report, an event with its fields, and what a model says of its pipeline.
 _OURS = re.compile(
@@ -24,23 +28,20 @@ _NO_CUDA = "No CUDA runtime is found"
 
 
 class ValidatingServer(CogServer):
-    """A `CogServer` with the schema of its predictor in `project`, or beside its log in a folder of links to this one.
+    """A `CogServer` of `predict.py:Predictor` or `predict.py:TextPredictor`.
 
-    Raises:
-        SchemaError: Cog would refuse the predictor, or would drop a part of its signature.
+    It runs beside its log, in a folder of links to this project and with the predictor's schema. Without a schema,
+    Cog's server validates no input and streams nothing.
     """
 
-    def __init__(
-        self,
-        predictor: str,
-        log: Path,
-        environ: Mapping[str, str] | None = None,
-        project: Path | None = None,
-        wrapper: Sequence[str] = (),
-    ) -> None:
-        folder = link_project(log.with_suffix(".project")) if project is None else project
-        write_schema(folder, openapi_schema(predictor, folder))
-        super().__init__(predictor, log, environ, folder, wrapper)
+    def __init__(self, predictor: str, log: Path, environ: Mapping[str, str] | None = None) -> None:
+        folder = log.with_suffix(".project")
+        (folder / ".cog").mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCHEMAS[predictor], folder / ".cog" / "openapi_schema.json")
+        for path in PROJECT.iterdir():
+            if not path.name.startswith(".") and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+        super().__init__(predictor, log, environ, folder)
 
     def refuse(self, inputs: Mapping[str, Any]) -> dict[str, str]:
         """Ask for a prediction that is not let through to the predictor; the reasons, by the inputs at fault."""

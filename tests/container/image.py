@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cog_schema import openapi_schema
 from cog_server import PROJECT
+from validating_server import SCHEMAS
 
 from container.daemon import NoContainerError, docker
 
@@ -115,7 +115,7 @@ def build(configuration: Mapping[str, Any], folder: Path, torch: str) -> None:
 def _add_schema(configuration: Mapping[str, Any], folder: Path) -> None:
     """Build `IMAGE` again with the schema that the server validates by, as Cog does."""
     folder.mkdir(exist_ok=True)
-    (folder / "openapi_schema.json").write_text(json.dumps(openapi_schema(configuration["run"], PROJECT)))
+    shutil.copy(SCHEMAS[configuration["run"]], folder / "openapi_schema.json")
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY openapi_schema.json /src/{SCHEMA}\n")
     docker("build", "--tag", IMAGE, folder, environ={"DOCKER_BUILDKIT": "0"})
 
