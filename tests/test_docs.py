@@ -23,6 +23,7 @@ import yaml
 from documents import NEEDS, PROJECT, Block, anchors, blocks, codes, guides, headings, links, pages, rows, words
 from documents import source_texts as texts
 from filled_stores import put_pack, set_age
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import compile_cache
@@ -77,7 +78,7 @@ def project(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     for name in os.environ:
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setenv(f"{PREFIX}DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(folder)
     return folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from huggingface_hub import constants
 
 from compile_cache.errors import SettingsError
 from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
@@ -19,9 +20,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
 
 PRINT_COMMIT = """
-import os
 from compile_cache.key.model_version import hub_commit
-print(hub_commit("org/name", "some-branch", os.environ))
+print(hub_commit("org/name", "some-branch"))
 """
 
 
@@ -50,8 +50,8 @@ def write_safetensors(path: Path, header: bytes, content: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + content)
 
 
-def version(folder: Path | str, *sources: Path, **environ: str) -> str:
-    return model_version(str(folder), sources, environ)
+def version(folder: Path | str, *sources: Path) -> str:
+    return model_version(str(folder), sources)
 
 
 def bytes_read() -> int:
@@ -193,7 +193,7 @@ def test_a_folder_with_an_at_sign_has_no_revision(tmp_path):
 
 
 def test_a_commit_is_the_version_without_asking_anyone():
-    assert hub_commit("org/name", COMMIT, {"HF_HUB_CACHE": "/nowhere"}) == COMMIT
+    assert hub_commit("org/name", COMMIT) == COMMIT
 
 
 def test_hub_ids_at_different_commits_are_different_versions():
@@ -202,21 +202,24 @@ def test_hub_ids_at_different_commits_are_different_versions():
     assert version(f"org/name@{COMMIT}") != version(f"org/other@{COMMIT}")
 
 
-@pytest.mark.parametrize(("variable", "below"), [("HF_HUB_CACHE", ""), ("HF_HOME", "hub")])
+@pytest.fixture
+def references(tmp_path, monkeypatch) -> Path:
+    """The revisions of `org/name` in the local hub cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path / "models--org--name" / "refs"
+
+
 @pytest.mark.parametrize("revision", ["main", "refs/pr/1"])
-def test_a_downloaded_revision_is_the_commit_in_the_local_hub_cache(tmp_path, variable, below, revision):
-    reference = tmp_path / below / "models--org--name" / "refs" / revision
-    reference.parent.mkdir(parents=True)
-    reference.write_text(COMMIT)
-    assert hub_commit("org/name", revision, {variable: str(tmp_path)}) == COMMIT
+def test_a_downloaded_revision_is_the_commit_in_the_local_hub_cache(references, revision):
+    (references / revision).parent.mkdir(parents=True)
+    (references / revision).write_text(COMMIT)
+    assert hub_commit("org/name", revision) == COMMIT
 
 
-def test_the_default_revision_is_main(tmp_path):
-    references = tmp_path / "models--org--name" / "refs"
+def test_the_default_revision_is_main(references):
     references.mkdir(parents=True)
     (references / "main").write_text(COMMIT)
-    cache = str(tmp_path)
-    assert version("org/name", HF_HUB_CACHE=cache) == version(f"org/name@{COMMIT}", HF_HUB_CACHE=cache)
+    assert version("org/name") == version(f"org/name@{COMMIT}")
 
 
 def run_hub_commit(program: str, **variables: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -183,16 +182,6 @@ def test_writing_again_replaces_the_report(tmp_path):
     BootReport().write(path)
     warm_report().write(path)
     assert path.read_text() == warm_report().to_json()
-
-
-def test_writing_removes_what_killed_writers_left_and_nothing_else(tmp_path):
-    killed, writing, other = (tmp_path / name for name in (".report.json.7.7", ".report.json.8.8", ".other.json.7.7"))
-    for left in (killed, writing, other):
-        left.touch()
-    for left in (killed, other):
-        os.utime(left, (0, 0))
-    BootReport().write(tmp_path / "report.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, writing.name, "report.json"]
 
 
 def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import pkgutil
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -330,9 +331,6 @@ def importable(value: Any) -> tuple[str, str]:
 def resolve(module: str, name: str) -> Any:
     """The object that `importable` named; None if it does not exist."""
     try:
-        found: Any = importlib.import_module(module)
-        for part in filter(None, name.split(".")):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        return pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
         return None
-    return found

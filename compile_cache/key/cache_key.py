@@ -55,13 +55,13 @@ def environment_for(settings: Settings, cache_directory: Path, environ: Mapping[
     return detect_environment(str(cache_directory), options, environ)
 
 
-def version_for(settings: Settings, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
+def version_for(settings: Settings, model: str, sources: Sequence[str | Path]) -> str:
     """The model's version: the configured version, else the digest of everything from which its graphs are made.
 
     Raises:
         SettingsError: a path in `sources` does not exist.
     """
-    return settings.model_version or model_version(model, sources, environ)
+    return settings.model_version or model_version(model, sources)
 
 
 def key_for(settings: Settings, environment: Environment, model: str, version: str) -> CacheKey:

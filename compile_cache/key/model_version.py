@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from compile_cache.errors import SettingsError
@@ -48,7 +48,7 @@ def has_common_name(model: str) -> bool:
     return os.path.isdir(model) and _COMMON_NAME.fullmatch(model_name(model)) is not None
 
 
-def model_version(model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> str:
+def model_version(model: str, sources: Sequence[str | Path]) -> str:
     """A digest (32 hexadecimal digits) of everything from which a compiled graph of this model is made.
 
     | model | ingredients |
@@ -62,17 +62,17 @@ def model_version(model: str, sources: Sequence[str | Path], environ: Mapping[st
         SettingsError: a path in `sources` does not exist.
     """
     digest = hashlib.sha256()
-    for name, content in _ingredients(model, sources, environ):
+    for name, content in _ingredients(model, sources):
         digest.update(json.dumps([name, hashlib.sha256(content).hexdigest()]).encode())
     return digest.hexdigest()[:32]
 
 
-def _ingredients(model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[str, bytes]]:
     name, revision = split_revision(model)
     if os.path.isdir(name):
         yield from _folder_ingredients(Path(name))
     elif _HUB_ID.fullmatch(name):
-        yield name, hub_commit(name, revision or "main", environ).encode()
+        yield name, hub_commit(name, revision or "main").encode()
     else:
         log.info(
             "model_version.plain_name model=%s This is no folder and no hub id, so only sources and packages decide "
@@ -142,24 +142,20 @@ def _paths(folder: Path, suffix: str = "") -> list[Path]:
     return sorted(found)
 
 
-def hub_commit(name: str, revision: str, environ: Mapping[str, str]) -> str:
+def hub_commit(name: str, revision: str) -> str:
     """The commit of a hub repository's `revision`: `revision` itself if it is a commit, else from the local hub cache,
     else from the hub. If neither knows it, `revision`: then torch's own keys tell graphs of different commits apart."""
     if _COMMIT.fullmatch(revision):
         return revision
-    home = environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
-    cache = environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    reference = Path(cache, f"models--{name.replace('/', '--')}", "refs", revision)
-    if reference.is_file():
-        return reference.read_text().strip()
-    return _commit_at_hub(name, revision) or revision
-
-
-def _commit_at_hub(name: str, revision: str) -> str | None:
     try:
+        from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
+
+        reference = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "refs", revision)
+        if reference.is_file():
+            return reference.read_text().strip()
         from huggingface_hub import HfApi
 
-        return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
+        return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha or revision
     except Exception as error:  # not installed, offline, not found, or an error of its HTTP client
         log.info("model_version.unresolved model=%s revision=%s error=%s", name, revision, error)
-        return None
+        return revision

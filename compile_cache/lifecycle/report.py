@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import threading
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compile_cache.files import replacing
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.timeline import Span
 from compile_cache.versions.refused import RefusedPack
-
-_LEFTOVER_AFTER_S = 60.0
 
 
 @dataclass(slots=True)
@@ -133,11 +128,8 @@ class BootReport:
         Raises:
             OSError: the folder cannot be made or written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        temporary.write_text(self.to_json())
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.write(self.to_json().encode())
 
     def lines(self) -> list[str]:
         """The main figures for a setup log."""
@@ -173,15 +165,6 @@ class BootReport:
             "compile_cache.hits": self.counts.hits,
             "compile_cache.misses": self.counts.misses,
         }
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of killed writers. A living writer needs milliseconds."""
-    for temporary in path.parent.iterdir():
-        if temporary.name.startswith(f".{path.name}."):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - temporary.stat().st_mtime > _LEFTOVER_AFTER_S:
-                    temporary.unlink()
 
 
 def _from(restore: RestoreReport) -> str:

@@ -152,7 +152,7 @@ class Restore:
         with noted("restore", "key"):
             stores = open_stores(self._settings)
             environment = environment_for(self._settings, self._directory.path, self._environ)
-            version = version_for(self._settings, self._model, self._sources, self._environ)
+            version = version_for(self._settings, self._model, self._sources)
             self._known = _Known(stores, environment, version)
         self._fetch(self._cache(stores, environment), fetching)
 

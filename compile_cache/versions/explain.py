@@ -52,7 +52,7 @@ def explain_boot(
     """
     store = stores.reading
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
-    key = key_for(settings, environment, model, version_for(settings, model, sources, environ))
+    key = key_for(settings, environment, model, version_for(settings, model, sources))
     rules = Rules.of(settings)
     found = Explanation(
         key,
