@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+import sys
 from dataclasses import replace
 from typing import Iterator, List, Optional
 
@@ -12,12 +13,9 @@ from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.health import device_answers
 from models.image.files import PictureFiles
-from models.image.inputs import ImageInputs
 from models.image.settings import ImageSettings
 from models.image.sizes import choose_size
-from models.text.inputs import TextInputs
 from models.text.settings import TextSettings
 from warmup import warm_up
 
@@ -27,6 +25,7 @@ from warmup import warm_up
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 for name in ("compile_cache", "models"):
     logging.getLogger(name).setLevel(logging.INFO)
+log = logging.getLogger("models")
 
 PROJECT = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
@@ -79,6 +78,8 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
+        from models.image.pipeline import ImageInputs
+
         seed = random.getrandbits(32) if seed is None else seed
         size = choose_size(self.model.sizes, aspect_ratio, width, height)
         first = ImageInputs(prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale)
@@ -105,8 +106,8 @@ class TextPredictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
-                from models.text.compiling import prepare_process
                 from models.text.model import TextModel, import_model
+                from models.text.steps import prepare_process
 
                 import_model(model, revision)
             self.boot.prepare(prepare_process)
@@ -157,6 +158,8 @@ class TextPredictor(BaseRunner):
         ),
     ) -> ConcatenateIterator[str]:
         """Generate text, in pieces of whole characters."""
+        from models.text.model import TextInputs
+
         seed = random.getrandbits(32) if seed is None else seed
         stops = stop_sequences or ()
         inputs = TextInputs(
@@ -190,3 +193,19 @@ def without_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def device_answers() -> bool:
+    """Whether CUDA reports no error, after which no later call of the process can succeed. True without a GPU.
+
+    Does not wait for queued work.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        log.error("The GPU does not answer, and this process cannot use it again. Restart the container. %s", error)
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Moves weights from safetensors files to the GPU, at the speed of the page cache and PCIe.
+"""Moves weights from safetensors files to the GPU, at the speed of the page cache and PCIe, and logs nothing of it.
 
 On the CPU, `from_pretrained` maps the files into memory and reads almost nothing. It decides which weights exist, their
 types, and which are tied or computed. Then `move` moves them to the GPU like `nn.Module.to`, but reads and copies many
@@ -8,6 +8,7 @@ pieces at a time.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.utils.logging import set_tqdm_hook
 
 # The names of weight files in diffusers and transformers. With ".index.json" appended, they name the list of shards.
 _WEIGHT_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -26,6 +28,18 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 # 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
+
+
+def leave_out_foreign_lines() -> None:
+    """Leave out transformers' bars for the loading of weights, and its warnings that torchvision is not installed.
+
+    A pipeline of diffusers imports image processors that nothing here calls, and transformers warns of each. Bars of
+    a download stay: they are those of the hub's library.
+    """
+    set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    unwanted = "requires torchvision (not installed)"
+    imports = logging.getLogger("transformers.utils.import_utils")
+    imports.addFilter(lambda record: unwanted not in record.getMessage())
 
 
 def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:

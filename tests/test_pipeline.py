@@ -13,10 +13,8 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 
 from models.image.files import PictureFiles
-from models.image.inputs import ImageInputs
-from models.image.pipeline import DiffusionModel
+from models.image.pipeline import DiffusionModel, ImageInputs, check_pipeline, ignored_inputs
 from models.image.sizes import Size
-from models.image.supported import check_pipeline, ignored_inputs
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SIZES = [Size(64, 64), Size(96, 64)]

@@ -11,7 +11,7 @@ from torch._inductor import config
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
-from models.text.compiling import prepare_process
+from models.text.steps import prepare_process
 
 
 def test_a_swap_compiles_nothing_in_the_servers_process(tmp_path):

@@ -12,18 +12,17 @@ import logging
 import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
-from models.text.compiling import join_operators
-from models.text.recording import CallCounter, Reading, Recorder, Recording
+from compile_cache import Boot
 from models.text.rotary_table import use_rotary_tables
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, use_static_cache, watch_windows
-from models.text.steps import DecodeStep, Prefill, call_model
+from models.text.steps import DecodeStep, Prefill, call_model, join_operators
 from models.text.supported import check_windows, settle_rope
 from models.text.token_layers import use_token_layers
 
@@ -69,12 +68,12 @@ class Generator:
         self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
-        self._graph: Recording | None = None
-        self._prompt_graphs: dict[int, Recording] = {}
-        self._prompt_recorder: Recorder | None = None
+        self._graph: _Recording | None = None
+        self._prompt_graphs: dict[int, _Recording] = {}
+        self._prompt_recorder: _Recorder | None = None
         self._is_to_record = True
         self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
-        self._readings = [Reading(device) for _ in range(self._steps_ahead + 2)]
+        self._readings = [_Reading(device) for _ in range(self._steps_ahead + 2)]
         self._requests = 0
         self.buckets = tuple(sorted(buckets))
         self._prompts = {bucket: torch.zeros(1, bucket, dtype=torch.long, device=device) for bucket in self.buckets}
@@ -122,7 +121,7 @@ class Generator:
         self.check(request)
         self._begin(request)
         mine = self._requests
-        queued: deque[Reading] = deque()
+        queued: deque[_Reading] = deque()
         chosen = 0
         for number in range(request.max_new_tokens):
             while chosen <= min(number + self._steps_ahead, request.max_new_tokens - 1):
@@ -203,7 +202,7 @@ class Generator:
             join_operators()
 
     @torch.inference_mode()
-    def _read(self, number: int) -> Reading:
+    def _read(self, number: int) -> _Reading:
         reading = self._readings[number % len(self._readings)]
         reading.start(self._token)
         return reading
@@ -229,7 +228,7 @@ class Generator:
             self._step()
 
     @torch.inference_mode()
-    def record(self, counter: CallCounter | None = None) -> None:
+    def record(self, counter: Boot | None = None) -> None:
         """Record the step and the prefill of each bucket as CUDA graphs, if they are not recorded yet. `counter` counts
         the calls by the code that serves them.
 
@@ -244,21 +243,21 @@ class Generator:
         self._cache.position.zero_()
         self._record_prompts(counter)
         if self._graph is None:
-            recordings = self._recorded("the decode step", [self._step], Recorder(self._token.device), counter)
+            recordings = self._recorded("the decode step", [self._step], _Recorder(self._token.device), counter)
             self._graph = recordings[0] if recordings else None
         self._is_to_record = False
 
-    def _record_prompts(self, counter: CallCounter | None) -> None:
+    def _record_prompts(self, counter: Boot | None) -> None:
         if self._prompt_recorder is None or not self._prompt_graphs:  # without graphs, there is no memory to share
-            self._prompt_recorder = Recorder(self._token.device)
+            self._prompt_recorder = _Recorder(self._token.device)
         buckets = [bucket for bucket in self.buckets if bucket not in self._prompt_graphs]
         prompts = [functools.partial(self._prompt, bucket) for bucket in buckets]
         recordings = self._recorded("prompts", prompts, self._prompt_recorder, counter)
         self._prompt_graphs |= dict(zip(buckets, recordings, strict=False))
 
     def _recorded(
-        self, what: str, calls: Sequence[Callable[[], None]], recorder: Recorder, counter: CallCounter | None
-    ) -> list[Recording]:
+        self, what: str, calls: Sequence[Callable[[], None]], recorder: _Recorder, counter: Boot | None
+    ) -> list[_Recording]:
         stream = torch.cuda.current_stream()
         try:
             return [recorder.record(call, self._sampler.generator, counter) for call in calls]
@@ -272,3 +271,68 @@ class Generator:
                 raise
             log.warning("%s cannot be recorded as a CUDA graph, so answers are slower: %s", what, error)
             return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A call as a CUDA graph, and the code that served its modules when it was recorded."""
+
+    graph: torch.cuda.CUDAGraph
+    served: Mapping[str, Mapping[str, int]]
+    counter: Boot | None
+
+    def replay(self) -> None:
+        """Queue the call. A replay calls no module, so it is counted here."""
+        self.graph.replay()
+        if self.counter is not None:
+            self.counter.count_again(self.served)
+
+
+class _Recorder:
+    """Records calls as CUDA graphs that share their memory.
+
+    Only one graph at a time may be replayed, and its results must be outside that memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], None], generator: torch.Generator, counter: Boot | None = None) -> _Recording:
+        """Record one call, which draws random numbers from `generator`.
+
+        Raises:
+            RuntimeError: CUDA cannot record a part of the call.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
+            call()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        counted = counter.prediction() if counter else None
+        # Other threads may use the GPU during the recording.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            call()
+        return _Recording(graph, counted.served() if counted else {}, counter)
+
+
+class _Reading:
+    """One token on its way from the device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._token = torch.zeros(1, 1, dtype=torch.long, pin_memory=self._is_cuda)
+        self._arrived = torch.cuda.Event() if self._is_cuda else None
+
+    def start(self, token: torch.Tensor) -> None:
+        """Queue the copy behind the work of the device."""
+        self._token.copy_(token, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> int:
+        """Wait for the token, but not for work that was queued after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from models.setup_log import leave_out_foreign_lines
 from models.text.generation import Generator, Request
-from models.text.inputs import TextInputs
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 from models.text.stream import TextStream
 from models.text.supported import most_positions
-from models.weights import move, need_no_cast
+from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +62,21 @@ def import_model(model: str, revision: str | None) -> None:
     config = AutoConfig.from_pretrained(model, revision=revision)
     for name in getattr(config, "architectures", None) or ():
         getattr(transformers, name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class TextInputs:
+    """One text to continue. None leaves a value to the model's own generation_config.json."""
+
+    prompt: str
+    system_prompt: str = ""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop_sequences: Sequence[str] = ()
+    seed: int = 0
 
 
 class Answer:

@@ -1,15 +1,42 @@
-"""The two steps of generation that torch.compile compiles: a whole prompt, and one token."""
+"""The two steps of generation that torch.compile compiles: a whole prompt, and one token.
+
+`prepare_process` prepares a process to compile them: the server, and the compiling process.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from models.text.sampling import Sampler
-from models.text.static_cache import StaticCache
+from models.text.static_cache import ATTENTION, StaticCache, attend
+
+log = logging.getLogger(__name__)
+
+
+def prepare_process() -> None:
+    """Register the attention of the static cache and, for a model on a GPU, join operators.
+
+    The compiling process calls this first. The server finds its artifacts only with the same passes set.
+    """
+    AttentionInterface.register(ATTENTION, attend)
+    if torch.cuda.is_available():
+        join_operators()
+
+
+def join_operators() -> None:
+    """Join operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
+    compiler."""
+    try:
+        from models.kernels.token_graph import join_operators as join
+    except ImportError as error:  # the module needs private names of torch
+        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
+        return
+    join()
 
 
 class Step(nn.Module):
