@@ -60,11 +60,6 @@ def read_digits(images: Sequence[Image.Image]) -> list[int]:
     return [int(digit) for digit in fit_reader().predict(grids)]
 
 
-def read_digit(image: Image.Image) -> int:
-    """Read the digit in one picture."""
-    return read_digits([image])[0]
-
-
 def share_read(images: Sequence[Image.Image], digits: Sequence[int]) -> float:
     """Return the share of the pictures that are read as the requested digit."""
     return float(np.mean(np.equal(read_digits(images), digits)))

@@ -139,11 +139,6 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_limit_named(request_
         next(generator().tokens(request_))
 
 
-def test_prompt_and_answer_may_fill_the_cache():
-    expected = greedy(make("llama"), prompt(40), 24)
-    assert list(generator().tokens(Request(prompt(40), 24))) == expected
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [

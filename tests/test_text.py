@@ -12,7 +12,6 @@ import torch
 from sums import answer, prompt, unseen_sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.text.generation import Request
 from models.text.model import TextInputs, TextModel, default_buckets
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
@@ -69,35 +68,12 @@ def test_a_text_comes_in_pieces_of_whole_characters(model):
     assert all(piece for piece in pieces)
 
 
-def test_an_answer_counts_its_tokens(model):
-    found = model.answer(TextInputs("23+45="))
-    assert "".join(found) == "68"
-    assert found.prompt_tokens == 7  # one for the beginning, one for each character
-    assert found.new_tokens == 3  # one for the end
-
-
-def test_a_stop_sequence_ends_the_answer(model):
-    assert text(model, TextInputs("23+45=", stop_sequences=("8",))) == "6"
-
-
 def test_without_a_length_an_answer_may_fill_the_cache(model):
     assert model.request(RAMBLING).max_new_tokens == 64 - len(model.request(RAMBLING).prompt)
 
 
 def test_a_seed_gives_the_same_text(model):
     assert text(model, RAMBLING) == text(model, RAMBLING) != text(model, replace(RAMBLING, seed=2))
-
-
-@pytest.mark.parametrize(
-    ("inputs", "reason"),
-    [
-        (TextInputs("1" * 70), "64 .CACHE_TOKENS"),
-        (TextInputs("1+1=", max_new_tokens=100), "max_new_tokens is 100"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_and_named(model, inputs, reason):
-    with pytest.raises(ValueError, match=reason):
-        text(model, inputs)
 
 
 def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed):
@@ -183,7 +159,3 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
 def test_quantizing_without_torchao_says_what_to_install():
     with pytest.raises(ValueError, match=r"pip install '.\[quantize\]' in a checkout"):
         TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
-
-
-def test_a_request_of_tokens_is_what_the_warm_up_runs(model):
-    assert model.run(Request(model.request(TextInputs("23+45=")).prompt, 2)) == list(b"68")

@@ -7,13 +7,9 @@ import pytest
 from models.text.settings import DEMO_MODEL, TextSettings
 
 
-def test_nothing_set_is_the_demo_model_with_its_own_lengths():
-    assert TextSettings.from_env({}) == TextSettings(DEMO_MODEL, None, (), None)
-
-
-def test_an_empty_variable_counts_as_not_set():
-    environ = {"MODEL": " ", "CACHE_TOKENS": "", "PROMPT_BUCKETS": "", "QUANTIZE": ""}
-    assert TextSettings.from_env(environ) == TextSettings.from_env({})
+@pytest.mark.parametrize("environ", [{}, {"MODEL": " ", "CACHE_TOKENS": "", "PROMPT_BUCKETS": "", "QUANTIZE": ""}])
+def test_nothing_set_is_the_demo_model_with_its_own_lengths(environ):
+    assert TextSettings.from_env(environ) == TextSettings(DEMO_MODEL, None, (), None)
 
 
 def test_buckets_are_sorted_and_each_is_there_once():

@@ -33,10 +33,6 @@ class ImageSettings:
         warm_up_sizes = parse_sizes("WARM_UP_SIZES", environ.get("WARM_UP_SIZES", ""))
         unknown = [size for size in warm_up_sizes if image_sizes and size not in image_sizes]
         if unknown:
-            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}, which is not in IMAGE_SIZES: {listed(image_sizes)}")
+            listed = ", ".join(map(str, image_sizes))
+            raise ValueError(f"WARM_UP_SIZES has {unknown[0]}, which is not in IMAGE_SIZES: {listed}")
         return cls(environ.get("MODEL", "").strip() or DEMO_MODEL, image_sizes, warm_up_sizes)
-
-
-def listed(sizes: tuple[Size, ...]) -> str:
-    """`1024x1024, 1344x768`."""
-    return ", ".join(map(str, sizes))
