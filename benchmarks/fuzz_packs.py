@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from hostile_packs import KINDS, LIMITS, Case, Corpus, digest, fingerprint, make_case, read_tree, restore  # noqa: E402
 
 from compile_cache.errors import PackError  # noqa: E402
-from compile_cache.pack.signing import TrustedKeys  # noqa: E402
+from compile_cache.storage.pack.signing import TrustedKeys  # noqa: E402
 
 MIB = 1 << 20
 MOST_MEMORY_BYTES = 64 * MIB

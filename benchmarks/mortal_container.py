@@ -22,9 +22,9 @@ from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, open_url
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory, logical_key
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.directory import CacheDirectory, logical_key
+from compile_cache.storage.stores.base import ObjectStore, open_url
 
 # A publisher's pace, so that a round takes a second.
 PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}

@@ -29,10 +29,10 @@ from containers import CREDENTIALS, KEY, Artifact, open_cache, packs_in
 from link import limited_link, run_inside, static_s3_server
 from table import markdown, spread
 
-from compile_cache.pack.format import Source, write_pack
-from compile_cache.store.base import StoredObject, open_url
-from compile_cache.store.local import LocalStore
-from compile_cache.store.reading import in_daemon_threads
+from compile_cache.storage.pack.format import Source, write_pack
+from compile_cache.storage.stores.base import StoredObject, open_url
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.reading import in_daemon_threads
 
 RATE_BAR = 0.8
 MEMORY_BAR_MB = 256

@@ -45,8 +45,8 @@ from compile_cache.lifecycle import publish
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import open_url
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.base import open_url
+from compile_cache.storage.stores.local import LocalStore
 
 MOST_PACKS_LEFT = 5
 MOST_CACHES_UPLOADED = 3.0
@@ -217,6 +217,9 @@ def run_fleet(fleet: Fleet) -> FleetResult:
         wanted = {artifact.key for artifact in fleet.all_artifacts()}
         problems += [*wrong, *(f"{key} cannot be restored" for key in sorted(wanted - keys))]
         cache_bytes = packed_bytes(fleet.all_artifacts(), Path(folder))
+        following, _ = open_cache(store, Path(folder, "following"))  # it has the files of all, and merges them
+        following.install(following.fetch())
+        following.merge("the next container")
     return FleetResult(
         fleet.name,
         fleet.containers,

@@ -36,10 +36,10 @@ from fresh_boot import ROOT, end
 from table import markdown
 
 from compile_cache.errors import PackError, StoreError
-from compile_cache.pack.format import PACK_NAME
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import verify_pack
+from compile_cache.storage.pack.format import PACK_NAME
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import verify_pack
 
 sys.path.append(str(ROOT / "demo"))
 

@@ -29,8 +29,8 @@ from web_servers import Certificates, make_certificates
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.store.base import ObjectStore
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.storage.stores.local import LocalStore
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -247,7 +247,7 @@ def store(request, tmp_path) -> ObjectStore:
     """An empty store of each kind."""
     if request.param == "local":
         return LocalStore(tmp_path / "store")
-    from compile_cache.store.s3 import S3Store
+    from compile_cache.storage.stores.s3 import S3Store
 
     bucket = request.getfixturevalue("s3_bucket")
     return S3Store(bucket.name, "some/prefix")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.pack.format import Source, write_pack
-from compile_cache.pack.signing import Signer
-from compile_cache.store.base import ObjectStore
+from compile_cache.storage.pack.format import Source, write_pack
+from compile_cache.storage.pack.signing import Signer
+from compile_cache.storage.stores.base import ObjectStore
 
 DAY_S = 86_400.0
 GRAPH = {"fxgraph/ab/fgraph/one": b"a graph", "ab/kernel.so": b"\x7fELF" * 100}

@@ -26,7 +26,7 @@ import zstandard
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.format import (
+from compile_cache.storage.pack.format import (
     HEADER_BYTES,
     Head,
     ReadAt,
@@ -37,9 +37,9 @@ from compile_cache.pack.format import (
     unpack_run,
     write_pack,
 )
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
-from compile_cache.store.reading import ObjectReader
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
+from compile_cache.storage.stores.reading import ObjectReader
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")

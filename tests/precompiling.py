@@ -18,7 +18,7 @@ from compile_cache.aot.artifacts import Artifacts, Found
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 # The boots of an `activated` context, which ends with it.
 _BOOTED: list[Compiler] = []

@@ -279,9 +279,9 @@ def interrupted(fault: str) -> dict[str, Any]:
 
 def paths_of(pack: Path) -> list[str]:
     """The paths of the files in a pack."""
-    from compile_cache.pack.format import read_head
-    from compile_cache.pack.manifest import Limits
-    from compile_cache.pack.signing import TrustedKeys
+    from compile_cache.storage.pack.format import read_head
+    from compile_cache.storage.pack.manifest import Limits
+    from compile_cache.storage.pack.signing import TrustedKeys
 
     content = pack.read_bytes()
     head = read_head(lambda start, size: content[start : start + size], pack.name, Limits(), TrustedKeys())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from compile_cache.pack.signing import PRIVATE_PREFIX, Signer
+from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer
 
 
 def make_keys(name: str) -> tuple[str, str]:

@@ -13,9 +13,9 @@ from background_boots import BACKGROUND, Told, play
 from boots import TESTS, settings, stored
 from marked_processes import Marked, wait_for
 
-from compile_cache.pack.format import Head, read_head
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
+from compile_cache.storage.pack.format import Head, read_head
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import TrustedKeys
 
 TOLERANCE = 1e-3
 # Where each region's failure is, in words of its reason.

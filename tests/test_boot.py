@@ -241,7 +241,7 @@ class OwnedDirectory:
 
     def __init__(self, root: str) -> None:
         code = (
-            "import sys; from pathlib import Path; from compile_cache.versions.directory import CacheDirectory; "
+            "import sys; from pathlib import Path; from compile_cache.storage.directory import CacheDirectory; "
             "print(CacheDirectory.claim(Path(sys.argv[1])).path, flush=True); sys.stdin.read()"
         )
         self.command = [sys.executable, "-c", code, root]

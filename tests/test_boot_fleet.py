@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from boots import assert_fully_warm, boot_once, run_boot, settings
 
-from compile_cache.pack.signing import generate_keys
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.catalog import read_catalog
-from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.storage.catalog import read_catalog
+from compile_cache.storage.pack.signing import generate_keys
+from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.storage.stores.local import LocalStore
 
 DAY_S = 86_400
 

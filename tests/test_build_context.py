@@ -67,7 +67,7 @@ def test_what_the_image_needs_beside_the_checkout_is_sent(path):
         ".venv/bin/python",
         ".venv-3.13/bin/python",
         "CONTRIBUTING.md",
-        "compile_cache/store/__pycache__/s3.cpython-312.pyc",
+        "compile_cache/storage/stores/__pycache__/s3.cpython-312.pyc",
         "__pycache__/predict.cpython-312.pyc",
         "cog_compile_cache.egg-info/PKG-INFO",
         "demo/output/text-generation/cold/sums.txt",

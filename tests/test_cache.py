@@ -18,14 +18,14 @@ from machines import Machine
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import environment_from_record
-from compile_cache.pack.format import Pack, Source, write_pack
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store.base import ObjectStore, StoredObject, Stores
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.pack.format import Pack, Source, write_pack
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
+from compile_cache.storage.stores.local import LocalStore
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -274,7 +274,7 @@ def test_the_most_valuable_files_come_first(local, machine):
 
 
 def test_much_is_published_as_several_packs_the_most_valuable_first(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.ledger._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.storage.ledger._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"{number}.json": b"rest" * 1000 for number in range(4)})
     first.write({"b.so": b"kernel" * 1000, "fxgraph/ab/fabc/one": b"graph" * 1000})
@@ -496,7 +496,7 @@ def test_a_pack_that_disappears_after_the_listing_costs_only_itself(store, machi
 
 
 def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machine):
-    from compile_cache.store.s3 import S3Store
+    from compile_cache.storage.stores.s3 import S3Store
 
     booted = machine(S3Store("no-such-bucket", ""))
     with pytest.raises(ObjectNotFound):
@@ -516,8 +516,8 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.fetch.WHOLE_PACK_BYTES", 100)
-    monkeypatch.setattr("compile_cache.store.reading.READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 100)
+    monkeypatch.setattr("compile_cache.storage.stores.reading.READ_BYTES", 100)
     first = machine(local)
     first.write({"kernel.so": os.urandom(1000)})
     first.publish()
@@ -543,7 +543,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 
 
 def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.fetch.WHOLE_PACK_BYTES", 4096)
+    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 4096)
     one, other, booted = machine(local), machine(local), machine(local)
     large = {f"{number}.so": os.urandom(MIB) for number in range(3)}
     one.write(large)
@@ -848,7 +848,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.ledger._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.storage.ledger._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
     first.write({f"{number}.so": os.urandom(2000) for number in range(5)})

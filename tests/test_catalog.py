@@ -12,9 +12,7 @@ from filled_stores import put_pack, put_record, set_age
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.store.base import StoredObject
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.catalog import (
+from compile_cache.storage.catalog import (
     Catalog,
     Version,
     catalog_of,
@@ -23,6 +21,8 @@ from compile_cache.versions.catalog import (
     read_catalog,
     read_record,
 )
+from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.local import LocalStore
 
 PACK = "a" * 64 + ".pack"
 OTHER_PACK = "b" * 64 + ".pack"

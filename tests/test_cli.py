@@ -22,13 +22,13 @@ from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.lifecycle.report import BootReport, RestoreReport
-from compile_cache.pack.signing import Signer, generate_keys
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import open_url
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.refused import RefusedPack
+from compile_cache.storage.pack.signing import Signer, generate_keys
+from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.stores.base import open_url
+from compile_cache.storage.stores.local import LocalStore
 
 SCRIPT = Path(sys.executable).with_name("compile-cache")
 MODEL = "org/model@" + "0" * 40
@@ -601,7 +601,7 @@ def test_explain_takes_sources_into_the_version_and_refuses_those_that_are_not_t
 def test_explain_computes_the_key_that_a_boot_computes(run, variables, root, tmp_path):
     """The boot's restore, without torch, in this process: both know the model, the settings and this machine."""
     from compile_cache.lifecycle.restore import Restore
-    from compile_cache.versions.directory import CacheDirectory
+    from compile_cache.storage.directory import CacheDirectory
 
     variables.setenv("COMPILE_CACHE_MODE", "max-autotune-no-cudagraphs")
     variables.setenv("TRITON_SOMETHING", "1")

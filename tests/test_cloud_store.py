@@ -10,9 +10,9 @@ import pytest
 from web_servers import answer, answering
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.store import cloud
-from compile_cache.store.base import open_url
-from compile_cache.store.cloud import CloudStore
+from compile_cache.storage.stores import cloud
+from compile_cache.storage.stores.base import open_url
+from compile_cache.storage.stores.cloud import CloudStore
 
 SECRET = "c2VjcmV0"
 CLOUD_VARIABLES = ("GOOGLE_", "AZURE_", "GCE_METADATA_")

@@ -18,7 +18,7 @@ from compile_cache.background.process import CompilingProcess
 from compile_cache.regions import backlog
 from compile_cache.regions.backlog import Backlog
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 

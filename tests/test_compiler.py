@@ -16,7 +16,7 @@ from compile_cache.regions.check import compare
 from compile_cache.regions.compiler import Compiler, find_regions
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 
 @pytest.fixture

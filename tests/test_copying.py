@@ -17,12 +17,12 @@ from filled_stores import GRAPH, damage, put_pack, put_record
 
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store.base import ObjectStore
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.copy import Copied, copy_versions
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.copy import Copied, copy_versions
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.storage.stores.local import LocalStore
 
 TESTS = Path(__file__).parent
 MIB = 1 << 20
@@ -243,11 +243,11 @@ def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from compile_cache.versions.copy import copy_versions
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.copy import copy_versions
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import TrustedKeys
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.rules import Rules
 
 class Killing(LocalStore):
     puts = 0

@@ -13,11 +13,11 @@ import toxic_proxy
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
-from compile_cache.store import deadline
-from compile_cache.store.base import ObjectStore, open_url
-from compile_cache.store.cloud import CloudStore
-from compile_cache.store.deadline import limit_s, within_limit
-from compile_cache.store.s3 import S3Store
+from compile_cache.storage.stores import deadline
+from compile_cache.storage.stores.base import ObjectStore, open_url
+from compile_cache.storage.stores.cloud import CloudStore
+from compile_cache.storage.stores.deadline import limit_s, within_limit
+from compile_cache.storage.stores.s3 import S3Store
 
 MIB = 1 << 20
 ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
@@ -129,7 +129,7 @@ def test_a_larger_transfer_has_more_time():
 
 def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
     from compile_cache.settings import Settings
-    from compile_cache.store.reading import READ_BYTES
+    from compile_cache.storage.stores.reading import READ_BYTES
 
     assert limit_s(READ_BYTES) < Settings().restore_timeout_s
 

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from compile_cache.errors import CacheDirectoryError
-from compile_cache.versions.directory import CacheDirectory, FileStamp, is_artifact, logical_key
+from compile_cache.storage.directory import CacheDirectory, FileStamp, is_artifact, logical_key
 
 CLAIM_AND_WAIT = """
 import sys
 from pathlib import Path
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 print(CacheDirectory.claim(Path(sys.argv[1])).path.name, flush=True)
 sys.stdin.read()
 """
 CLAIM_AND_LEAVE_A_CHILD = """
 import subprocess, sys
 from pathlib import Path
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 directory = CacheDirectory.claim(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], close_fds=False)
 print(child.pid, flush=True)
@@ -217,7 +217,7 @@ def test_a_folder_of_other_things_where_everybody_may_write_is_refused(tmp_path)
 
 
 def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("compile_cache.versions.directory._MOST_DIRECTORIES", 2)
+    monkeypatch.setattr("compile_cache.storage.directory._MOST_DIRECTORIES", 2)
     owners = [CacheDirectory.claim(tmp_path), CacheDirectory.claim(tmp_path)]
     with pytest.raises(CacheDirectoryError, match="2 processes already own"):
         CacheDirectory.claim(tmp_path)
@@ -233,7 +233,7 @@ def test_temporary_directories_are_each_ones_own(tmp_path, monkeypatch):
 
 MAKE_TEMPORARY = """
 import os, sys
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 print(CacheDirectory.temporary().path.parent, flush=True)
 if sys.argv[1] == "with a child":
     if os.fork() == 0:

@@ -31,7 +31,7 @@ from compile_cache.cli.app import app
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.local import LocalStore
 
 COMMANDS = typer.main.get_command(app)
 TROUBLESHOOTING = PROJECT / "docs" / "troubleshooting.md"

@@ -63,7 +63,7 @@ def test_a_case_is_the_same_for_the_same_seed(corpus):
 
 
 def test_without_checks_of_paths_the_fuzzer_sees_an_escape(jail, corpus, monkeypatch):
-    monkeypatch.setattr("compile_cache.pack.manifest.check_paths", lambda paths: None)
+    monkeypatch.setattr("compile_cache.storage.pack.manifest.check_paths", lambda paths: None)
     assert has(violations(jail, corpus, "rows of the table", cases=600), "outside of its folder")
 
 
@@ -73,13 +73,13 @@ def test_without_digests_the_fuzzer_sees_a_forged_content(jail, corpus, monkeypa
             return False
 
     blind = SimpleNamespace(update=lambda part: None, hexdigest=EqualToAll)
-    monkeypatch.setattr("compile_cache.pack.format.hashlib", SimpleNamespace(sha256=lambda: blind))
+    monkeypatch.setattr("compile_cache.storage.pack.format.hashlib", SimpleNamespace(sha256=lambda: blind))
     assert has(violations(jail, corpus, "frames moved or replaced", cases=200), "gave what no honest pack gives")
 
 
 def test_without_signatures_the_fuzzer_sees_a_foreign_pack(jail, corpus, monkeypatch):
-    monkeypatch.setattr("compile_cache.pack.signing.TrustedKeys.check_signer", lambda self, signature: None)
-    monkeypatch.setattr("compile_cache.pack.signing.TrustedKeys.verify", lambda self, manifest, signature: None)
+    monkeypatch.setattr("compile_cache.storage.pack.signing.TrustedKeys.check_signer", lambda self, signature: None)
+    monkeypatch.setattr("compile_cache.storage.pack.signing.TrustedKeys.verify", lambda self, manifest, signature: None)
     assert has(violations(jail, corpus, "rows of the table", cases=600), "gave what no honest pack gives")
 
 

@@ -16,9 +16,9 @@ from hostile_packs import OURS, assemble, digest, encode, name_of
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import Limits, check_paths, parse_manifest
-from compile_cache.store.base import Stores
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.pack.manifest import Limits, check_paths, parse_manifest
+from compile_cache.storage.stores.base import Stores
+from compile_cache.storage.stores.local import LocalStore
 
 MB = 1_000_000
 MANIFEST_BYTES = 32 << 20
@@ -113,10 +113,10 @@ def test_deep_paths_cost_no_more_memory_than_they_are_long():
 def look_and_measure(folder: str, *trusted: str) -> list[int]:
     """Files that would be restored, packs that are refused, and the memory. The files are not written, because of the
     test's time."""
-    from compile_cache.pack.signing import TrustedKeys
-    from compile_cache.versions.cache import CompileCache
-    from compile_cache.versions.directory import CacheDirectory
-    from compile_cache.versions.rules import Rules
+    from compile_cache.storage.cache import CompileCache
+    from compile_cache.storage.directory import CacheDirectory
+    from compile_cache.storage.pack.signing import TrustedKeys
+    from compile_cache.storage.rules import Rules
 
     store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
 

@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import Frame, Manifest, PackFile, check_paths, parse_manifest
-from compile_cache.pack.signing import TrustedKeys
+from compile_cache.storage.pack.manifest import Frame, Manifest, PackFile, check_paths, parse_manifest
+from compile_cache.storage.pack.signing import TrustedKeys
 
 KEY = CacheKey("environment", "model", "version")
 SHA256 = "0123456789abcdef" * 4

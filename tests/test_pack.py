@@ -35,7 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import PackError
-from compile_cache.pack.format import (
+from compile_cache.storage.pack.format import (
     HEADER_BYTES,
     PACK_NAME,
     Head,
@@ -46,8 +46,8 @@ from compile_cache.pack.format import (
     unpack_run,
     write_pack,
 )
-from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
-from compile_cache.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 
 LIMITS = Limits(size_bytes=64 * MIB, files=1000, manifest_bytes=4 * MIB)
 ANYBODY = TrustedKeys()
@@ -301,10 +301,10 @@ def test_a_run_that_is_only_verified_is_written_nowhere(tmp_path, monkeypatch):
 UNPACK_WITH_LITTLE_MEMORY = """
 import resource, sys
 from compile_cache.errors import PackError
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.format import runs, unpack_run
-from compile_cache.pack.format import read_head
-from compile_cache.pack.signing import TrustedKeys
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.format import runs, unpack_run
+from compile_cache.storage.pack.format import read_head
+from compile_cache.storage.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
     beginning = file.read(1 << 20)
     head = read_head(lambda start, size: beginning[start : start + size], sys.argv[2], Limits(), TrustedKeys())

@@ -17,7 +17,7 @@ from compile_cache.errors import UnseenCallError
 from compile_cache.regions.compiler import Compiler
 from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 PATIENCE_S = 400.0
 

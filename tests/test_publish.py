@@ -19,11 +19,11 @@ from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, Stores
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, Stores
+from compile_cache.storage.stores.local import LocalStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -359,16 +359,16 @@ def test_flushing_twice_publishes_once(tmp_path, start):
 PUBLISH_AND_END = """
 import sys, threading
 from pathlib import Path
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores
-from compile_cache.store.base import open_url
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.stores.base import Stores
+from compile_cache.storage.stores.base import open_url
+from compile_cache.storage.rules import Rules
 
 folder, store_url, budget_s = sys.argv[1:]
 store = open_url(store_url)
@@ -413,7 +413,7 @@ def test_a_process_that_ends_at_once_has_published_everything(tmp_path, environm
 
 
 def test_a_process_that_ends_at_once_has_published_everything_into_s3(tmp_path, environment, s3_bucket):
-    from compile_cache.store.s3 import S3Store
+    from compile_cache.storage.stores.s3 import S3Store
 
     assert run_to_the_end(START, tmp_path, f"s3://{s3_bucket.name}/a") == 0
     assert pack_files(S3Store(s3_bucket.name, "a"), tmp_path, environment) == 50

@@ -12,7 +12,7 @@ from containers import CountingStore, open_cache
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.local import LocalStore
 
 FILES = 400
 CHANGED = ("12/kernel12.best_config", "77/kernel77.best_config")

@@ -23,8 +23,8 @@ from compile_cache.cli.report import lanes_of
 from compile_cache.cli.report_page import timeline_of
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.storage.refused import RefusedPack
 from compile_cache.timeline import Span, Timeline, note
-from compile_cache.versions.refused import RefusedPack
 
 VOID = {"meta"}
 SECTIONS = ["newest", "boots", "history", "store"]

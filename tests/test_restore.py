@@ -15,8 +15,8 @@ from filled_stores import put_pack
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.stores.local import LocalStore
 
 PATIENCE_S = 60.0
 LONG_S = 3600.0

@@ -9,8 +9,8 @@ import pytest
 from signing_keys import make_keys
 
 from compile_cache.errors import CompileCacheError, SettingsError
-from compile_cache.pack.signing import PRIVATE_PREFIX
 from compile_cache.settings import PREFIX, Settings
+from compile_cache.storage.pack.signing import PRIVATE_PREFIX
 
 PRIVATE, PUBLIC = make_keys("one")
 _, OTHER_PUBLIC = make_keys("other")

@@ -13,7 +13,7 @@ from containers import compile_missing, graph, open_cache, packs_in
 from soak_fleet import Fleet, run_fleet
 from soak_publish import Round, Soak, make_turn, violations
 
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.local import LocalStore
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,7 +98,7 @@ import dataclasses
 from pathlib import Path
 from mortal_container import Moment, MortalStore
 from soak_publish import make_turn
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.local import LocalStore
 store = MortalStore(LocalStore(Path({str(tmp_path / "store")!r})))
 store.begin(dataclasses.replace(make_turn(0, 0, 0), death=Moment("put pack", 3), stall=None))
 for name in ("a.pack", "b.txt", "c.pack", "d.pack"):

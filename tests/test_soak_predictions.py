@@ -13,7 +13,7 @@ from containers import compile_missing, graph, open_cache, packs_in
 from digit_server import difference
 from soak_predictions import Epoch, check_store
 
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.local import LocalStore
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from web_servers import forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, open_stores, open_url
-from compile_cache.store.cloud import CloudStore
-from compile_cache.store.layered import LayeredStore
-from compile_cache.store.local import LocalStore
-from compile_cache.store.mirror import write_index
-from compile_cache.store.s3 import S3Store
+from compile_cache.storage.stores.base import ObjectStore, open_stores, open_url
+from compile_cache.storage.stores.cloud import CloudStore
+from compile_cache.storage.stores.layered import LayeredStore
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.mirror import write_index
+from compile_cache.storage.stores.s3 import S3Store
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
 FOLDERS = ("local",)
@@ -40,7 +40,7 @@ PREFIX = "some/prefix"
 # The pattern of compile_cache.publisher: a daemon thread, started long before, which an exit hook lets finish.
 PUT_AT_EXIT = """
 import atexit, sys, threading
-from compile_cache.store.base import open_url
+from compile_cache.storage.stores.base import open_url
 store = open_url(sys.argv[1])
 closing = threading.Event()
 def put():
@@ -421,7 +421,7 @@ def test_an_unknown_scheme_is_refused_by_the_name_of_the_setting():
 )
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url, package, extra):
     module = {"s3": "s3", "clouds": "cloud"}[extra]
-    monkeypatch.delitem(sys.modules, f"compile_cache.store.{module}")
+    monkeypatch.delitem(sys.modules, f"compile_cache.storage.stores.{module}")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

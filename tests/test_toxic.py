@@ -21,12 +21,12 @@ from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores
-from compile_cache.store.local import LocalStore
-from compile_cache.store.s3 import S3Store
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import Stores
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.s3 import S3Store
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
@@ -60,14 +60,14 @@ DECOY = "decoy"
 @pytest.fixture(autouse=True)
 def one_attempt(monkeypatch) -> None:
     """boto3 waits up to seconds between its attempts, and each of them meets the same."""
-    monkeypatch.setattr("compile_cache.store.s3._ATTEMPTS", 1)
+    monkeypatch.setattr("compile_cache.storage.stores.s3._ATTEMPTS", 1)
 
 
 @pytest.fixture
 def half_a_second(monkeypatch) -> None:
     """The time for each call."""
-    monkeypatch.setattr("compile_cache.store.deadline._BASE_S", 0.5)
-    monkeypatch.setattr("compile_cache.store.deadline._LOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr("compile_cache.storage.stores.deadline._BASE_S", 0.5)
+    monkeypatch.setattr("compile_cache.storage.stores.deadline._LOWEST_BYTES_PER_S", 1 << 40)
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_read_that_hangs_costs_its_pack_when_the_stores_time_is_up(host, packs
     if toxin == "trickle":
         request.getfixturevalue("half_a_second")
     else:
-        monkeypatch.setattr("compile_cache.store.s3._READ_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("compile_cache.storage.stores.s3._READ_TIMEOUT_S", 0.5)
     applies, bad, others = spoiled_part(part, packs)
     host.proxy.poison(HANGING[toxin], applies)
     restored = host.boot()

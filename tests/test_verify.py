@@ -11,12 +11,12 @@ import pytest
 from filled_stores import GRAPH, damage, put_pack
 
 from compile_cache.errors import StoreUnavailable
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.store.base import StoredObject
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import PackState, VerifiedPack, verify_all, verify_heads, verify_whole
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import PackState, VerifiedPack, verify_all, verify_heads, verify_whole
 
 ANYBODY = TrustedKeys()
 EVERYONE = Rules()

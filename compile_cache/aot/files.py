@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +33,11 @@ def digest(description: Any) -> str:
     """32 hexadecimal digits: the digest of plain values."""
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def has_artifacts(paths: Iterable[str]) -> bool:
+    """Whether any of the paths is a function compiled ahead of time."""
+    return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from compile_cache.regions.autotuner import unread_files
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.regions.speed import Speed, compare_speed
 from compile_cache.regions.torch_settings import configure_torch
-from compile_cache.versions.directory import scan_folder
+from compile_cache.storage.directory import scan_folder
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compile_cache.aot.files import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.files import replacing
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 _LETTERS = str.maketrans("0123456789", "abcdefghij")
 # torch rewrites these files in place.

@@ -19,16 +19,16 @@ from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
 from compile_cache.cli.rm import rm
 from compile_cache.errors import CompileCacheError
-from compile_cache.pack.signing import generate_keys
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore, open_stores
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.catalog import read_catalog
-from compile_cache.versions.copy import Copied, copy_versions
-from compile_cache.versions.explain import explain_boot
-from compile_cache.versions.prune import PrunePolicy, apply_prune, plan_prune
-from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import PackState, verify_all, verify_heads
+from compile_cache.storage.catalog import read_catalog
+from compile_cache.storage.copy import Copied, copy_versions
+from compile_cache.storage.explain import explain_boot
+from compile_cache.storage.pack.signing import generate_keys
+from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, open_stores
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import PackState, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):
@@ -162,7 +162,7 @@ def pull(
     interrupted copy goes on where it stopped. A copied pack counts as published at the time of the copy. `pull` also
     writes index.json, so that boots can read the folder from a web server.
     """
-    from compile_cache.store.mirror import write_index
+    from compile_cache.storage.stores.mirror import write_index
 
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())

@@ -10,8 +10,8 @@ from compile_cache.cli import terminal as out
 from compile_cache.cli.report import read_report
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import ObjectStore
-from compile_cache.versions.explain import Explanation
+from compile_cache.storage.explain import Explanation
+from compile_cache.storage.stores.base import ObjectStore
 
 _MOST_VERSIONS = 5
 

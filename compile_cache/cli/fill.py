@@ -18,8 +18,8 @@ from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.fill import FilledBoot, Problem, all_problems, fill, prepare_environ
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import Settings
-from compile_cache.store.base import open_stores
-from compile_cache.store.mirror import write_index
+from compile_cache.storage.stores.base import open_stores
+from compile_cache.storage.stores.mirror import write_index
 
 _COLUMNS = ("region", "step", "kinds>", "graphs>", "made>", "loaded>", "error", "compiled>", "eager>", "seconds>")
 

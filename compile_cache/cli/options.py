@@ -14,8 +14,8 @@ from compile_cache.cli.terminal import print_note
 from compile_cache.errors import CompileCacheError, SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.settings import STORE_SCHEMES, Settings, split_url
-from compile_cache.store.base import ObjectStore, open_stores
-from compile_cache.versions.catalog import Version as StoredVersion
+from compile_cache.storage.catalog import Version as StoredVersion
+from compile_cache.storage.stores.base import ObjectStore, open_stores
 
 Store = Annotated[
     str | None,

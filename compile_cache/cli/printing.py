@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from compile_cache.cli import terminal as out
-from compile_cache.store.base import ObjectStore
-from compile_cache.versions.catalog import Catalog, Version, read_record
-from compile_cache.versions.copy import Copied
-from compile_cache.versions.prune import Pruned, PrunePlan, PrunePolicy
-from compile_cache.versions.verify import PackState, VerifiedPack
+from compile_cache.storage.catalog import Catalog, Version, read_record
+from compile_cache.storage.copy import Copied
+from compile_cache.storage.prune import Pruned, PrunePlan, PrunePolicy
+from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.storage.verify import PackState, VerifiedPack
 
 
 def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Version], as_json: bool) -> None:

@@ -13,9 +13,9 @@ from compile_cache.cli import terminal as out
 from compile_cache.cli.report import StoredReport, lanes_of
 from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.store.base import ObjectStore
+from compile_cache.storage.catalog import Catalog, read_catalog, read_record
+from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.timeline import Span
-from compile_cache.versions.catalog import Catalog, read_catalog, read_record
 
 _MOST_IN_FULL = 20
 _MOST_ROWS = 6

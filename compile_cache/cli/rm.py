@@ -10,10 +10,10 @@ import typer
 from compile_cache.cli import options as opt
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError
-from compile_cache.store.base import ObjectStore
-from compile_cache.store.local import LocalStore
-from compile_cache.versions.catalog import Version, read_catalog
-from compile_cache.versions.prune import remove_packs
+from compile_cache.storage.catalog import Version, read_catalog
+from compile_cache.storage.prune import remove_packs
+from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.storage.stores.local import LocalStore
 
 
 def rm(
@@ -69,7 +69,7 @@ def _confirm(what: str, yes: bool) -> None:
 
 def _renew_index(store: ObjectStore) -> None:
     """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
-    from compile_cache.store.mirror import INDEX, write_index
+    from compile_cache.storage.stores.mirror import INDEX, write_index
 
     if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
         write_index(Path(store.location))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from compile_cache.lifecycle.publish import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
     from compile_cache.regions.compiler import Compiler
-    from compile_cache.versions.directory import CacheDirectory
+    from compile_cache.storage.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 
@@ -57,7 +57,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     """
     settings = resolve_cold_start(Settings.from_env(environ))
     if settings.signing_key or settings.trusted_keys:
-        from compile_cache.versions.rules import Rules
+        from compile_cache.storage.rules import Rules
 
         Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
     if missing := [str(source) for source in sources if not Path(source).exists()]:
@@ -232,7 +232,7 @@ class Boot(Serving):
         """Whether the restore has ended, and brought precompiled regions."""
         if self._restore is None or not self._restore.has_ended:
             return False
-        from compile_cache.versions.directory import has_artifacts
+        from compile_cache.aot.files import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)

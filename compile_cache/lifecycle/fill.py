@@ -14,10 +14,10 @@ from compile_cache.lifecycle.boot import Boot, observed_boots
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.regions.ladder import RegionReport
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.store.base import ObjectStore, open_stores
-from compile_cache.versions.catalog import read_catalog, read_record
-from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import PackState, VerifiedPack, verify_whole
+from compile_cache.storage.catalog import read_catalog, read_record
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, open_stores
+from compile_cache.storage.verify import PackState, VerifiedPack, verify_whole
 
 PUBLISH_TIMEOUT_S = 1800.0
 _MOST_LISTINGS = 3

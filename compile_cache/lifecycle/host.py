@@ -16,7 +16,7 @@ from pathlib import Path
 from compile_cache.errors import CacheDirectoryError
 from compile_cache.key.model_version import has_common_name, model_name
 from compile_cache.settings import Settings, split_url
-from compile_cache.versions.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 

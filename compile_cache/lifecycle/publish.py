@@ -22,12 +22,12 @@ from typing import Protocol
 
 from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.pack.format import Pack
 from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
+from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.merge import MOST_PACKS
+from compile_cache.storage.pack.format import Pack
 from compile_cache.timeline import note, noted
-from compile_cache.versions.cache import CompileCache
-from compile_cache.versions.merge import MOST_PACKS
 
 log = logging.getLogger("compile_cache")
 

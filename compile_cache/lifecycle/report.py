@@ -11,8 +11,8 @@ from typing import Any
 from compile_cache.files import replacing
 from compile_cache.regions.counters import CompileCounts
 from compile_cache.regions.ladder import RegionReport
+from compile_cache.storage.refused import RefusedPack
 from compile_cache.timeline import Span
-from compile_cache.versions.refused import RefusedPack
 
 
 @dataclass(slots=True)

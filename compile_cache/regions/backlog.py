@@ -26,8 +26,8 @@ from compile_cache.background.state import ServerState
 from compile_cache.background.workshop import Workshop
 from compile_cache.regions.border import Failure, attempt
 from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import note, noted
-from compile_cache.versions.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 

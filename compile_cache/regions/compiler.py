@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.aot.files import PRECOMPILED
+from compile_cache.aot.files import PRECOMPILED, has_artifacts
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import ArtifactError, NotAModuleError
 from compile_cache.regions.autotuner import unread_files
@@ -24,7 +24,7 @@ from compile_cache.regions.ladder import RegionReport
 from compile_cache.regions.region import Region
 from compile_cache.regions.stored import StoredFunctions
 from compile_cache.settings import Settings
-from compile_cache.versions.directory import CacheDirectory, has_artifacts
+from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.aot.artifacts import Artifacts

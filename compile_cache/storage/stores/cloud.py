@@ -17,8 +17,8 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import split_url, without_user
-from compile_cache.store.base import StoredObject
-from compile_cache.store.deadline import within_limit
+from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.deadline import within_limit
 
 if TYPE_CHECKING:
     from obstore import GetOptions

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from compile_cache.errors import SettingsError
-from compile_cache.pack.manifest import Limits
-from compile_cache.pack.signing import Signer, TrustedKeys
 from compile_cache.settings import PREFIX, Settings
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 
 
 @dataclass(frozen=True, slots=True)

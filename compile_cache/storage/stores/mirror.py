@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from compile_cache.errors import ObjectNotFound, StoreError
-from compile_cache.store.base import ObjectStore, ReadOnly, StoredObject
-from compile_cache.store.local import LocalStore
+from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject
+from compile_cache.storage.stores.local import LocalStore
 
 INDEX = "index.json"
 MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
@@ -60,7 +60,7 @@ def open_mirror(url: str) -> Mirror:
     Raises:
         StoreError: the URL has no host, or an invalid port.
     """
-    from compile_cache.store.cloud import open_web  # its package is not needed to write an index
+    from compile_cache.storage.stores.cloud import open_web  # its package is not needed to write an index
 
     return Mirror(open_web(url))
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
-from compile_cache.pack.format import Head, runs, unpack_run
-from compile_cache.pack.signing import TrustedKeys
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.store.reading import ObjectReader, in_daemon_threads
-from compile_cache.versions.heads import HeadReader
-from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.heads import HeadReader
+from compile_cache.storage.pack.format import Head, runs, unpack_run
+from compile_cache.storage.pack.signing import TrustedKeys
+from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.reading import ObjectReader, in_daemon_threads
 
 # Called with the number of bytes read so far and the total.
 Progress = Callable[[int, int], None]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError
-from compile_cache.pack.format import Source, sha256_of, write_pack
-from compile_cache.pack.manifest import PackFile
-from compile_cache.versions.choose import choose
-from compile_cache.versions.heads import StoredPack
-from compile_cache.versions.packs import PacksOfKey
-from compile_cache.versions.verify import verify_pack
+from compile_cache.storage.choose import choose
+from compile_cache.storage.heads import StoredPack
+from compile_cache.storage.pack.format import Source, sha256_of, write_pack
+from compile_cache.storage.pack.manifest import PackFile
+from compile_cache.storage.packs import PacksOfKey
+from compile_cache.storage.verify import verify_pack
 
 MOST_PACKS = 4
 

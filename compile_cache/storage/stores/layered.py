@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from compile_cache.errors import ObjectNotFound, StoreError
-from compile_cache.store.base import ObjectStore, ReadOnly, StoredObject
+from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject
 
 log = logging.getLogger("compile_cache")
 

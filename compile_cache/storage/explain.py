@@ -9,11 +9,11 @@ from pathlib import Path
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
-from compile_cache.store.base import Stores
-from compile_cache.versions.catalog import explain_miss, predecessors, stored_versions
-from compile_cache.versions.packs import PacksOfKey, Selection
-from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.catalog import explain_miss, predecessors, stored_versions
+from compile_cache.storage.packs import PacksOfKey, Selection
+from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import Stores
 
 
 @dataclass(frozen=True, slots=True)

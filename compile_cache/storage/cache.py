@@ -14,15 +14,15 @@ from pathlib import Path
 from compile_cache.errors import StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.pack.format import Head, Pack, write_pack
-from compile_cache.store.base import ObjectStore, StoredObject, Stores
-from compile_cache.versions.directory import CacheDirectory
-from compile_cache.versions.fetch import Fetched, fetch
-from compile_cache.versions.heads import HEAD_READ_BYTES, StoredPack
-from compile_cache.versions.ledger import Ledger
-from compile_cache.versions.merge import Merged, merge
-from compile_cache.versions.packs import USED, PacksOfKey
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.fetch import Fetched, fetch
+from compile_cache.storage.heads import HEAD_READ_BYTES, StoredPack
+from compile_cache.storage.ledger import Ledger
+from compile_cache.storage.merge import Merged, merge
+from compile_cache.storage.pack.format import Head, Pack, write_pack
+from compile_cache.storage.packs import USED, PacksOfKey
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
 
 log = logging.getLogger("compile_cache")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, StoreError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.store.local import LocalStore
-from compile_cache.store.reading import READ_BYTES, in_daemon_threads
-from compile_cache.versions.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
-from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.rules import Rules
-from compile_cache.versions.verify import PackState, Progress, verify_heads, verify_whole
+from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
+from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.reading import READ_BYTES, in_daemon_threads
+from compile_cache.storage.verify import PackState, Progress, verify_heads, verify_whole
 
 _MOST_LISTINGS = 3
 

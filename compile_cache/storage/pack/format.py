@@ -31,8 +31,16 @@ import zstandard
 from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, digest_of, parse_manifest
-from compile_cache.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.manifest import (
+    FRAME_BYTES,
+    Frame,
+    Limits,
+    Manifest,
+    PackFile,
+    digest_of,
+    parse_manifest,
+)
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 
 _SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))

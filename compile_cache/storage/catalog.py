@@ -14,8 +14,8 @@ from typing import Any
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
-from compile_cache.pack.format import PACK_NAME
-from compile_cache.store.base import ObjectStore, StoredObject
+from compile_cache.storage.pack.format import PACK_NAME
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
 
 ROOT = f"v{FORMAT_VERSION}/"
 

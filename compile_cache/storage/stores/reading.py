@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.store.base import ObjectStore
+from compile_cache.storage.stores.base import ObjectStore
 
 _T = TypeVar("_T")
 

@@ -18,12 +18,12 @@ from compile_cache.settings import PREFIX, Settings, split_url, without_user
 
 # For each scheme: the function that opens a URL, and the extra that installs its package.
 _OPENERS = {
-    "file": ("compile_cache.store.local:open_local", ""),
-    "s3": ("compile_cache.store.s3:open_s3", "s3"),
-    "gs": ("compile_cache.store.cloud:open_cloud", "clouds"),
-    "az": ("compile_cache.store.cloud:open_cloud", "clouds"),
-    "https": ("compile_cache.store.mirror:open_mirror", "clouds"),
-    "http": ("compile_cache.store.mirror:open_mirror", "clouds"),
+    "file": ("compile_cache.storage.stores.local:open_local", ""),
+    "s3": ("compile_cache.storage.stores.s3:open_s3", "s3"),
+    "gs": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
+    "az": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
+    "https": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
+    "http": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
 }
 
 
@@ -98,7 +98,7 @@ def open_stores(settings: Settings) -> Stores:
         StoreError: an endpoint is not a URL, or credentials cannot be read.
         SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
     """
-    from compile_cache.store.layered import LayeredStore
+    from compile_cache.storage.stores.layered import LayeredStore
 
     writing = None if settings.store == "off" else open_url(settings.store)
     layers = [open_url(layer) for layer in settings.layers]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from compile_cache.errors import SettingsError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.versions.catalog import RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of
+from compile_cache.storage.catalog import RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
 
 _DAY_S = 86_400.0
 

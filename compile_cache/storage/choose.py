@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compile_cache.pack.manifest import Manifest, PackFile, folders_of
+from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 
 
 @dataclass(frozen=True, slots=True)

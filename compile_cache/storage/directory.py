@@ -15,11 +15,10 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.aot.files import PRECOMPILED
 from compile_cache.errors import CacheDirectoryError
 
 _MOST_DIRECTORIES = 64
@@ -222,11 +221,6 @@ def is_artifact(name: str) -> bool:
     if not name.isprintable() or "\\" in name:
         return False
     return not name.startswith(".") and not name.endswith(_LEFT_OUT_SUFFIXES) and ".tmp." not in name
-
-
-def has_artifacts(paths: Iterable[str]) -> bool:
-    """Whether any of the paths is a function compiled ahead of time."""
-    return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
 def logical_key(path: str) -> str:

@@ -14,7 +14,7 @@ from typing import IO
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.store.base import StoredObject
+from compile_cache.storage.stores.base import StoredObject
 
 log = logging.getLogger("compile_cache")
 

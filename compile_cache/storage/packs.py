@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.pack.format import PACK_NAME
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.store.reading import Abandoned, in_daemon_threads
-from compile_cache.versions.choose import Choice, choose
-from compile_cache.versions.heads import HEAD_READ_BYTES, HeadReader, StoredPack
-from compile_cache.versions.refused import RefusedPack
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.choose import Choice, choose
+from compile_cache.storage.heads import HEAD_READ_BYTES, HeadReader, StoredPack
+from compile_cache.storage.pack.format import PACK_NAME
+from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.reading import Abandoned, in_daemon_threads
 
 log = logging.getLogger("compile_cache")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden, TooManyPacks
-from compile_cache.pack.format import Head, head_bytes, read_head
-from compile_cache.store.base import ObjectStore, StoredObject
-from compile_cache.store.reading import read_exactly
-from compile_cache.versions.rules import Rules
+from compile_cache.storage.pack.format import Head, head_bytes, read_head
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.reading import read_exactly
 
 # A first read of 1 MiB gets all of a pack of usual size. A first read of 64 KiB gets the head of most packs.
 WHOLE_PACK_BYTES = 1 << 20
