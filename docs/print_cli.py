@@ -6,7 +6,8 @@ python docs/print_cli.py > docs/cli.md
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Set
 from typing import Any
 
 import typer.main
@@ -36,15 +37,17 @@ PICTURE = """\
 
 
 def page() -> str:
-    """The page."""
+    """The page. Options of several commands are described once, at the top."""
     group: Any = typer.main.get_command(app)
-    parts = [HEAD, *_paragraphs(group.help)]
+    texts = Counter(_item(one) for command in group.commands.values() for one in command.params)
+    common = {text for text, times in texts.items() if times > 1}
+    parts = [HEAD, *_paragraphs(group.help), "Options of several commands:\n", "".join(sorted(common))]
     for name, command in group.commands.items():
         arguments = [one for one in command.params if one.param_type_name == "argument"]
-        texts = [_name(one) if one.required or _name(one).startswith("[") else f"[{_name(one)}]" for one in arguments]
-        usage = " ".join(["compile-cache", name, "[OPTIONS]", *texts])
-        pictures = [PICTURE] if name == "report" else []
-        parts += [f"## {name}\n", f"`{usage}`\n", *_paragraphs(command.help), *_list(command.params), *pictures]
+        names = [_name(one) if one.required or _name(one).startswith("[") else f"[{_name(one)}]" for one in arguments]
+        usage = " ".join(["compile-cache", name, "[OPTIONS]", *names])
+        parts += [f"## {name}\n", f"`{usage}`\n", *_paragraphs(command.help), _list(command.params, common)]
+        parts += [PICTURE] if name == "report" else []
     return "\n".join(parts)
 
 
@@ -53,8 +56,14 @@ def _paragraphs(text: str) -> Iterator[str]:
         yield textwrap.fill(" ".join(paragraph.split()), 120, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
-def _list(parameters: Any) -> Iterator[str]:
-    yield "".join(f"- `{_name(one)}`: {one.help}{_default(one)}\n" for one in parameters)
+def _list(parameters: Any, common: Set[str]) -> str:
+    items = [_item(one) for one in parameters]
+    also = ", ".join(f"`{_name(one)}`" for one in parameters if _item(one) in common)
+    return "".join(item for item in items if item not in common) + (f"- Also: {also}.\n" if also else "")
+
+
+def _item(parameter: Any) -> str:
+    return f"- `{_name(parameter)}`: {parameter.help}{_default(parameter)}\n"
 
 
 def _name(parameter: Any) -> str:

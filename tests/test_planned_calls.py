@@ -83,21 +83,6 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
     assert orders(compiler)[-1].dynamic == ((0, 0),)
 
 
-def test_a_call_that_is_known_ahead_and_stored_is_compared_with_eager_before_it_serves(directory):
-    block = build(WideBlock)
-    warm_up(boot(directory, block), lambda: block(rows(4)))
-    again = build(WideBlock)
-    compiler = background(directory, again)
-    (region,) = compiler.regions.values()
-    with torch.inference_mode():
-        assert not region.ordering.order_ahead(again, (rows(4),), {})
-    assert not orders(compiler)
-    predict(again, 4)
-    report = only_report(compiler)
-    assert report.loaded == 1
-    assert report.relative_error is not None
-
-
 def test_what_arrives_serves_after_a_swap_and_a_swap_that_breaks_off_is_begun_again(directory):
     good, bad = build(NormBlock), build(CheatingBlock)
     compiler = background(directory)

@@ -83,10 +83,7 @@ def _start(
 
 @app.command()
 def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False) -> None:
-    """List the stored versions of models, the last used version first.
-
-    Uses are recorded by the day. An environment's line comes from its record, which is never trusted.
-    """
+    """List the stored versions of models, the last used version first. Uses are recorded by the day."""
     reading = opt.open_reading(opt.read_settings(store))
     catalog = read_catalog(reading)
     opt.warn_of_problems(reading)
@@ -159,8 +156,7 @@ def pull(
     """Copy verified packs into a folder, to bake it into an image or to serve it with any web server.
 
     Each pack is verified, also by the trusted keys, before it is stored whole. Packs that are not copied are named. An
-    interrupted copy goes on where it stopped. A copied pack counts as published at the time of the copy. `pull` also
-    writes index.json, so that boots can read the folder from a web server.
+    interrupted copy goes on where it stopped. `pull` also writes the index.json that a web server's readers need.
     """
     from compile_cache.storage.stores.mirror import write_index
 
@@ -229,8 +225,7 @@ def prune(
 ) -> None:
     """Remove unused versions. Without `--apply`, only list what would be removed.
 
-    Each rule removes on its own. A version stays if anything was written to it lately: a pack, or the mark of a use.
-    `--apply` looks again right before it removes. Objects of other programs stay.
+    Each rule removes on its own. `--apply` looks again right before it removes. Objects of other programs stay.
     """
     if (unused_days, keep_versions, max_bytes) == (None, None, None):
         out.print_note("error: give a rule: --unused-days 30, --keep-versions 3 or --max-bytes 10GB")
@@ -257,9 +252,8 @@ def explain(
 ) -> None:
     """Say what a boot on this machine would find, or why it would find nothing; or print a boot's report.
 
-    Run it where the boot would run, with the model and the sources that the predictor gives to `compile_cache.boot`:
-    the sources are part of the version. It decides as a boot does, but does not compare the environment with torch, and
-    takes the cache directory of the host's first process.
+    Run it where the boot would run, with the model and the sources that the predictor gives to `compile_cache.boot`. It
+    decides as a boot does, but imports no torch, and takes the cache directory of the host's first process.
     """
     if (model is None) == (report is None):
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
@@ -291,13 +285,11 @@ def report(
     """Write one page of HTML: the boots of reports as timelines, their history, and what is stored.
 
     A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page shows the newest 500. It loads
-    nothing and runs no script, so it can be mailed. Without reports it has the store alone; with
-    `COMPILE_CACHE_STORE=off`, the reports alone.
+    nothing and runs no script, so it can be mailed. With `COMPILE_CACHE_STORE=off` it has the reports alone.
 
-    The lanes of a timeline: `setup` is the caller's thread, with the wait for the restore (`join`) and the warm-up;
-    `regions` is what regions do in the warm-up: compile, look up, compare with eager; `preload` imports torch's
-    compiler and loads restored functions; `restore` fetches; `publish` packs and stores; `second process` compiles
-    after READY.
+    The lanes of a timeline: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is what
+    regions do in the warm-up; `preload` loads restored functions; `restore` fetches; `publish` packs and stores;
+    `second process` compiles after READY.
     """
     from compile_cache.cli.report import write_report
 
@@ -335,11 +327,8 @@ def fill(
 
     In the table, `kinds` are the functions compiled ahead of time, one for each kind of call; `made` were made now,
     `loaded` came from the store. `error` is the largest difference from eager. `compiled` and `eager` are the times of
-    one call of the slowest kind that was made.
-
-    Each missing part is a line with its cause and remedy: a region that is eager, unused or not precompiled; a publish
-    that failed; a damaged or refused pack; another process that owns the cache directory; a `setup()` that boots
-    nothing, or another model. A region that is slower than eager is marked, and not missing.
+    one call of the slowest kind that was made. Each missing part is a line with its cause and remedy. A region that is
+    slower than eager is marked, and not missing.
     """
     from compile_cache.cli.fill import fill_store
 
