@@ -34,7 +34,7 @@ demo: $(READY)
 	$(BIN)/python demo/run_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 container: $(READY)
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py

@@ -131,6 +131,11 @@ exec {shlex.quote(compiler)} "$@"
     os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than CPUs: a third of the time, tests wait for servers, stores and second processes."""
+    return min(len(os.sched_getaffinity(0)) + 1, 5)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: each process takes the next file, and no long one is begun last."""
     items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)

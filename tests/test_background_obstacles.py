@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import threading
@@ -98,12 +99,11 @@ def test_inputs_are_named_as_the_caller_named_them():
         hand_over(nn.Identity(), (1,), {"mask": threading.Lock()})
 
 
-def test_what_cannot_be_imported_there_is_an_error_of_the_call(monkeypatch):
-    module = types.ModuleType("only_here")
-    module.__spec__ = torch.__spec__
-    module.Late = type("Late", (), {"__module__": "only_here"})
-    monkeypatch.setitem(sys.modules, "only_here", module)
-    content = hand_over(*with_attribute(module.Late()))
-    monkeypatch.delitem(sys.modules, "only_here")
+def test_what_cannot_be_imported_there_is_an_error_of_the_call(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Late: pass\n")
+    with monkeypatch.context() as here:
+        here.syspath_prepend(tmp_path)
+        content = hand_over(*with_attribute(importlib.import_module("only_here").Late()))
+    del sys.modules["only_here"]
     with pytest.raises(NotHandedOver, match="cannot be rebuilt: ModuleNotFoundError: No module named 'only_here'"):
         receive(content)

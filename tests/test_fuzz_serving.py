@@ -36,9 +36,7 @@ FEATURES = {
     "block": {
         "attribute": ADVANCED,
         "plain": "",
-        "hook": "",
         "own hook": "a comparison calls the hook again",
-        "autocast": "",
         "break": "",
     },
 }

@@ -8,8 +8,7 @@ import blocks
 import pytest
 
 from compile_cache.aot.describe import describe
-from compile_cache.aot.guards import Checks, RecordedGuard, importable, resolve
-from compile_cache.errors import NotPrecompilable
+from compile_cache.aot.guards import Checks, RecordedGuard
 
 ALIAS = "__import_blocks"
 
@@ -60,18 +59,3 @@ def test_constants_and_functions_are_compared_in_every_call(monkeypatch):
     assert holds({})
     monkeypatch.setattr(blocks, "GAIN", 7.0)
     assert not holds({})
-
-
-def test_what_can_be_imported_is_found_again():
-    for value in (blocks, blocks.combine, blocks.Block, blocks.Block.factor):
-        assert resolve(*importable(value)) is value
-
-
-def test_what_cannot_be_imported_is_refused():
-    with pytest.raises(NotPrecompilable, match="cannot be imported"):
-        importable(lambda: None)
-
-
-def test_name_that_is_not_there_resolves_to_nothing():
-    assert resolve("blocks", "nothing") is None
-    assert resolve("no_such_module", "") is None

@@ -87,6 +87,7 @@ class Started:
 def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Started]]:
     """Starts a publisher over the store given, with FILES in its directory; it is stopped after the test."""
     monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publish._SPREAD_S", 0.0)
     started = []
 
     def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:

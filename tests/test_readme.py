@@ -7,11 +7,12 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 from boots import Booted, assert_fully_warm
 from cog_server import PROJECT, CogServer
 
 from compile_cache.cli.project import read_project
+from compile_cache.settings import Settings
+from models.image.settings import ImageSettings
 
 README = (PROJECT / "README.md").read_text()
 # What a reader of the README puts in the place of the README's own model. The demo model is a FLUX pipeline.
@@ -53,15 +54,6 @@ def configuration(folder: Path, bucket: str) -> str:
     )
 
 
-def copy_project(folder: Path, bucket: str) -> None:
-    """As the README says: copy this project, and set MODEL in cog.yaml."""
-    for name in ("predict.py", "warmup.py", "requirements.txt"):
-        shutil.copy(PROJECT / name, folder)
-    for name in ("compile_cache", "models"):
-        shutil.copytree(PROJECT / name, folder / name)
-    (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')
-
-
 def write_own_predictor(folder: Path, bucket: str) -> None:
     """As the README says: copy compile_cache/ beside your predict.py, and change five lines."""
     shutil.copytree(PROJECT / "compile_cache", folder / "compile_cache")
@@ -83,12 +75,19 @@ def boot(folder: Path, environ: dict[str, str]) -> Booted:
     return Booted(json.loads(report.read_text()), [], 0, (folder / "server.log").read_text())
 
 
-@pytest.mark.parametrize("write", [copy_project, write_own_predictor])
-def test_the_readme_is_enough_to_boot_warm_from_a_bucket(tmp_path, s3_bucket, write):
+def test_the_readme_is_enough_to_boot_an_own_predictor_warm_from_a_bucket(tmp_path, s3_bucket):
     shutil.copytree(PROJECT / "demo/flux-digits", tmp_path / "weights")
-    write(tmp_path, s3_bucket.name)
+    write_own_predictor(tmp_path, s3_bucket.name)
     first = boot(tmp_path, COG_RUN)
     assert first.report["restore"]["outcome"] == "miss"
     second = boot(tmp_path, {})
     assert_fully_warm(second)
     assert "restore: hit" in second.log
+
+
+def test_the_readmes_configuration_is_one_of_this_project(tmp_path):
+    """As the README says: copy this project, and set MODEL in cog.yaml."""
+    (tmp_path / "cog.yaml").write_text(f'{configuration(tmp_path, "bucket")}run: "predict.py:Predictor"\n')
+    variables = read_project(tmp_path, None).variables
+    assert Settings.from_env(variables).store == "s3://bucket/compile-cache"
+    assert [*map(str, ImageSettings.from_env(variables).warm_up_sizes)] == ["64x64"]

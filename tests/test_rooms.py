@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom up. Rooms in one row may import each other.
 ROWS = (
-    ("errors", "files", "timeline", "torch_threads"),
+    ("errors", "files", "importable", "timeline", "torch_threads"),
     ("settings",),
     ("key",),
     ("storage.pack",),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
-import pkgutil
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -312,25 +311,3 @@ def _compiled(expression: str) -> types.CodeType:
 
 def _short(description: Description) -> str:
     return str(description)[:120]
-
-
-def importable(value: Any) -> tuple[str, str]:
-    """The module and the qualified name under which another process finds the same object.
-
-    Raises:
-        NotPrecompilable: the object has no such name.
-    """
-    if isinstance(value, types.ModuleType):
-        return value.__name__, ""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if isinstance(module, str) and isinstance(name, str) and resolve(module, name) is value:
-        return module, name
-    raise NotPrecompilable(f"the compiled function uses {value!r}, which cannot be imported")
-
-
-def resolve(module: str, name: str) -> Any:
-    """The object that `importable` named; None if it does not exist."""
-    try:
-        return pkgutil.resolve_name(f"{module}:{name}")
-    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
-        return None

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from compile_cache.aot.adapter import GLOBAL_HOOKS, load_function
-from compile_cache.aot.guards import Checks, global_scope, resolve
+from compile_cache.aot.guards import Checks, global_scope
 from compile_cache.aot.record import Record
 from compile_cache.aot.switches import changed_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError, first_line
+from compile_cache.importable import find
 
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -73,7 +74,7 @@ class Precompiled:
             ArtifactError: the function cannot be loaded, or a global has changed.
         """
         try:
-            externals = {name: resolve(*found) for name, found in record.globals.items()}
+            externals = {name: find(found) for name, found in record.globals.items()}
             self._loaded = load_function(payload, externals, record.torch_key)
             self._checks = Checks(record.guards, global_scope(record.modules))
         except Exception as error:  # any: the payload is damaged, or of another torch

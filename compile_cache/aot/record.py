@@ -21,9 +21,10 @@ import torch
 
 from compile_cache.aot.adapter import Compilation, torch_key
 from compile_cache.aot.describe import code_digest
-from compile_cache.aot.guards import RecordedGuard, importable, resolve
+from compile_cache.aot.guards import RecordedGuard
 from compile_cache.aot.traced import call_region
 from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.importable import find, reference
 from compile_cache.key import environment
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
@@ -53,7 +54,7 @@ class Record:
     environ: dict[str, str | None]
     guards: list[RecordedGuard]
     modules: dict[str, str]
-    globals: dict[str, tuple[str, str]]
+    globals: dict[str, str]
     torch_key: str
     host: dict[str, str]
 
@@ -65,12 +66,16 @@ class Record:
             NotPrecompilable: the function uses an object that another process cannot find.
         """
         traced = _traced(compilation.traced)
+        try:
+            names = {name: reference(value) for name, value in compilation.externals.items()}
+        except LookupError as error:
+            raise NotPrecompilable(f"the compiled function uses what cannot be imported: {error}") from error
         return cls(
             _sources(traced),
             _environ_read(traced),
             guards,
             compilation.modules,
-            {name: importable(value) for name, value in compilation.externals.items()},
+            names,
             torch_key(),
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
         )
@@ -88,8 +93,7 @@ class Record:
         """
         try:
             guards = [RecordedGuard(**guard) for guard in record["guards"]]
-            names = {name: (module, qualified) for name, (module, qualified) in record["globals"].items()}
-            environ, modules, host = (dict(record[name]) for name in ("environ", "modules", "host"))
+            environ, modules, names, host = (dict(record[name]) for name in ("environ", "modules", "globals", "host"))
             return cls(dict(record["sources"]), environ, guards, modules, names, str(record["torch_key"]), host)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its record cannot be read: {error!r}") from error
@@ -97,7 +101,7 @@ class Record:
     @property
     def is_imported(self) -> bool:
         """Whether all modules that the record names are imported, so that comparing it imports nothing."""
-        names = {*self.sources, *self.modules.values(), *(module for module, _ in self.globals.values())}
+        names = {*self.sources, *self.modules.values(), *(name.partition(":")[0] for name in self.globals.values())}
         specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__"}]
         return all(spec is not None and not getattr(spec, "_initializing", False) for spec in specs)
 
@@ -161,9 +165,16 @@ def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
         members = vars(value).items() if isinstance(value, type) and value.__module__ == module else ()
         for qualified, part in [(name, value), *((f"{name}.{member}", part) for member, part in members)]:
             code = _code_of(part)
-            if code is not None and _code_of(resolve(module, qualified)) is code:
+            if code is not None and _code_at(module, qualified) is code:
                 found.setdefault(code.co_firstlineno, {})[qualified] = code
     return found
+
+
+def _code_at(module: str, qualified: str) -> types.CodeType | None:
+    try:
+        return _code_of(find(f"{module}:{qualified}"))
+    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
+        return None
 
 
 def _code_of(value: Any) -> types.CodeType | None:
@@ -180,7 +191,7 @@ def _source_difference(name: str, source: Mapping[str, Any]) -> str:
         if source["file"] and file_digest(name) != source["file"]:
             return f"the source of {name} has changed"
         for qualified, expected in source["functions"].items():
-            code = _code_of(resolve(name, qualified))
+            code = _code_at(name, qualified)
             if code is None or _cached_code_digest(code) != expected:
                 return f"{name}.{qualified} is not the function that was compiled"
     except (NotPrecompilable, KeyError, ImportError) as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import operator
 import pickle
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -33,10 +32,9 @@ from compile_cache.background.tensors import (
     layout,
     make_storages,
 )
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import NotHandedOver, first_line
+from compile_cache.importable import why_not
 
-# Modules that are missing in another process, or are others there.
-_OWN_MODULES = ("__main__", "__mp_main__")
 _COMPILED = "_compiled_call_impl"
 
 
@@ -84,7 +82,7 @@ def hand_over_shared(
             try:
                 handles[used.index] = share(used.storage)
             except RuntimeError as error:
-                unshared = unshared or str(error).partition("\n")[0]
+                unshared = unshared or first_line(error)
     shared_bytes = sum(used.storage.nbytes() for used in storages if used.index in handles)
     return SharedCall(_joined(content, storages, handles), shared_bytes, unshared)
 
@@ -197,17 +195,8 @@ def _check_importable(value: type | types.FunctionType) -> None:
     if "<" in name:
         where = "a lambda" if name.endswith("<lambda>") else f"the {kind} {name}"
         raise NotHandedOver(f"{where} cannot be handed over: it was made in a function and cannot be imported")
-    if home is not None and (reason := _why_not_importable(home)):
+    if home is not None and (reason := why_not(home)):
         raise NotHandedOver(f"the {kind} {name} cannot be handed over: {reason}")
-
-
-def _why_not_importable(module: str) -> str:
-    """Why another process cannot import a module; empty if it can."""
-    if module in _OWN_MODULES:
-        return "it belongs to the main program and cannot be imported"
-    if getattr(sys.modules.get(module), "__spec__", None) is None:
-        return f"the module {module} was made in this process and cannot be imported"
-    return ""
 
 
 _ON_DEVICE = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph)
@@ -220,7 +209,7 @@ def _reduce_by_kind(value: Any) -> Any:
     if isinstance(value, torch.Generator):  # without its state, which belongs to the server
         return torch.Generator, (str(value.device),)
     if isinstance(value, types.ModuleType):
-        if reason := _why_not_importable(value.__name__):
+        if reason := why_not(value.__name__):
             raise NotHandedOver(f"the module {value.__name__} cannot be handed over: {reason}")
         return importlib.import_module, (value.__name__,)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name

@@ -9,7 +9,7 @@ from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import NotHandedOver, first_line
 
 # The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
 _INNER = ("_parameters", "_buffers", "_modules")
@@ -53,7 +53,7 @@ def _words(error: Exception) -> str:
         return str(error)
     if found := _NOT_PICKLED.match(str(error)):
         return f"a {found[1]} cannot be pickled"
-    return f"it cannot be pickled: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"it cannot be pickled: {type(error).__name__}: {first_line(error)}"
 
 
 def _path(chain: Sequence[Any]) -> str:

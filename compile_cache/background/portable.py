@@ -6,14 +6,12 @@ This module imports no torch.
 from __future__ import annotations
 
 import io
-import operator
 import pickle
-import sys
 import types
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from compile_cache import importable
 from compile_cache.errors import StateNotTaken
 
 
@@ -21,8 +19,8 @@ class _Pickler(pickle.Pickler):
     """Refuses functions and classes that only this process can import."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | types.FunctionType):
-            check_module(value.__module__)
+        if isinstance(value, type | types.FunctionType) and (reason := importable.why_not(value.__module__)):
+            raise pickle.PicklingError(f"{value!r}: {reason}")
         return NotImplemented
 
 
@@ -58,41 +56,13 @@ def reference(function: Callable[..., Any]) -> str:
     Raises:
         StateNotTaken: the function has no such name.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     try:
-        if not module or not name:
-            raise ValueError(f"{function!r} has no name")
-        check_module(module)
-        if resolve(f"{module}:{name}") is not function:
-            raise ValueError(f"{module}:{name} is another object")
-    except Exception as error:  # whatever the lookup of a module meets
+        name = importable.reference(function)
+        if reason := importable.why_not(function.__module__):
+            raise LookupError(f"{name}: {reason}")
+    except LookupError as error:
         raise StateNotTaken(
-            f"the compiling process cannot import {module}:{name}: {error}. Define the function at the top level of a "
-            "module that can be imported."
+            f"the compiling process cannot import {error}. Define the function at the top level of a module that can "
+            "be imported."
         ) from error
-    return f"{module}:{name}"
-
-
-def resolve(reference: str) -> Any:
-    """The object with this name.
-
-    Raises:
-        Exception: any, if the module cannot be imported or has no such name.
-    """
-    module, _, name = reference.partition(":")
-    return operator.attrgetter(name)(import_module(module))
-
-
-def check_module(name: str) -> None:
-    """Check that another process can find a module. This process may have made a module of that name itself.
-
-    Raises:
-        ImportError: another process cannot find it.
-    """
-    parent = name.rpartition(".")[0]
-    if parent:
-        check_module(parent)
-    path = sys.modules[parent].__path__ if parent else None
-    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    if name == "__main__" or all(find(name, path) is None for find in finders):
-        raise ImportError(f"no module {name} can be imported by another process", name=name)
+    return name

@@ -11,8 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from compile_cache.background.portable import pack, reference, resolve, unpack
+from compile_cache.background.portable import pack, reference, unpack
 from compile_cache.errors import StateNotMade
+from compile_cache.importable import find
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def run_once(preparations: Iterable[Preparation]) -> None:
         if each in _RUN.get():
             continue
         try:
-            resolve(each.function)(*unpack(each.arguments))
+            find(each.function)(*unpack(each.arguments))
         except Exception as error:  # a model family's own code
             raise StateNotMade(f"{each.function} failed: {type(error).__name__}: {error}") from error
         _RUN.set(_RUN.get() | {each})

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from compile_cache.background.portable import resolve
 from compile_cache.background.wire import Message, encode, read_message
+from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
 
@@ -70,7 +70,7 @@ def _made(name: str, setup: bytes) -> Handler:
     """The handler. What its imports make stays, so garbage collections need not look at it, now and after each job."""
     gc.disable()
     try:
-        handler: Handler = resolve(name)(setup)
+        handler: Handler = find(name)(setup)
         return handler
     finally:
         gc.freeze()

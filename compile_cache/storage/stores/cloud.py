@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
-from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line
 from compile_cache.settings import split_url, without_user
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.deadline import within_limit
@@ -193,5 +193,5 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
 
 def _in_one_line(error: Exception) -> str:
     """obstore's text without the answer's body, obstore's internals, and queries, which can have signatures."""
-    line = str(error).partition("\n")[0].partition(": <")[0]
-    return re.sub(r"\?[^\s\"')]*", "", line)[:400]
+    line = first_line(error).partition(": <")[0]
+    return re.sub(r"\?[^\s\"')]*", "", line)

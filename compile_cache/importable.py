@@ -1,0 +1,52 @@
+"""Whether another process finds an object by the name of its module and its own. This module imports no torch."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+import types
+from typing import Any
+
+# Modules that are missing in another process, or are others there.
+_OWN_MODULES = ("__main__", "__mp_main__")
+
+
+def find(reference: str) -> Any:
+    """The object of `module:qualified.name`, or a module's own of `module:`.
+
+    Raises:
+        Exception: any, if the module cannot be imported or has no such name.
+    """
+    return pkgutil.resolve_name(reference)
+
+
+def reference(value: Any) -> str:
+    """The name under which `find` gives the same object.
+
+    Raises:
+        LookupError: the object has no such name.
+    """
+    if isinstance(value, types.ModuleType):
+        return f"{value.__name__}:"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    try:
+        found = find(f"{module}:{name}") if module and name else None
+    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
+        found = None
+    if found is not value:
+        raise LookupError(f"{value!r} cannot be imported")
+    return f"{module}:{name}"
+
+
+def why_not(module: str) -> str:
+    """Why another process cannot import a module; empty if it can. This process may have made it itself."""
+    if module in _OWN_MODULES:
+        return "it belongs to the main program and cannot be imported"
+    parent = module.rpartition(".")[0]
+    if parent and (reason := why_not(parent)):
+        return reason
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    if all(find_spec(module, path) is None for find_spec in finders):
+        return f"the module {module} was made in this process and cannot be imported"
+    return ""
