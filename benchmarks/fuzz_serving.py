@@ -110,6 +110,9 @@ class Subject:
                 found = self.module(*given)
             except asyncio.CancelledError:
                 found = asyncio.CancelledError
+            except Exception as error:
+                self.tally.wrong.append(f"call {number} of boot {self._boot}: {type(error).__name__}: {error}")
+                return
             finally:
                 self._code.ARMED.left = 0
             seen = {

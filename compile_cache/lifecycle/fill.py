@@ -119,7 +119,7 @@ def _filled(boot: Boot, store: ObjectStore, settings: Settings) -> FilledBoot:
 
 
 def _read_back(report: BootReport, store: ObjectStore, rules: Rules) -> Stored:
-    """Verify every pack of the boot's key. If another boot compacts meanwhile, list the packs again."""
+    """Verify every pack of the boot's key. If another boot merges packs meanwhile, list the packs again."""
     key = CacheKey(report.environment, report.model_name, report.model_version)
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(store, key.environment_prefix)

@@ -1,1 +1,1 @@
-"""Moves a key's artifacts between store and cache directory: fetch, publish, compact, copy, prune."""
+"""Moves a key's artifacts between store and cache directory: fetch, publish, merge, copy, prune."""

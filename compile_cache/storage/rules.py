@@ -14,7 +14,7 @@ from compile_cache.storage.pack.signing import Signer, TrustedKeys
 class Rules:
     """The limits, the trusted keys (without any, every pack is used), and the signer of new packs.
 
-    A signer without trusted keys trusts only itself. Otherwise compaction would re-sign packs that anybody uploaded.
+    A signer without trusted keys trusts only itself. Otherwise a merge would re-sign packs that anybody uploaded.
     """
 
     limits: Limits = field(default_factory=Limits)
