@@ -84,9 +84,9 @@ class Predictor(BaseRunner):
         size = choose_size(self.model.sizes, aspect_ratio, width, height)
         first = ImageInputs(prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale)
         print(f"seed: {seed}")
-        prediction = self.boot.prediction()
-        pictures = (self.model.run(replace(first, seed=seed + number)) for number in range(num_outputs))
-        paths = self.files.save(pictures, output_format, output_quality)
+        with self.boot.prediction() as prediction:
+            pictures = (self.model.run(replace(first, seed=seed + number)) for number in range(num_outputs))
+            paths = self.files.save(pictures, output_format, output_quality)
         for name, value in {"seed": seed, **prediction.metrics()}.items():
             self.record_metric(name, value)
         return [Path(path) for path in paths]
@@ -115,7 +115,7 @@ class TextPredictor(BaseRunner):
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings)
             for step in self.model.steps:
-                self.boot.compile(step, whole=True, until_swap=True, shares_weights=True)
+                self.boot.compile(step, whole=True, shares_weights=True)
             warm_up(self.boot, self.model, self.model.warm_up_inputs())
             with self.boot.timed("record"):
                 self.model.generator.record(self.boot)
@@ -166,11 +166,13 @@ class TextPredictor(BaseRunner):
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
         )
         print(f"seed: {seed}")
-        self.boot.swap(lambda: self.model.generator.renew(self.boot.has_arrived))
-        self.model.generator.record(self.boot)
-        prediction = self.boot.prediction()
-        answer = self.model.answer(inputs)
-        yield from answer
+        with self.boot.prediction() as prediction:
+            if prediction.has_new_code:
+                self.model.generator.renew()
+            self.model.generator.record(self.boot)
+            prediction.count_from_now()
+            answer = self.model.answer(inputs)
+            yield from answer
         counts = {"input_token_count": answer.prompt_tokens, "output_token_count": answer.new_tokens}
         for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)

@@ -113,8 +113,8 @@ class TextPeer(TextPredictor):
 
     def run(self, prompt: str, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[str]:
         """The whole text at once, chosen greedily."""
-        prediction = self.boot.prediction()
-        yield self._generate(prompt, max_new_tokens)
+        with self.boot.prediction() as prediction:
+            yield self._generate(prompt, max_new_tokens)
         for name, value in prediction.metrics().items():
             self.record_metric(name, value)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 # Modules that are missing in another process, or are others there.
 _OWN_MODULES = ("__main__", "__mp_main__")
+# Nobody compares these by identity, or they have a name of their own.
+_BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
 
 
 def find(reference: str) -> Any:
@@ -36,6 +38,28 @@ def reference(value: Any) -> str:
     if found is not value:
         raise LookupError(f"{value!r} cannot be imported")
     return f"{module}:{name}"
+
+
+def named_objects(module: str) -> dict[int, str]:
+    """The objects that a module or one of its classes has under a name, by identity: for each, the name for `find`.
+
+    Only objects that are compared by identity: no class, function or plain value. torch's own modules have none.
+    """
+    named: dict[int, str] = {}
+    if module.partition(".")[0] in ("builtins", "torch") or module not in sys.modules:
+        return named
+    for name, value in list(vars(sys.modules[module]).items()):
+        if isinstance(value, type):
+            own = vars(value).items() if value.__module__ == module else ()
+            named |= {id(part): f"{module}:{name}.{key}" for key, part in own if type(part) is value}
+        elif not isinstance(value, _BY_VALUE) and _has_identity(type(value)):
+            named[id(value)] = f"{module}:{name}"
+    return named
+
+
+def _has_identity(kind: type) -> bool:
+    """Whether objects of a class are equal only to themselves."""
+    return next(vars(base)["__eq__"] for base in kind.__mro__ if "__eq__" in vars(base)) is vars(object)["__eq__"]
 
 
 def why_not(module: str) -> str:

@@ -51,7 +51,8 @@ def play(
     they are, others are settings of the boot. `after` is the folder of another boot: its store is copied, and its cache
     directory, whose path is part of an environment, is used again."""
     if after is not None:
-        shutil.copytree(after / "store", folder / "store")
+        if (after / "store").exists():  # a boot that published nothing has none
+            shutil.copytree(after / "store", folder / "store")
         variables.setdefault("dir", str(after / "cache"))
     ours = {name: value for name, value in variables.items() if name.isupper()}
     chosen = {name: value for name, value in variables.items() if not name.isupper()}

@@ -41,9 +41,10 @@ def faulty() -> dict[str, Any]:
     jobs._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._compiler._backlog._jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._compiler._orders._jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
+        served_alone(boot, late, kind)
     told["late"] = told_of(boot, late, (Other, Hanging, Devouring))
     told["second"] = told_of(boot, model, early)
     return told | {"report": report(boot)}
@@ -68,6 +69,7 @@ def faulty_again(*names: str) -> dict[str, Any]:
         model = begun(boot, classes)
     told = {"ready": report(boot), "waiting": boot.waiting}
     assert boot.wait_compiled(PATIENCE_S)
+    told_of(boot, model, classes)  # the prediction that compares
     return told | {"regions": told_of(boot, model, classes), "report": report(boot)}
 
 
@@ -90,10 +92,10 @@ def not_handed_over() -> dict[str, Any]:
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
     from compile_cache.lifecycle.preload import Preloading
-    from compile_cache.regions.backlog import Backlog
+    from compile_cache.serving.orders import Orders
 
     places: dict[str, tuple[type, str]] = {
-        "take": (Backlog, "_taken"),
+        "take": (Orders, "_taken"),
         "preload": (Preloading, "_run"),
     }
     begun_work = calls_torch_longer(*places[work])
@@ -140,7 +142,7 @@ def killed() -> dict[str, Any]:
 
 
 def short() -> dict[str, Any]:
-    """Memory runs out when an artifact is compared for the first time."""
+    """Memory runs out on the copy of a call, when an artifact is compared for the first time."""
     import torch
     from background_blocks import inputs
     from faulty_blocks import SHORTAGES, Guarded
@@ -150,7 +152,7 @@ def short() -> dict[str, Any]:
         boot.compile(model, whole=True)
         boot.warm_up(torch.inference_mode()(lambda: model(inputs())))
     assert boot.wait_compiled(PATIENCE_S)
-    SHORTAGES.append("no memory")
+    SHORTAGES.extend(["", "no memory"])
     told: dict[str, Any] = {"steps": [], "differences": []}
     with torch.inference_mode():
         for _ in range(3):
@@ -192,7 +194,7 @@ def arriving() -> dict[str, Any]:
 
         model = begun(boot, (Wide,))
     assert boot.wait_compiled(PATIENCE_S)
-    (path,) = boot._compiler._backlog.arrived
+    (path,) = boot._compiler._orders.arrived_s
     withheld["before_its_call"] = path in boot._compiler.withheld
     served_alone(boot, model, Wide)
     withheld["after_its_call"] = path in boot._compiler.withheld

@@ -29,11 +29,17 @@ def digest(model: nn.Module) -> list[Any]:
 
 def served(boot: Boot, call: Callable[[], torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
     """What served one prediction, and its answer."""
-    prediction = boot.prediction()
-    output = call()
+    with boot.prediction() as prediction:
+        output = call()
     metrics = {name.removeprefix("compile_cache."): value for name, value in prediction.metrics().items()}
     names = ("served", "compiled_now", "waited_s", "compiling")
     return {name: metrics[name] for name in names}, output
+
+
+def predict_once(boot: Boot, call: Callable[[], torch.Tensor]) -> None:
+    """The prediction in which code that has arrived is compared."""
+    with boot.prediction():
+        call()
 
 
 def difference(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -63,6 +69,7 @@ def first() -> dict[str, Any]:
         made, output = served(boot, lambda: predict(model))
         meanwhile.append([made, difference(output, reference), digest(model) == before])
         boot.wait_compiled(0.05)
+    told["compared"], _ = served(boot, lambda: predict(model))
     after, output = served(boot, lambda: predict(model))
     told |= {"meanwhile": meanwhile, "after": after, "difference": difference(output, reference)}
     again, _ = served(boot, lambda: predict(model))
@@ -95,6 +102,7 @@ def length(boot: Boot, model: nn.Module, rows: int) -> list[Any]:
 
     at_once, _ = served(boot, lambda: predict(model, rows, Wide))
     assert boot.wait_compiled(PATIENCE_S)
+    predict_once(boot, lambda: predict(model, rows, Wide))
     later, output = served(boot, lambda: predict(model, rows, Wide))
     return [at_once, later, difference(output, predict_eager(model, rows, Wide))]
 
@@ -143,19 +151,18 @@ def served_alone(boot: Boot, model: nn.Module, kind: type[nn.Module]) -> tuple[d
 
 
 def kinds() -> dict[str, Any]:
-    """More kinds of calls than are kept, code that waits for a swap, and a number that changes."""
-    from compile_cache.regions import kinds as bound
+    """More kinds of calls than are kept, and a number that changes."""
+    from compile_cache.serving import kinds as bound
 
-    bound.RECOMPILE_LIMIT, bound._MOST_VARIANTS = 2, 2
+    bound.RECOMPILE_LIMIT, bound._MOST_FUNCTIONS = 2, 2
     with compile_cache.boot(MODEL) as boot:
         import torch
-        from background_blocks import Factor, Model, Other, Wide, inputs, predict
+        from background_blocks import Factor, Model, Wide, inputs, predict
 
-        model, held, factor = Model(Wide), Model(Other), Factor().eval()
-        for module, is_held in ((model, False), (held, True)):
-            boot.compile(module, until_swap=is_held)
+        model, factor = Model(Wide), Factor().eval()
+        boot.compile(model)
         boot.compile(factor, whole=True)
-        boot.warm_up(lambda: (predict(model), predict(held)))
+        boot.warm_up(lambda: predict(model))
 
     def in_mode(mode: Any, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
@@ -170,17 +177,14 @@ def kinds() -> dict[str, Any]:
         "plain": in_mode(torch.no_grad, torch.ones(4, 16)),
         "square": in_mode(torch.no_grad, torch.ones(16, 16)),
     }
-    told: dict[str, Any] = {"before_swap": [served(boot, lambda: predict(held))[0] for _ in range(2)]}
-    told["waiting"] = boot.waiting
-    told["swapped"] = boot.swap(lambda: predict(held))
-    told["after_swap"] = served(boot, lambda: predict(held))[0]
-    told["order"] = []
-    for name in ("first", "first", "plain", "plain", "first", "square", "square", "first", "plain", "plain"):
+    told: dict[str, Any] = {"order": []}
+    names = [*["first"] * 2, *["plain"] * 3, "first", *["square"] * 3, "first", *["plain"] * 2]
+    for name in names:
         made, _ = served(boot, calls[name])
         told["order"].append([name, made["served"]["Wide"]])
         assert boot.wait_compiled(PATIENCE_S)
     region = boot._compiler.regions[Wide]
-    told["kept"] = len(list(region.ordering.kinds))
+    told["kept"] = len(region.kinds)
     for number in range(6):
         with torch.inference_mode():
             x, by = inputs(), 0.1 * number
@@ -221,6 +225,7 @@ def patient(wait: str = "") -> dict[str, Any]:
     told = {"at_once": served_alone(boot, model, Wide)[0]}
     if wait:
         assert boot.wait_compiled(PATIENCE_S)
+        served_alone(boot, model, Wide)
         told["later"] = served_alone(boot, model, Wide)[0]
     return told
 
@@ -242,5 +247,6 @@ def late() -> dict[str, Any]:
     told = {"ready": report(boot), "waiting": boot.waiting}
     told["at_once"], _ = served(boot, lambda: predict(model))
     assert boot.wait_compiled(PATIENCE_S)
+    predict_once(boot, lambda: predict(model))
     told["later"], output = served(boot, lambda: predict(model))
     return told | {"difference": difference(output, predict_eager(model)), "report": report(boot)}

@@ -32,7 +32,7 @@ class Cheating(Wide):
 
 
 class Guarded(Wide):
-    """Runs out of memory as often as `SHORTAGES` says, and gives another answer when it is compiled."""
+    """Runs out of memory in the calls for which `SHORTAGES` has a text. Gives another answer when it is compiled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = starve(super().forward(x))
@@ -44,8 +44,8 @@ SHORTAGES: list[str] = []
 
 @torch.library.custom_op("faulty_blocks::starve", mutates_args=())
 def starve(x: torch.Tensor) -> torch.Tensor:
-    if SHORTAGES:
-        raise torch.OutOfMemoryError(SHORTAGES.pop())
+    if SHORTAGES and (shortage := SHORTAGES.pop(0)):
+        raise torch.OutOfMemoryError(shortage)
     return x.clone()
 
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-from compile_cache.aot.describe import signature, structure, structure_digest
-from compile_cache.aot.traced import call_region
 from compile_cache.background.call import receive
+from compile_cache.inductor.describe import signature, structure, structure_digest
+from compile_cache.inductor.traced import call_region
 
 SIZE = 16
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from compile_cache.aot.artifacts import Artifacts, Found
-from compile_cache.regions.compiler import Compiler
-from compile_cache.regions.ladder import RegionReport
+from compile_cache.inductor.artifacts import Artifacts
+from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.serving.compiler import Compiler
+from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -57,7 +58,7 @@ def only_report(compiler: Compiler) -> RegionReport:
     return region.report
 
 
-def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Found | str:
+def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
     """What a next boot finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
         return loaded(directory).find(module, args, kwargs)
@@ -90,7 +91,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if backlog := _BOOTED.pop().backlog():
+            if backlog := _BOOTED.pop().orders():
                 backlog._jobs.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 

@@ -19,13 +19,13 @@ from blocks import Block
 from boots import TESTS, python_path
 from precompiling import build, tensor
 
-from compile_cache.aot.artifacts import Artifacts
-from compile_cache.aot.groups import _options_digest, _versions
-from compile_cache.aot.options import changed_options
-from compile_cache.aot.switches import describe_switches, precisions, switches
 from compile_cache.background.state import ServerState
 from compile_cache.errors import StateNotMade
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.artifacts import Artifacts
+from compile_cache.inductor.groups import _options_digest, _versions
+from compile_cache.inductor.options import changed_options
+from compile_cache.inductor.switches import describe_switches, precisions, switches
+from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.settings import Settings
 
 

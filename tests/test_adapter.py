@@ -20,7 +20,6 @@ PRIVATE = (
     "torch._inductor.list_mode_options",
     "torch._ops.OpOverloadPacket",
     "torch.compiler.load_compiled_function",
-    "torch.nn.modules.module._global_forward_hooks",
     "torch._inductor.codecache.torch_key",
 )
 
@@ -28,7 +27,7 @@ PRIVATE = (
 @pytest.fixture
 def not_imported(monkeypatch):
     """As if nothing of the package had been imported yet."""
-    for name in [name for name in sys.modules if name.startswith("compile_cache.aot.")]:
+    for name in [name for name in sys.modules if name.startswith("compile_cache.inductor.")]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -38,7 +37,7 @@ def test_name_that_torch_no_longer_has_is_said_by_the_import(monkeypatch, path):
     module, _, name = path.rpartition(".")
     monkeypatch.delattr(importlib.import_module(module), name)
     with pytest.raises((ImportError, AttributeError), match=name):
-        importlib.import_module("compile_cache.aot.artifacts")
+        importlib.import_module("compile_cache.inductor.artifacts")
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cu140", "3.0.0.dev1"])
@@ -46,11 +45,11 @@ def test_name_that_torch_no_longer_has_is_said_by_the_import(monkeypatch, path):
 def test_torch_that_was_not_tested_is_refused_by_the_import(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(ImportError, match=r"is not a tested release \(2\.11 to 2\.15\)"):
-        importlib.import_module("compile_cache.aot.artifacts")
+        importlib.import_module("compile_cache.inductor.artifacts")
 
 
 @pytest.mark.usefixtures("not_imported")
 def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     for name in ("files", "toolchain", "traced"):
-        importlib.import_module(f"compile_cache.aot.{name}")
+        importlib.import_module(f"compile_cache.inductor.{name}")

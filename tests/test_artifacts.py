@@ -17,9 +17,10 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.aot import compiling, groups, precompiled
-from compile_cache.aot.artifacts import Artifacts, Found
-from compile_cache.aot.files import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.inductor import compiling, groups, precompiled
+from compile_cache.inductor.artifacts import Artifacts
+from compile_cache.inductor.files import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.inductor.precompiled import Precompiled
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
 
@@ -139,7 +140,7 @@ def test_artifact_with_kernels_for_another_host_is_refused_alone(directory, host
     path.unlink()
     write_artifact(path.parent, key, {**record, "host": host}, payload)
     assert reason in find(directory, build(Block), tensor())
-    assert isinstance(find(directory, build(Batched), tensor(1, 4, 16)), Found)
+    assert isinstance(find(directory, build(Batched), tensor(1, 4, 16)), Precompiled)
 
 
 def test_artifact_with_kernels_for_this_host_serves(directory):
@@ -149,7 +150,7 @@ def test_artifact_with_kernels_for_this_host_serves(directory):
     path.unlink()
     host = {"instructions": instruction_flags(), "threads": str(torch.get_num_threads())}
     write_artifact(path.parent, key, {**record, "host": host}, payload)
-    assert isinstance(find(directory, build(Block), tensor()), Found)
+    assert isinstance(find(directory, build(Block), tensor()), Precompiled)
 
 
 def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
@@ -167,11 +168,11 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
             found = find(directory, build(Block), tensor())
         finally:
             torch.set_num_threads(threads)
-    assert isinstance(found, Found), found
+    assert isinstance(found, Precompiled), found
     with torch.inference_mode():
-        assert not found.function.misfit(block, (tensor(),), {})
+        assert not found.misfit(block, (tensor(),), {})
         with torch.autocast("cpu", torch.bfloat16):
-            assert not found.function.fits(block, (tensor(),), {})
+            assert not found.fits(block, (tensor(),), {})
 
 
 def test_artifact_that_is_missing_is_no_error(directory):
@@ -236,7 +237,7 @@ def test_artifact_of_another_inductor_option_is_not_served(made):
 def test_an_artifact_is_found_while_another_thread_loads_one(made):
     # In torch 2.11 options belong to all threads, and torch sets this option while it loads.
     with torch._inductor.config.patch(enable_autograd_for_aot=True):
-        assert isinstance(find(made, build(Block), tensor()), Found)
+        assert isinstance(find(made, build(Block), tensor()), Precompiled)
 
 
 class Pass(CustomGraphPass):
@@ -257,7 +258,7 @@ def test_artifact_of_another_graph_pass_is_not_served(name, tmp_path):
         with torch._inductor.config.patch({name: Pass("first")}):
             compiler = boot(directory, module)
             warm_up(compiler, lambda: module(tensor()))
-            assert isinstance(find(directory, build(Block), tensor()), Found)
+            assert isinstance(find(directory, build(Block), tensor()), Precompiled)
         with torch._inductor.config.patch({name: Pass("second")}):
             assert isinstance(find(directory, build(Block), tensor()), str)
         assert isinstance(find(directory, build(Block), tensor()), str)
@@ -287,7 +288,7 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(ma
         close(warm_up(compiler, lambda: module(tensor())), expected)
         with torch.inference_mode():
             close(module(tensor()), expected)
-        assert only_report(compiler).step == "cold"
+        assert only_report(compiler).step == "eager"
 
 
 def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, tmp_path, monkeypatch):
@@ -331,7 +332,7 @@ def test_artifact_that_was_loaded_ahead_serves(made):
     ahead, block = prefetched(made), build(Block)
     with torch.inference_mode():
         found = ahead.find(block, (tensor(),), {})
-        close(found.function(block, (tensor(),), {}), eager(build(Block), tensor()))
+        close(found(block, (tensor(),), {}), eager(build(Block), tensor()))
 
 
 @pytest.mark.parametrize("name", ["combine", "GAIN"])
@@ -345,7 +346,7 @@ def test_what_is_replaced_after_an_artifact_was_loaded_ahead_is_noticed(made, mo
 def test_artifact_of_other_weights_serves(made):
     found, other = find(made, build(Block, seed=5), tensor()), build(Block, seed=5)
     with torch.inference_mode():
-        close(found.function(other, (tensor(),), {}), eager(build(Block, seed=5), tensor()))
+        close(found(other, (tensor(),), {}), eager(build(Block, seed=5), tensor()))
 
 
 def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made, tmp_path):

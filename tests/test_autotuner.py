@@ -20,7 +20,7 @@ from torch._inductor.triton_bundler import (  # noqa: E402
     TritonKernelArtifacts,
 )
 
-from compile_cache.regions import autotuner  # noqa: E402
+from compile_cache.inductor import autotuner  # noqa: E402
 
 PARTS = ("cubin", "ptx", "ttir", "ttgir", "llir", "source", "json")
 

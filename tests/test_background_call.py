@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from test_quantization import TORCHAO
 from torch import nn
 
-from compile_cache.aot.traced import call_region
 from compile_cache.background.call import hand_over, hand_over_shared, receive
+from compile_cache.inductor.traced import call_region
 
 PROJECT = Path(__file__).parent.parent
 

@@ -6,12 +6,14 @@ import passes
 import pytest
 import torch
 from state_process import StateProcess, facts
+from torch._inductor import config
 
 from compile_cache.background import prepare
 from compile_cache.background.prepare import prepare_with, registered
 from compile_cache.background.state import ServerState
 from compile_cache.errors import StateNotTaken
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.torch_settings import configure_torch
+from models.text.steps import prepare_process
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,10 @@ def test_preparation_that_no_other_process_can_import_is_refused(function):
 def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
     with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
         prepare_with(passes.register, lambda: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="operators are joined on a GPU")
+def test_preparing_the_compiling_process_leaves_options_as_the_servers_are_on_a_cpu():
+    """Artifacts are found by their options: with another pass over graphs, the server would never find one."""
+    prepare_process()
+    assert config.post_grad_custom_pre_pass is None

@@ -18,13 +18,13 @@ from precompiling import activated, build, find, tensor
 from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_cache.aot.artifacts import Found
-from compile_cache.aot.switches import CONTEXTS, SWITCHES, precisions, set_precisions
 from compile_cache.background.portable import pack
 from compile_cache.background.prepare import Preparation
 from compile_cache.background.state import Option, ServerState
 from compile_cache.errors import StateNotMade, StateNotTaken
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.switches import CONTEXTS, SWITCHES, precisions, set_precisions
+from compile_cache.inductor.torch_settings import configure_torch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +86,8 @@ def assert_set_back(answer):
 
 # By switch: how a server comes to have another value than a new process.
 CHANGES = {
+    "autocast on CPU": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast on CUDA": lambda: told(lambda value: torch.set_autocast_enabled("cuda", value), True, False),
     "gradients": torch.no_grad,
     "inference mode": torch.inference_mode,
     "flash attention": lambda: told(torch.backends.cuda.enable_flash_sdp, False, True),
@@ -150,8 +152,6 @@ def test_precision_of_float32_operations_is_made_however_it_was_set(process, way
 
 
 REFUSED = {
-    "autocast on CPU": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast on CUDA": lambda: told(lambda value: torch.set_autocast_enabled("cuda", value), True, False),
     "function modes": lambda: torch.device("cpu"),
     "dispatch modes": FakeTensorMode,
 }
@@ -313,7 +313,7 @@ torch.set_float32_matmul_precision("high")
 with torch.inference_mode():
     state = ServerState.take(on_gpu=False)
     compilers = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]
-    from compile_cache.regions.torch_settings import configure_torch
+    from compile_cache.inductor.torch_settings import configure_torch
     from state_process import facts
     configure_torch()
     pickle.dump((state, compilers, facts()), sys.stdout.buffer)
@@ -347,7 +347,7 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
             state = ServerState.take(on_gpu=False)
             path = process.ask("make_artifact", state, directory.path)
             found = find(directory, build(Block), tensor())
-            assert isinstance(found, Found), found
+            assert isinstance(found, Precompiled), found
             assert found.path == path
         assert isinstance(find(directory, build(Block), tensor()), str)
 

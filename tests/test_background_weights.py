@@ -148,7 +148,7 @@ def test_code_made_there_serves_the_module_here(kind, tmp_path: Path):
         function = find(directory, module, tensor())
         assert not isinstance(function, str), function
         with torch.inference_mode():
-            found = function.function(module, (tensor(),), {})
+            found = function(module, (tensor(),), {})
 
     assert (found - eager(build(kind), tensor())).abs().max() < TOLERANCE
 
@@ -167,6 +167,6 @@ def test_code_made_there_serves_the_module_on_a_gpu(buffer_bytes, tmp_path: Path
         function = find(directory, module, x)
         assert not isinstance(function, str), function
         with torch.inference_mode():
-            found = function.function(module, (x,), {})
+            found = function(module, (x,), {})
 
     assert (found - eager(build(Layers).cuda(), x)).abs().max() < TOLERANCE

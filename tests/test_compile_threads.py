@@ -15,8 +15,8 @@ from marked_processes import PATIENCE_S
 from compile_cache.background import compile_threads as counting
 from compile_cache.background.compile_threads import compile_threads, quota_cpus
 from compile_cache.background.process import CompilingProcess
-from compile_cache.regions import backlog
-from compile_cache.regions.backlog import Backlog
+from compile_cache.serving import orders
+from compile_cache.serving.orders import Orders
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -34,13 +34,13 @@ def cgroup(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
     """Starts the second process as a boot does, and returns its variables."""
-    monkeypatch.setattr(backlog, "_HANDLER", "background_handlers:make_of_place")
+    monkeypatch.setattr(orders, "_HANDLER", "background_handlers:make_of_place")
     directory = CacheDirectory.claim(tmp_path)
     processes: list[CompilingProcess] = []
 
     def start() -> dict[str, str]:
         nothing: Any = None
-        processes.append(Backlog(Settings(), directory, nothing, nothing, nothing)._start())
+        processes.append(Orders(Settings(), directory, nothing, nothing, nothing)._start())
         environ: dict[str, str] = json.loads(processes[-1].do(job("describe"), PATIENCE_S))["environ"]
         return environ
 

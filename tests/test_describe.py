@@ -17,14 +17,15 @@ import torch
 from boots import TESTS, python_path
 from torch import nn
 
-from compile_cache.aot.describe import (
+from compile_cache.inductor.describe import (
     NotDescribedError,
     code_digest,
     describe,
     signature,
 )
-from compile_cache.aot.files import digest
-from compile_cache.aot.switches import changed_switches, describe_switches, on_gpu, switches
+from compile_cache.inductor.files import digest
+from compile_cache.inductor.spec import on_gpu
+from compile_cache.inductor.switches import changed_switches, describe_switches, switches
 
 
 def first(x):
@@ -180,9 +181,10 @@ def test_signature_tells_one_tensor_twice_from_two():
     assert signature((one, other), {}, True) == signature((torch.zeros(2), torch.zeros(2)), {}, True)
 
 
-def test_signature_has_constants_by_value_and_type():
-    signatures = [signature((value,), {}, True) for value in (1, 1.0, True, "1", None, 2)]
+def test_signature_has_constants_by_value_and_type_but_numbers_by_type_alone():
+    signatures = [signature((value,), {}, True) for value in (1, 1.0, True, False, "1", "2", None)]
     assert len({digest(each) for each in signatures}) == len(signatures)
+    assert signature((1,), {}, True) == signature((2,), {}, True)
 
 
 def test_signature_has_sizes_only_if_asked():

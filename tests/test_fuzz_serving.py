@@ -14,38 +14,16 @@ import torch
 from random_modules import make_modules, source_of
 
 ROOT = Path(__file__).resolve().parents[1]
-ADVANCED = "a comparison advances the state of the module, or torch's generator"
-# One module each, by policy. Those with a reason are served wrongly, and their tests are expected to fail.
+# One module each, by policy.
 FEATURES = {
-    "background": {
-        "none": "",
-        "count": ADVANCED,
-        "attribute": "",
-        "draw": ADVANCED,
-        "write": "",
-        "alias": "code for inputs that share no memory serves inputs that do, and the other way round",
-        "views": "",
-        "dictionary": "",
-        "plain": "",
-        "sentinel": "an object that is told apart by identity is another one in the second process",
-        "enumeration": "",
-        "hook": "",
-        "autocast": "",
-        "break": "",
-    },
-    "block": {
-        "attribute": ADVANCED,
-        "plain": "",
-        "own hook": "a comparison calls the hook again",
-        "break": "",
-    },
+    "background": (
+        *("none", "count", "attribute", "draw", "write", "alias", "views", "dictionary", "plain", "sentinel"),
+        *("enumeration", "hook", "autocast", "break"),
+    ),
+    "block": ("attribute", "plain", "own hook", "break"),
 }
 # What the second process cannot compile, or what its code never fits.
-EAGER = ("attribute", "hook", "autocast", "break")
-
-
-def faulty(reason: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.xfail(strict=True, reason=reason),) if reason else ()
+EAGER = ("attribute", "draw", "hook", "own hook", "autocast", "break")
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +46,13 @@ def campaign() -> Callable[[str], dict[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "feature"),
-    [
-        pytest.param(policy, name, marks=faulty(reason))
-        for policy, reasons in FEATURES.items()
-        for name, reason in reasons.items()
-    ],
+    ("policy", "feature"), [(policy, name) for policy, names in FEATURES.items() for name in names]
 )
 def test_modules_with_a_feature_are_served_as_eager_would(campaign, policy, feature):
     row = campaign(policy)[feature]
     assert row["wrong"] == 0
     assert row["calls"] >= 24
-    assert row["served by compiled code"] or (policy == "background" and feature in EAGER)
+    assert row["served by compiled code"] or feature in EAGER
 
 
 def test_a_module_is_the_same_for_the_same_seed():

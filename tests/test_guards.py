@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import blocks
 import pytest
 
-from compile_cache.aot.describe import describe
-from compile_cache.aot.guards import Checks, RecordedGuard
+from compile_cache.inductor.describe import describe
+from compile_cache.inductor.guards import Checks, RecordedGuard
 
 ALIAS = "__import_blocks"
 

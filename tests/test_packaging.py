@@ -174,7 +174,7 @@ def test_another_packages_warning_is_no_error():
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("module", ["compile_cache.regions.region", "models.weights", "predict", "test_packaging"])
+@pytest.mark.parametrize("module", ["compile_cache.serving.region", "models.weights", "predict", "test_packaging"])
 def test_a_warning_of_the_projects_own_code_is_an_error(module):
     with pytest.raises(RuntimeWarning):
         warnings.warn_explicit("unexpected", RuntimeWarning, "a.py", 1, module=module)

@@ -1,4 +1,4 @@
-"""Calls of the warm-up whose code is on its way: eager, compiled on no request, and swapped when that is asked."""
+"""Calls of the warm-up whose code is on its way: eager, compiled on no request, and taken between two predictions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from toy_model import CheatingBlock, NormBlock, WideBlock
 
 from compile_cache.background.order import Order
 from compile_cache.errors import UnseenCallError
-from compile_cache.regions.compiler import Compiler
-from compile_cache.regions.counters import read_counts
+from compile_cache.serving.compiler import Compiler
+from compile_cache.serving.moment import Moment
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -46,7 +46,7 @@ def predict(module: nn.Module, count: int) -> torch.Tensor:
 
 def orders(compiler: Compiler) -> list[Order]:
     """What waits for the second process."""
-    backlog = compiler.backlog()
+    backlog = compiler.orders()
     assert backlog is not None
     return [pickle.loads(job.content) for job in backlog._jobs._queue]
 
@@ -70,7 +70,6 @@ def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(di
     predict(block, 4)
     assert (region.served["compiled"], region.waited_s) == (0, 0)
     predict(block, 5)
-    assert region.served["compiled"] == 1
     assert region.waited_s > 0
 
 
@@ -83,36 +82,42 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
     assert orders(compiler)[-1].dynamic == ((0, 0),)
 
 
-def test_what_arrives_serves_after_a_swap_and_a_swap_that_breaks_off_is_begun_again(directory):
+def test_new_code_is_taken_between_two_predictions(directory):
     good, bad = build(NormBlock), build(CheatingBlock)
-    compiler = background(directory)
-    for block in (good, bad):
-        compiler.compile(block, whole=True, holds=True)
+    compiler = background(directory, good, bad)
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
+    moment, regions = compiler.moment, compiler.regions
+    moment.begin()
     compiler.release()
     assert compiler.wait(PATIENCE_S)
-    region = compiler.regions[NormBlock]
-    with torch.inference_mode():
-        predict(good, 4)
-        assert region.served == {"eager": 2}
-        assert not region.has_arrived(good, (rows(4),), {}), "nothing arrives but in a swap"
-        graphs = read_counts().graphs
-        assert compiler.begin_swap()
-        assert compiler.begin_swap(), "the first one did not end"
-        assert region.has_arrived(good, (rows(4),), {})
-        with compiler.watching(may_compile=False):
-            swapped = [good(rows(4)), bad(rows(4))]
-        assert not region.has_arrived(good, (rows(4),), {})
-        compiler.end_swap()
-    assert not compiler.begin_swap()
-    torch.testing.assert_close(swapped, eager)
-    assert region.served == {"eager": 2, "precompiled": 1}
-    assert set(compiler.regions[CheatingBlock].served) == {"eager"}
-    assert read_counts().graphs == graphs, "no request compiles what arrived and was wrong"
+    served = []
+    for is_new in (False, True, True, False):
+        if served:
+            assert moment.begin() == is_new
+        torch.testing.assert_close([predict(good, 4), predict(bad, 4)], eager)
+        served.append(dict(regions[NormBlock].served))
+        moment.end(is_complete=True, had_new_code=is_new)
+    assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
+    assert set(regions[CheatingBlock].served) == {"eager"}
 
 
-def test_code_that_never_fits_is_made_twice_and_the_report_says_why(directory, monkeypatch):
-    """The second process does not know what the server has changed: it makes the same code again."""
+def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
+    moment, taken = Moment(), []
+    assert not moment.begin()
+    moment.note(lambda: taken.append(1))
+    assert not moment.begin()
+    moment.pass_by()
+    assert taken == []
+    moment.end(is_complete=True, had_new_code=False)
+    moment.end(is_complete=True, had_new_code=False)
+    assert moment.begin()
+    assert taken == [1]
+    moment.end(is_complete=False, had_new_code=True)
+    assert moment.begin()
+
+
+def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
+    """The second process does not know what the server has changed."""
     monkeypatch.setattr(flagged_block, "IS_DOUBLED", True)
     block = build(flagged_block.FlaggedBlock)
     compiler = background(directory, block)
@@ -123,5 +128,5 @@ def test_code_that_never_fits_is_made_twice_and_the_report_says_why(directory, m
         torch.testing.assert_close(predict(block, 4), eager)
     assert compiler.waiting == 0
     report = only_report(compiler)
-    assert (report.made, report.step) == (1, "eager")
+    assert (report.made, report.step) == (0, "eager")
     assert "IS_DOUBLED" in report.reason

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
 
-from compile_cache.aot.files import read_artifact
+from compile_cache.inductor.files import read_artifact
 
 close = torch.testing.assert_close
 
@@ -86,7 +86,7 @@ def test_after_the_warm_up_it_serves_predictions(directory):
     warm_up(compiler, lambda: block(tensor()))
     with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=True):
         close(block(tensor(seed=3)), eager(build(Block), tensor(seed=3)))
-    assert compiler.regions[Block]._here is None, "torch.compile was never asked"
+    assert compiler.regions[Block]._maker is None, "torch.compile was never asked"
 
 
 def test_all_instances_are_served_by_one_artifact(directory):
@@ -144,7 +144,7 @@ def test_instance_whose_attribute_is_set_after_the_load_is_not_served(made, name
     found = find(made, block, tensor())
     setattr(block, name, ATTRIBUTES[name]())
     with torch.inference_mode():
-        assert not found.function.fits(block, (tensor(),), {})
+        assert not found.fits(block, (tensor(),), {})
 
 
 IN_PLACE: dict[str, Callable[[Block], Any]] = {
@@ -164,7 +164,7 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     IN_PLACE[what](block)
     assert not torch.equal(eager(block, tensor()), eager(build(Block), tensor())), "it would have been wrong"
     with torch.inference_mode():
-        assert not found.function.fits(block, (tensor(),), {})
+        assert not found.fits(block, (tensor(),), {})
 
 
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
@@ -291,9 +291,9 @@ def test_call_with_a_hook_is_never_served_precompiled(made, hook):
         with hooked(HOOKS[hook](part(block))):
             assert "hook" in find(made, block, tensor())
             with torch.inference_mode():
-                assert not found.function.fits(block, (tensor(),), {})
+                assert not found.fits(block, (tensor(),), {})
         with torch.inference_mode():
-            assert found.function.fits(block, (tensor(),), {})
+            assert found.fits(block, (tensor(),), {})
 
 
 @pytest.mark.parametrize("change", CHANGES_BEFORE)
@@ -309,9 +309,9 @@ def test_block_that_is_changed_after_the_load_is_not_served(made, change):
     block = build(Block)
     found = find(made, block, tensor())
     with CHANGES[change](block), torch.inference_mode():
-        assert not found.function.fits(block, (tensor(),), {})
+        assert not found.fits(block, (tensor(),), {})
     with torch.inference_mode():
-        assert found.function.fits(block, (tensor(),), {})
+        assert found.fits(block, (tensor(),), {})
 
 
 def test_hook_of_a_module_that_is_no_part_is_noticed(made):
@@ -320,7 +320,7 @@ def test_hook_of_a_module_that_is_no_part_is_noticed(made):
     assert not isinstance(found, str), found
     with hooked(module.beside[0].register_forward_hook(times_weight)):
         with torch.inference_mode():
-            assert not found.function.fits(module, (tensor(),), {})
+            assert not found.fits(module, (tensor(),), {})
         other = build(Beside)
         other.beside = module.beside
         assert isinstance(find(made, other, tensor()), str)
@@ -377,7 +377,7 @@ def test_block_that_reads_a_global_which_is_changed_after_the_load_is_not_served
     module = build(Global)
     found = find(made, module, tensor())
     with GLOBALS[change](), torch.inference_mode():
-        assert not found.function.fits(module, (tensor(),), {})
+        assert not found.fits(module, (tensor(),), {})
 
 
 GLOBALS_IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -396,7 +396,7 @@ def test_block_that_reads_a_global_which_is_changed_in_place_after_the_load_is_n
     change()
     try:
         with torch.inference_mode():
-            assert not found.function.fits(module, (tensor(),), {})
+            assert not found.fits(module, (tensor(),), {})
     finally:
         undo()
 
@@ -437,9 +437,9 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
     module = build(Tunable)
     found = find(made, module, tensor())
     with TUNED[change](module), torch.inference_mode():
-        assert not found.function.fits(module, (tensor(),), {})
+        assert not found.fits(module, (tensor(),), {})
     with torch.inference_mode():
-        assert found.function.fits(module, (tensor(),), {})
+        assert found.fits(module, (tensor(),), {})
 
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
@@ -498,10 +498,10 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     block = build(Block)
     found = find(made, block, tensor())
     with torch.inference_mode(), SWITCHES[switch]():
-        assert not found.function.fits(block, (tensor(),), {})
-        assert switch in found.function.misfit(block, (tensor(),), {})
+        assert not found.fits(block, (tensor(),), {})
+        assert switch in found.misfit(block, (tensor(),), {})
     with torch.inference_mode():
-        assert found.function.fits(block, (tensor(),), {})
+        assert found.fits(block, (tensor(),), {})
 
 
 def test_gradients_are_recorded_as_in_eager(directory):
@@ -543,8 +543,8 @@ def test_call_with_another_argument_is_not_served(made, kind):
     block = build(Block)
     found = find(made, block, tensor())
     with torch.inference_mode():
-        assert not found.function.fits(block, (tensor(), ARGUMENTS[kind]), {})
-        assert not found.function.fits(block, (tensor(),), {"by": ARGUMENTS[kind]})
+        assert not found.fits(block, (tensor(), ARGUMENTS[kind]), {})
+        assert not found.fits(block, (tensor(),), {"by": ARGUMENTS[kind]})
     assert isinstance(find(made, block, tensor(), ARGUMENTS[kind]), str)
 
 
@@ -589,8 +589,8 @@ def test_artifact_of_one_layer_does_not_serve_another(made):
     first, second = find(made, layers[0], tensor(), caches()), find(made, layers[1], tensor(), caches())
     assert first.path != second.path
     with torch.inference_mode():
-        assert not first.function.fits(layers[1], (tensor(), caches()), {})
-        assert "layer_idx" in first.function.misfit(layers[1], (tensor(), caches()), {})
+        assert not first.fits(layers[1], (tensor(), caches()), {})
+        assert "layer_idx" in first.misfit(layers[1], (tensor(), caches()), {})
 
 
 def test_strides_of_a_batch_of_one_need_one_artifact(directory):
@@ -624,7 +624,7 @@ def test_other_shape_is_not_served(directory):
     assert_not_precompiled(compiler)
     found = find(directory, block, tensor())
     with torch.inference_mode():
-        assert not found.function.fits(block, (tensor(6, blocks.SIZE),), {})
+        assert not found.fits(block, (tensor(6, blocks.SIZE),), {})
 
 
 def test_one_tensor_twice_is_not_taken_for_two(directory):
@@ -650,8 +650,8 @@ def test_artifact_for_two_tensors_does_not_serve_one_twice(made):
     pair, one = build(Pair), tensor(16, 16)
     found = find(made, pair, tensor(16, 16), tensor(16, 16))
     with torch.inference_mode():
-        assert found.function.fits(pair, (tensor(16, 16), tensor(16, 16)), {})
-        assert not found.function.fits(pair, (one, one), {})
+        assert found.fits(pair, (tensor(16, 16), tensor(16, 16)), {})
+        assert not found.fits(pair, (one, one), {})
 
 
 def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(directory):

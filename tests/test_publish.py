@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from compile_cache.errors import StoreUnavailable
+from compile_cache.inductor.counters import CompileCounts
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
-from compile_cache.regions.counters import CompileCounts
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory

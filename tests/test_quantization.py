@@ -49,9 +49,9 @@ print(type(model.generator.decode.model.lm_head.weight).__name__)
 """
 _PRECOMPILE = """
 import torch
-from compile_cache.aot.compiling import compile_ahead
-from compile_cache.aot.precompiled import Precompiled
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.compiling import compile_ahead
+from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.torch_settings import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)
 with torch.inference_mode():

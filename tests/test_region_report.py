@@ -9,7 +9,7 @@ from precompiling import activated, boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.regions.ladder import RegionReport
+from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 
 

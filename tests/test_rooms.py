@@ -17,7 +17,9 @@ ROWS = (
     ("storage.pack",),
     ("storage.stores",),
     ("storage",),
-    ("aot", "background", "regions"),
+    ("inductor",),
+    ("background",),
+    ("serving",),
     ("lifecycle",),
     ("cli",),
 )

@@ -16,11 +16,6 @@ from background_boots import play as play_scene
 play = functools.partial(play_scene, program="serving_faults")
 
 
-def fault(reason: str) -> pytest.MarkDecorator:
-    """A fault that is known: the test asserts what is right, and fails as soon as the fault is mended."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.fixture(scope="module")
 def booted(tmp_path_factory) -> Callable[..., Told]:
     """Plays the scene `right` for these classes, once. With `then`, it is the second boot over the same store."""
@@ -46,7 +41,6 @@ def unrepeated(request, tmp_path_factory) -> Iterator[Future[tuple[Path, Told]]]
             yield Future()
 
 
-ADVANCES = fault("a comparison runs a call on the real module, whose state and generators advance twice")
 WITH_STATE = ("TokenStep", "Streaming", "Counter", "Tally", "Noisy")
 # No code fits twice where a number in an attribute changes, and compiled code draws other numbers than eager.
 NEVER_COMPILED = ("Tally", "Noisy")
@@ -54,11 +48,7 @@ NEVER_COMPILED = ("Tally", "Noisy")
 
 @pytest.mark.parametrize(
     ("policy", "name"),
-    [
-        pytest.param(policy, name, marks=() if (policy, name) == ("background", "Tally") else ADVANCES)
-        for policy in ("background", "block")
-        for name in WITH_STATE
-    ],
+    [(policy, name) for policy in ("background", "block") for name in WITH_STATE],
 )
 def test_a_comparison_advances_neither_a_state_nor_a_generator(booted, policy, name):
     pair = booted(*WITH_STATE, cold_start=policy)["pairs"][name]
@@ -69,7 +59,6 @@ def test_a_comparison_advances_neither_a_state_nor_a_generator(booted, policy, n
 BEYOND = ("Valued", "Writing", "Keeping", "Recognising")
 
 
-@fault("plain values, what a call writes, and which object an attribute is are not compared")
 @pytest.mark.parametrize("name", BEYOND)
 def test_code_that_differs_in_anything_but_its_tensors_serves_no_call(booted, name):
     assert booted(*BEYOND)["pairs"][name]["wrong"] == []
@@ -87,7 +76,6 @@ def test_a_request_beside_a_comparison_is_not_served_by_the_code_that_is_compare
     assert play(tmp_path, "beside")["wrong"] == []
 
 
-@fault("the calls behind the first one are dropped when a second process dies before it is ready")
 def test_a_second_process_that_is_killed_before_it_is_ready_loses_no_call(tmp_path):
     told = play(tmp_path, "killed")
     assert told["killed"]
@@ -97,19 +85,16 @@ def test_a_second_process_that_is_killed_before_it_is_ready_loses_no_call(tmp_pa
     )
 
 
-@fault("every size is ordered, however many there are")
 def test_orders_are_bounded(tmp_path):
     assert 0 < play(tmp_path, "many")["waiting"] <= 64
 
 
-@fault("code that no request has called is never published")
 def test_what_the_warm_up_alone_calls_is_not_compiled_again_in_the_next_boot(unrepeated, tmp_path):
     folder, told = unrepeated.result()
     assert told["published"]
     made_nothing_of(play(tmp_path, "right", "Wide", after=folder))
 
 
-@fault("code that was not compared on every instance when the server ends is never published")
 def test_what_a_short_life_has_compiled_is_not_compiled_again_in_the_next_boot(tmp_path):
     folder, later = tmp_path / "first", tmp_path / "second"
     assert play(folder, "brief")["published"]
@@ -121,7 +106,6 @@ def made_nothing_of(told: Told) -> None:
     assert told["waiting"] == told.processes == 0
 
 
-@fault("what cannot be compiled ahead of time is eager in every boot that compiles in the background")
 @pytest.mark.parametrize("name", ["Broken", "Autocast"])
 @pytest.mark.parametrize("first", ["block", "background"])
 def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(booted, first, name):
@@ -133,7 +117,6 @@ def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(b
     assert counts["fxgraph_misses"] == counts["precompiled_made"] == told["waiting"] == 0
 
 
-@fault("a call with a hook of one process is compiled in the setup")
 @pytest.mark.parametrize("then", ["", "background"], ids=["first", "next"])
 def test_a_call_with_hooks_is_eager_and_says_so(booted, then):
     told = booted("Hooked", then=then)

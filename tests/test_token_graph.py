@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import models.kernels.matrix_vector
-from compile_cache.aot.compiling import compile_ahead
-from compile_cache.aot.precompiled import Precompiled
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.compiling import compile_ahead
+from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.torch_settings import configure_torch
 from models.kernels import token_graph
 from models.kernels.matrix_vector import matrix_vector
 from models.kernels.token_graph import JoinOperators, join_operators
@@ -214,7 +214,7 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
             torch.testing.assert_close(torch.compile(step, fullgraph=True)(token), expected)
         assert counters["inductor"]["fxgraph_cache_hit"] - before["fxgraph_cache_hit"] == 1
         configure_torch()
-        loaded = Precompiled(*compile_ahead(step, (token,), {}, "default", False))
+        loaded = Precompiled("", *compile_ahead(step, (token,), {}, "default", False))
         assert loaded.misfit(step, (token,), {}) == ""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             torch.testing.assert_close(loaded(step, (token,), {}), expected)

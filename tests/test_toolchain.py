@@ -9,7 +9,7 @@ import sys
 import pytest
 from boots import TESTS, settings
 
-from compile_cache.aot.toolchain import _Answers
+from compile_cache.inductor.toolchain import _Answers
 
 # Runs a script, and writes each process that it starts to the log.
 AUDITED = """

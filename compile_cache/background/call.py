@@ -33,7 +33,7 @@ from compile_cache.background.tensors import (
     make_storages,
 )
 from compile_cache.errors import NotHandedOver, first_line
-from compile_cache.importable import why_not
+from compile_cache.importable import find, named_objects, why_not
 
 _COMPILED = "_compiled_call_impl"
 
@@ -112,12 +112,12 @@ def _pickled(
 ) -> tuple[bytes, list[UsedStorage]]:
     file = BytesIO()
     pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.tensors = TensorDescriber(shared)
+    pickler.begin(call[0], shared)
     try:
         pickler.dump(call)
     except Exception as error:
         tracing = _TracingPickler()
-        tracing.tensors = TensorDescriber()
+        tracing.begin(call[0])
         raise NotHandedOver(obstacle(tracing, call, error)) from error
     return file.getvalue(), pickler.tensors.storages
 
@@ -127,10 +127,27 @@ def _joined(content: bytes, storages: list[UsedStorage], handles: dict[int, Hand
     return pickle.dumps(layouts, pickle.HIGHEST_PROTOCOL) + content
 
 
-class _Reductions:
-    """Reduces the objects that pickle would refuse, or would copy although they belong to this process."""
+class Reductions:
+    """Reduces the objects that pickle would refuse, or would copy although they belong to this process, or although
+    the model may ask which object they are."""
 
-    tensors: TensorDescriber
+    def begin(self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None) -> None:
+        """Begin with a call of `module`. `shared` is for `hand_over_shared`."""
+        self.tensors = TensorDescriber(shared)
+        self._names: dict[int, str] = {}
+        self._homes: set[str] = set()
+        for kind in {type(part) for part in module.modules()}:
+            self._add_names(kind.__module__)
+
+    def name(self, value: Any) -> str:
+        """The name of an object that its class's module or the model's has, such as a sentinel; empty if none has."""
+        self._add_names(type(value).__module__)
+        return self._names.get(id(value), "")
+
+    def _add_names(self, home: str) -> None:
+        if home not in self._homes:
+            self._homes.add(home)
+            self._names |= named_objects(home)
 
     def persistent_id(self, value: Any) -> int | None:
         """The number of a storage."""
@@ -152,14 +169,16 @@ class _Reductions:
             _check_importable(value)
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
+        elif name := self.name(value):
+            return find, (name,)
         return NotImplemented
 
 
-class _Pickler(_Reductions, pickle.Pickler):
+class _Pickler(Reductions, pickle.Pickler):
     pass
 
 
-class _TracingPickler(_Reductions, TracingPickler):
+class _TracingPickler(Reductions, TracingPickler):
     pass
 
 

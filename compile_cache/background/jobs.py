@@ -158,7 +158,7 @@ class Jobs:
                 process = self._ensure_process()
                 attempts += 1
                 answer = process.do(job.content, self._job_timeout_s)
-                reason = ""
+                reason, is_final = "", True
                 break
             except (JobFailed, JobTimedOut, ProcessDied) as error:
                 reason, is_final = str(error), not isinstance(error, ProcessNotReady)

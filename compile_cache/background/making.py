@@ -10,7 +10,7 @@ import gc
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from compile_cache.aot.artifacts import Artifacts, Made
-from compile_cache.aot.files import PRECOMPILED
-from compile_cache.aot.switches import on_gpu
-from compile_cache.aot.toolchain import remember_toolchain
 from compile_cache.background.call import receive
 from compile_cache.background.order import Making, Order, Place
 from compile_cache.background.pacing import Pace
+from compile_cache.background.shadow import Shadow
 from compile_cache.errors import CompileCacheError, NotHandedOver, StateNotMade
-from compile_cache.regions.autotuner import unread_files
-from compile_cache.regions.border import Failure, attempt
-from compile_cache.regions.speed import Speed, compare_speed
-from compile_cache.regions.torch_settings import configure_torch
+from compile_cache.inductor.artifacts import Artifacts, CachedRecord, Made
+from compile_cache.inductor.autotuner import unread_files
+from compile_cache.inductor.border import Failure, attempt
+from compile_cache.inductor.files import PRECOMPILED
+from compile_cache.inductor.graphs import Graphs, trace
+from compile_cache.inductor.spec import on_gpu
+from compile_cache.inductor.speed import Speed, compare_speed
+from compile_cache.inductor.toolchain import remember_toolchain
+from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.storage.directory import scan_folder
 
 
@@ -38,6 +40,14 @@ def start_making(setup: bytes) -> Callable[[bytes], bytes]:
     place: Place = pickle.loads(setup)
     maker = _Maker(place)
     return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """The path of a record of graphs, and why nothing better was made."""
+
+    path: str
+    reason: str
 
 
 class _Maker:
@@ -68,25 +78,45 @@ class _Maker:
         seconds = time.perf_counter() - started
         if isinstance(made, str):
             return Making(reason=made, seconds=seconds)
+        if isinstance(made, _Graphs):
+            return Making(files=self._new_files(made.path), reason=made.reason, seconds=seconds)
         return Making(made.path, self._new_files(made.path), seconds=seconds, speed=self._speed)
 
-    def _make_anew(self, order: Order) -> Made | str:
+    def _make_anew(self, order: Order) -> Made | _Graphs | str:
         module, args, kwargs = receive(order.call)
         with order.state.applied():
             return self._make(module, args, kwargs, order.dynamic)
 
-    def _make(self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]) -> Made | str:
+    def _make(
+        self, module: nn.Module, args: Any, kwargs: Any, dynamic: tuple[tuple[int, int], ...]
+    ) -> Made | _Graphs | str:
         settings = replace(self._settings, dynamic=None) if dynamic else self._settings
         # New for each order, so that no artifact of an earlier order is found.
         artifacts = Artifacts(settings, self._path)
         made = artifacts.make(module, *_left_open(dynamic, args, kwargs))
         if isinstance(made, str):
-            return f"not compiled ahead of time: {made}"
+            reason = f"not compiled ahead of time: {made}"
+            return reason if dynamic else self._trace(artifacts, module, args, kwargs, reason)
         _free()
         if reason := self._run(made, module, args, kwargs):
             return reason
         # Tuning's choice is now on record. Made again, the artifact has only the kernels that won.
         return artifacts.make(module, *_left_open(dynamic, args, kwargs)) if on_gpu(module, args, kwargs) else made
+
+    def _trace(self, artifacts: Artifacts, module: nn.Module, args: Any, kwargs: Any, reason: str) -> _Graphs | str:
+        """Fill Inductor's caches for a call that cannot be compiled ahead of time."""
+        call = Shadow(module, args, kwargs)
+        graphs = Graphs(type(module).__name__, self._settings.mode, self._settings.dynamic)
+        traced = attempt(trace, graphs, lambda: _copied(call))
+        if isinstance(traced, Failure):
+            return f"{reason}; {traced.reason}"
+        if traced.depends_on_data:
+            return f"{reason}; a branch depends on the values of tensors, which this process does not know"
+        record = CachedRecord(traced.is_whole, traced.seconds, reason)
+        path = attempt(artifacts.write_cached, module, args, kwargs, record)
+        if isinstance(path, Failure):
+            return f"{reason}; {path.reason}"
+        return _Graphs(path, f"{reason}; the next boot takes its graphs from the store")
 
     def _run(self, made: Made, module: nn.Module, args: Any, kwargs: Any) -> str:
         """Load an artifact, run it, which records tuning's choice, and time it. Returns why that failed; empty if it
@@ -100,7 +130,8 @@ class _Maker:
             return str(error)
         _free()
         with self._pace.measurement() if on_gpu(module, args, kwargs) else contextlib.nullcontext():
-            speed = attempt(compare_speed, function, module, args, kwargs)
+            call = Shadow(module, args, kwargs)
+            speed = attempt(compare_speed, function, lambda: _copied(call))
             _free()
         self._speed = None if isinstance(speed, Failure) else speed
         return ""
@@ -128,6 +159,11 @@ def _left_open(dynamic: tuple[tuple[int, int], ...], args: Any, kwargs: Any) -> 
         torch._dynamo.mark_dynamic(leaves[place], dimension)
     marked: tuple[Any, Any] = pytree.tree_unflatten(leaves, spec)
     return marked
+
+
+def _copied(call: Shadow) -> tuple[nn.Module, Any, Any]:
+    copy = call.copy()
+    return copy.module, copy.args, copy.kwargs
 
 
 def _free() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from compile_cache.background.state import ServerState
-    from compile_cache.regions.speed import Speed
+    from compile_cache.inductor.speed import Speed
     from compile_cache.settings import Settings
 
 
@@ -43,7 +43,8 @@ class Order:
 class Making:
     """The answer to an order: an artifact's path and all its files, or the reason why there is none.
 
-    `seconds` is the time that the order took. `speed` has the compiled and the eager time of the call, if measured.
+    Files without an artifact are those of graphs, which later boots trace again. `seconds` is the time that the order
+    took. `speed` has the compiled and the eager time of the call, if measured.
     """
 
     path: str = ""

@@ -18,7 +18,7 @@ import torch._inductor.runtime.benchmarking
 
 # The length of a pause, in lengths of the measurement before it.
 _PAUSE = 2.0
-# All pauses of one order: its time is limited (`_JOB_TIMEOUT_S` in regions/backlog.py).
+# All pauses of one order: its time is limited (`_JOB_TIMEOUT_S` in serving/orders.py).
 _MOST_S = 60.0
 
 

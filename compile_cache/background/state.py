@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
-from compile_cache.aot.options import VERSIONED_PACKAGES, changed_options
-from compile_cache.aot.switches import (
+from compile_cache.background.portable import pack, unpack
+from compile_cache.background.prepare import Preparation, registered, run_once
+from compile_cache.errors import StateNotMade, StateNotTaken
+from compile_cache.inductor.options import VERSIONED_PACKAGES, changed_options
+from compile_cache.inductor.switches import (
     CONTEXTS,
     SETTERS,
     SWITCHES,
@@ -28,9 +31,6 @@ from compile_cache.aot.switches import (
     settle_attention_priority,
     switches,
 )
-from compile_cache.background.portable import pack, unpack
-from compile_cache.background.prepare import Preparation, registered, run_once
-from compile_cache.errors import StateNotMade, StateNotTaken
 
 # The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
 _IMPORTED_BY_COMPILER = ("triton",)
@@ -99,7 +99,7 @@ class ServerState:
             StateNotMade: a part of the state cannot be set here. The error names that part.
         """
         # These options stay for good. Set later, they would be reset together with the options below.
-        from compile_cache.regions.torch_settings import configure_torch
+        from compile_cache.inductor.torch_settings import configure_torch
 
         configure_torch()
         self._import_packages()

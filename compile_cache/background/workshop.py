@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from compile_cache.aot.files import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.files import replacing
+from compile_cache.inductor.files import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.storage.directory import CacheDirectory
 
 _LETTERS = str.maketrans("0123456789", "abcdefghij")

@@ -16,7 +16,7 @@ from compile_cache.cli import terminal as out
 from compile_cache.cli.project import load_predictor, read_project, set_up
 from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.fill import FilledBoot, Problem, all_problems, fill, prepare_environ
-from compile_cache.regions.ladder import RegionReport
+from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import open_stores
 from compile_cache.storage.stores.mirror import write_index

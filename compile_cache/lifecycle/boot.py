@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.lifecycle.serving import Serving
-from compile_cache.regions.counters import read_counts
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publish import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
-    from compile_cache.regions.compiler import Compiler
+    from compile_cache.serving.compiler import Compiler
     from compile_cache.storage.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
@@ -189,13 +189,11 @@ class Boot(Serving):
 
         prepare_with(function)
 
-    def compile(
-        self, module: nn.Module, *, whole: bool = False, until_swap: bool = False, shares_weights: bool = False
-    ) -> None:
+    def compile(self, module: nn.Module, *, whole: bool = False, shares_weights: bool = False) -> None:
         """Compile the repeated blocks of `module`, or all of it: with `whole`, with the scope `whole`, or if no blocks
         repeat. Waits for the restore first. With the scope `off`, or after a failure, `module` stays eager.
 
-        Code of a second process serves from the next call on; with `until_swap`, only after `swap`. With
+        Code of a second process is compared in the prediction after it arrived, and serves from the next one on. With
         `shares_weights`, that process reads the same parameters, because two copies may not fit on the GPU. Then no
         call may write to them.
         """
@@ -210,7 +208,7 @@ class Boot(Serving):
                 self._preloading.wait()
             compiler = self._prepared_compiler()
             if compiler is not None:
-                compiler.compile(module, whole, until_swap, shares_weights)
+                compiler.compile(module, whole, shares_weights)
                 self.report.regions = compiler.reports
 
     def _prepared_compiler(self) -> Compiler | None:
@@ -222,7 +220,7 @@ class Boot(Serving):
             if not self._has_tried_compiler and self._directory is not None:
                 self._has_tried_compiler = True
                 with self._degrading("set up compilation; serving eager"):
-                    from compile_cache.regions.compiler import Compiler
+                    from compile_cache.serving.compiler import Compiler
 
                     is_hit = self.report.restore.outcome == "hit"
                     self._compiler = Compiler(self._settings, self._directory, is_hit)
@@ -232,7 +230,7 @@ class Boot(Serving):
         """Whether the restore has ended, and brought precompiled regions."""
         if self._restore is None or not self._restore.has_ended:
             return False
-        from compile_cache.aot.files import has_artifacts
+        from compile_cache.inductor.files import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from compile_cache.errors import CompileCacheError, StoreUnavailable
+from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.regions.counters import CompileCounts, read_counts
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.merge import MOST_PACKS

@@ -1,19 +1,18 @@
-"""A boot after READY: counts what serves predictions, and swaps a language model's code between two requests."""
+"""A boot after READY: predictions, between which new code is taken, and what serves them."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.report import BootReport
-from compile_cache.regions.counters import CompileCounts, read_counts
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from compile_cache.regions.compiler import Compiler
+    from compile_cache.serving.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
 
@@ -27,34 +26,8 @@ class Serving:
         self._named: set[str] = set()
         self._counted_before = read_counts()
 
-    def swap(self, call: Callable[[], Any]) -> bool:
-        """Let arrived code serve the modules that were compiled with `until_swap`. Call it between two requests.
-
-        `call` calls the model as in the warm-up, so that the code is compared with eager. It may leave out calls for
-        which `has_arrived` is false. If `call` is broken off, for example by a cancelled request, the next swap repeats
-        it. Returns whether any code had arrived.
-
-        Raises:
-            Exception: any error of `call`.
-        """
-        if self._compiler is None or not self._compiler.begin_swap():
-            return False
-        try:
-            with self._compiler.watching(may_compile=False):
-                call()
-        except Exception:  # a cancelled request raises a BaseException
-            self._compiler.end_swap()
-            raise
-        self._compiler.end_swap()
-        return True
-
-    def has_arrived(self, module: nn.Module, *args: Any, **kwargs: Any) -> bool:
-        """In a swap, whether code has arrived for this call but does not serve yet. Calls nothing."""
-        region = self._compiler.regions.get(type(module)) if self._compiler else None
-        return region is not None and region.has_arrived(module, args, kwargs)
-
     def prediction(self) -> Prediction:
-        """A counter of the calls that serve a prediction, from now on."""
+        """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
         return Prediction(self.report, self._compiler)
 
     def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
@@ -85,14 +58,37 @@ class Serving:
 
 
 class Prediction:
-    """Counts calls from its creation on. Predictions at the same time count one another's calls."""
+    """One prediction. New code is taken when a prediction begins while none is open, so that it has one code.
+
+    It counts calls from its creation on. Predictions at the same time count one another's calls.
+
+    `has_new_code`: calls may be served by other code than in the prediction before, or are compared with it. A
+    predictor that has recorded its calls, such as in CUDA graphs, drops the recordings then, calls the modules with its
+    own inputs, and records them again.
+    """
 
     def __init__(self, report: BootReport, compiler: Compiler | None) -> None:
         self._report = report
         self._compiler = compiler
+        self.has_new_code = False
+        self.count_from_now()
+
+    def count_from_now(self) -> None:
+        """Leave out the calls so far, such as those that were made to record calls again."""
         self._counted = read_counts()
         self._before = self._serving()
         self._waited_s = self._waiting_s()
+
+    def __enter__(self) -> Prediction:
+        if self._compiler is not None:
+            self.has_new_code = self._compiler.moment.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._compiler is not None:
+            self._compiler.moment.end(is_complete=kind is None, had_new_code=self.has_new_code)
 
     def metrics(self) -> dict[str, Any]:
         """Values by metric name, for `record_metric`. Four are added to the boot's own:

@@ -208,24 +208,20 @@ class Generator:
         return reading
 
     @torch.inference_mode()
-    def renew(self, has_arrived: Callable[..., bool]) -> None:
-        """Call each step for which code has arrived, like a prediction, and drop its recording.
+    def renew(self) -> None:
+        """Drop the recordings, and call each step like a prediction, so that new code for it is compared and serves.
 
-        `has_arrived` takes a step and its inputs. The steps compute with the remains of the last request, in a cache
-        that counts as full. Call it while no request is served. It may be broken off, and called again.
+        The steps compute with the remains of the last request, in a cache that counts as full. Call it while no request
+        is served. It may be broken off, and called again.
         """
         self._join_operators()
-        for bucket, prompt in self._prompts.items():
-            if has_arrived(self.prefill, prompt, self._last):
-                self._is_to_record = True
-                self._prompt_graphs.pop(bucket, None)
-                self._last.fill_(bucket - 1)
-                self._prompt(bucket)
-        if has_arrived(self.decode, self._token):
-            self._is_to_record = True
-            self._graph = None
-            self._cache.position.fill_(self.cache_tokens - 1)
-            self._step()
+        self._is_to_record = True
+        self._graph, self._prompt_graphs = None, {}
+        for bucket in self.buckets:
+            self._last.fill_(bucket - 1)
+            self._prompt(bucket)
+        self._cache.position.fill_(self.cache_tokens - 1)
+        self._step()
 
     @torch.inference_mode()
     def record(self, counter: Boot | None = None) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from compile_cache.regions.counters import REPLAYED
+from compile_cache.inductor.counters import REPLAYED
 
 log = logging.getLogger("compile_cache")
 

@@ -1,4 +1,4 @@
-"""Hands calls to the compiling process, and takes its artifacts into the cache directory.
+"""Orders code for calls from the compiling process, and takes it into the cache directory.
 
 Nothing here imports torch's compiler before the first artifact arrives.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import os
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compile_cache.aot.switches import on_gpu
 from compile_cache.background.call import hand_over, hand_over_shared
 from compile_cache.background.compile_threads import compile_threads
 from compile_cache.background.jobs import Done, Jobs
@@ -24,10 +24,15 @@ from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.state import ServerState
 from compile_cache.background.workshop import Workshop
-from compile_cache.regions.border import Failure, attempt
+from compile_cache.inductor.border import Failure, attempt
+from compile_cache.inductor.options import RECOMPILE_LIMIT
+from compile_cache.inductor.spec import on_gpu
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import note, noted
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.precompiled import Precompiled
 
 log = logging.getLogger("compile_cache")
 
@@ -41,7 +46,7 @@ _GAP_S = 0.1
 _LONGEST_WAIT_S = 2.0
 
 
-class Backlog:
+class Orders:
     """A compiling process, and the calls that wait for it.
 
     `open_artifacts` imports torch's compiler, and `load` loads an artifact. The jobs' thread calls both. `calls` counts
@@ -53,13 +58,13 @@ class Backlog:
         settings: Settings,
         directory: CacheDirectory,
         open_artifacts: Callable[[], None],
-        load: Callable[[str], None],
+        load: Callable[[str], Precompiled],
         calls: Callable[[], int],
     ) -> None:
         self._settings = settings
         self._open_artifacts, self._load, self._calls = open_artifacts, load, calls
-        # The paths of the artifacts that the process made.
-        self.arrived: set[str] = set()
+        # When the functions that the process made arrived, by path, on the clock of `time.monotonic`.
+        self.arrived_s: dict[str, float] = {}
         self._workshop = Workshop(directory)
         self._log = directory.logs / "compiling.log"
         self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
@@ -73,6 +78,11 @@ class Backlog:
     def waiting(self) -> int:
         """How many orders have no answer yet."""
         return self._jobs.waiting
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more orders are taken now."""
+        return self.waiting >= RECOMPILE_LIMIT
 
     def wait(self, timeout_s: float) -> bool:
         """Block until every order has its answer; False after `timeout_s`."""
@@ -94,10 +104,14 @@ class Backlog:
         return PackedCall(call.content, on_gpu(module, args, kwargs))
 
     def order(
-        self, name: str, call: PackedCall, dynamic: tuple[tuple[int, int], ...], done: Callable[[Making], None]
+        self,
+        name: str,
+        call: PackedCall,
+        dynamic: tuple[tuple[int, int], ...],
+        done: Callable[[Making, Precompiled | None], None],
     ) -> None:
-        """Order code for a call that this thread has just served eager. Another thread calls `done` with the loaded
-        artifact, or with the reason why there is none.
+        """Order code for a call that this thread has just served eager. Another thread calls `done` with the answer
+        and the loaded function, if there is one.
 
         Raises:
             StateNotTaken: another process cannot have the state that the call depends on.
@@ -118,26 +132,30 @@ class Backlog:
         place = Place(self._settings, path)
         return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
 
-    def _receive(self, answer: Done, done: Callable[[Making], None]) -> None:
+    def _receive(self, answer: Done, done: Callable[[Making, Precompiled | None], None]) -> None:
         note("second process", answer.name, time.perf_counter() - answer.seconds, answer.seconds)
-        making = attempt(self._taken, answer)
-        if isinstance(making, Failure):
-            making = Making(reason=f"its artifact cannot be used: {making.reason}")
+        taken = attempt(self._taken, answer)
+        if isinstance(taken, Failure):
+            taken = Making(reason=f"its artifact cannot be used: {taken.reason}"), None
+        making, function = taken
         log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
-        done(making)
+        done(making, function)
 
-    def _taken(self, answer: Done) -> Making:
+    def _taken(self, answer: Done) -> tuple[Making, Precompiled | None]:
         """The answer to an order, with its artifact loaded. Raises the errors of loading."""
         making: Making = Making(reason=answer.reason) if answer.answer is None else pickle.loads(answer.answer)
-        if making.path:
-            self.wait_for_gap()
+        if not making.files:
+            return making, None
+        self.wait_for_gap()
+        if not making.path:  # the files of graphs, which no other code of this boot is compared with
+            self._workshop.take(making.files)
+            self.arrived_s |= {path: -math.inf for path in making.files}
+            return making, None
         with noted("second process", f"{answer.name}: load"):
             self._open_artifacts()
-            if making.path:
-                self.arrived.add(making.path)  # before its file exists, because the publisher may be looking
-                self._workshop.take(making.files)
-                self._load(making.path)
-        return making
+            self.arrived_s[making.path] = time.monotonic()  # before its file exists: the publisher may be looking
+            self._workshop.take(making.files)
+            return making, self._load(making.path)
 
     def wait_for_gap(self) -> None:
         """Wait until no region was called for a moment, or for 2 s."""

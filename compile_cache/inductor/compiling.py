@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import compile_function
-from compile_cache.aot.guards import Recorder
-from compile_cache.aot.record import Record
-from compile_cache.aot.switches import on_gpu
-from compile_cache.aot.traced import call_region
 from compile_cache.errors import NotPrecompilable, first_line
+from compile_cache.inductor.adapter import compile_function
+from compile_cache.inductor.guards import Recorder
+from compile_cache.inductor.record import Record
+from compile_cache.inductor.spec import on_gpu
+from compile_cache.inductor.traced import call_region
 
 
 def compile_ahead(

@@ -82,6 +82,12 @@ class RegionReport:
         self.waiting = kinds
         self.step = "eager" if kinds else self.settled
 
+    def demote(self, reason: str) -> None:
+        """Note why calls are served eager."""
+        if self.settled != "eager":
+            self.take_step("eager")
+        self.explain(f"eager: {reason}")
+
     def explain(self, reason: str) -> None:
         """Add a reason, once."""
         if reason not in self.reason and len(self.reason) < _LONGEST_REASON:
@@ -97,6 +103,14 @@ class RegionReport:
         """Add the times of one call."""
         if eager_ms > (self.eager_ms or 0.0):
             self.compiled_ms, self.eager_ms = compiled_ms, eager_ms
+            if self.is_slower:
+                log.warning(
+                    "compile.slower region=%s compiled_ms=%.3f eager_ms=%.3f Compiled code is slower than eager here. "
+                    "To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
+                    self.name,
+                    compiled_ms,
+                    eager_ms,
+                )
 
     def note_error(self, error: float, tolerance: float) -> None:
         """Add the result of a comparison with eager."""

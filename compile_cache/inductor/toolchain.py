@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compile_cache.aot.files import digest
 from compile_cache.files import replacing
+from compile_cache.inductor.files import digest
 from compile_cache.key import environment
 
 log = logging.getLogger("compile_cache")

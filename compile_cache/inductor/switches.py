@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
+
+from compile_cache.inductor.spec import autocast_dtype
 
 _precision = torch._C._get_fp32_precision_getter
 
@@ -36,7 +36,7 @@ def _attention_priority() -> tuple[int, ...]:
 
 
 # The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
-# torch itself guards the dtype of autocast. The number of threads comes last, because it is left out if all tensors are
+# The number of threads comes last, because it is left out if all tensors are
 # on a GPU.
 SWITCHES: Mapping[str, Callable[[], Any]] = {
     "gradients": torch.is_grad_enabled,
@@ -51,18 +51,20 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
     "deterministic algorithms": torch._C._get_deterministic_algorithms,
     "warnings of nondeterminism": torch._C._get_deterministic_algorithms_warn_only,
-    "autocast on CPU": functools.partial(torch.is_autocast_enabled, "cpu"),
-    "autocast on CUDA": functools.partial(torch.is_autocast_enabled, "cuda"),
+    "autocast on CPU": functools.partial(autocast_dtype, "cpu"),
+    "autocast on CUDA": functools.partial(autocast_dtype, "cuda"),
     "default dtype": torch.get_default_dtype,
     "function modes": torch._C._len_torch_function_stack,
     "dispatch modes": torch._C._len_torch_dispatch_stack,
     "threads": torch.get_num_threads,
 }
 
-# The functions that set the switches in another process. Gradients and inference mode are missing: they are contexts of
-# a thread. `set_precisions` sets the precisions of float32 products. Determinism is set without Inductor's option,
-# which `torch.use_deterministic_algorithms` sets for the calling thread only.
+# The functions that set the switches in another process. Gradients and inference mode are missing: they are
+# contexts of a thread. `set_precisions` sets the precisions of float32 products. Determinism is set without Inductor's
+# option, which `torch.use_deterministic_algorithms` sets for the calling thread only.
 SETTERS: Mapping[str, Callable[[Any], object]] = {
+    "autocast on CPU": lambda value: set_autocast("cpu", value),
+    "autocast on CUDA": lambda value: set_autocast("cuda", value),
     "flash attention": lambda value: torch._C._set_sdp_use_flash(value),
     "memory-efficient attention": lambda value: torch._C._set_sdp_use_mem_efficient(value),
     "math attention": lambda value: torch._C._set_sdp_use_math(value),
@@ -80,7 +82,9 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "threads": lambda value: torch.set_num_threads(value),
 }
 # Only a context of the calling code turns these on. They cannot be handed to another process.
-CONTEXTS = ("autocast on CPU", "autocast on CUDA", "function modes", "dispatch modes")
+CONTEXTS = ("function modes", "dispatch modes")
+# The devices of autocast, by switch.
+AUTOCAST = {"autocast on CPU": "cpu", "autocast on CUDA": "cuda"}
 
 _READERS = tuple(SWITCHES.values())
 _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
@@ -100,6 +104,14 @@ def changed_switches(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """The switches that differ, in words: `gradients False → True`."""
     pairs = zip(SWITCHES, before, now, strict=False)
     return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
+
+
+def set_autocast(device: str, dtype: str) -> None:
+    """Let autocast compute with `dtype`, which comes from `autocast_dtype`."""
+    torch.set_autocast_enabled(device, bool(dtype))
+    if dtype:
+        torch.set_autocast_dtype(device, getattr(torch, dtype))
+    torch.clear_autocast_cache()
 
 
 def precisions() -> tuple[str, ...]:
@@ -137,10 +149,3 @@ def settle_attention_priority() -> None:
     vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     with torch.inference_mode():
         torch.nn.functional.scaled_dot_product_attention(vectors, vectors, vectors)
-
-
-def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors, none of them on the CPU. Then the host's processor does not matter."""
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
-    tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
-    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)

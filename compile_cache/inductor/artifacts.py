@@ -10,25 +10,26 @@ Importing this module fails if importing `adapter.py` fails.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from compile_cache.aot.compiling import compile_ahead
-from compile_cache.aot.describe import NotDescribedError, is_inference
-from compile_cache.aot.files import PRECOMPILED, SUFFIX, read_artifact, write_artifact
-from compile_cache.aot.groups import Group, Groups
-from compile_cache.aot.options import RECOMPILE_LIMIT
-from compile_cache.aot.precompiled import Precompiled, obstacle
-from compile_cache.aot.record import Record
 from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.files import replacing
+from compile_cache.inductor.compiling import compile_ahead
+from compile_cache.inductor.describe import NotDescribedError, modes_of
+from compile_cache.inductor.files import CACHED, COMPARED, PRECOMPILED, SUFFIX, read_artifact, write_artifact
+from compile_cache.inductor.groups import Group, Groups
+from compile_cache.inductor.options import RECOMPILE_LIMIT
+from compile_cache.inductor.precompiled import Precompiled, why_not_ahead
+from compile_cache.inductor.record import Record
 from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
@@ -38,8 +39,10 @@ _MOST_PREFETCHED = 256
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A read artifact: its group's key, its record, the pickled function, and the function once it is loaded."""
+    """A read artifact: its path, its group's key, its record, the pickled function, and the function once it is
+    loaded."""
 
+    path: str
     key: Mapping[str, Any]
     record: Record
     payload: bytes
@@ -53,15 +56,19 @@ class _Stored:
         """
         if self.function is None and (difference := self.record.difference()):
             raise ArtifactError(difference)
-        return self.function or Precompiled(self.record, self.payload)
+        return self.function or Precompiled(self.path, self.record, self.payload)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An artifact that serves a module, and its path inside the cache directory."""
+class CachedRecord:
+    """What was made of calls that cannot be compiled ahead of time: graphs of `torch.compile`, in Inductor's files.
 
-    path: str
-    function: Precompiled
+    `is_whole`: one graph. `seconds` is the time to trace them again. `reason` says why nothing better was made.
+    """
+
+    is_whole: bool
+    seconds: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Artifacts:
         # Artifacts arrive on one thread, and other threads look for them.
         self._arriving = threading.RLock()
         self._arrived: set[str] = set()
+        self._rejected: dict[str, str] = {}
 
     @property
     def used(self) -> set[str]:
@@ -117,7 +125,7 @@ class Artifacts:
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
-    def arrive(self, path: str) -> None:
+    def arrive(self, path: str) -> Precompiled:
         """Load an artifact that has just arrived in the cache directory. `find` finds it from now on.
 
         Raises:
@@ -125,30 +133,69 @@ class Artifacts:
             OSError: the artifact cannot be read.
         """
         stored = _loaded(self._parse(path))
+        function = stored.load()
+        if difference := function.outdated():
+            raise ArtifactError(difference)
         with self._arriving:
             self._prefetched[path] = stored
             self._arrived.add(path)
             for group in self._groups:
                 if path.startswith(f"{group.path}/"):
                     group.is_read = False
+        return function
 
-    def let_go(self, path: str) -> None:
-        """Forget a loaded artifact, and remove its file."""
+    def is_compared(self, path: str) -> bool:
+        """Whether a boot has compared this artifact with eager on all instances."""
+        return (self._directory / path).with_suffix(COMPARED).exists()
+
+    def mark_compared(self, path: str) -> None:
+        """Note for later boots that this artifact was compared with eager on all instances.
+
+        Raises:
+            OSError: the mark cannot be written.
+        """
+        with replacing((self._directory / path).with_suffix(COMPARED)) as file:
+            file.write(b"compared with eager on all instances\n")
+
+    def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
+        """The record of graphs for calls like this; None if there is none, or it is damaged."""
+        try:
+            group = self._groups.of(module, args, kwargs, self._dynamic)
+            found = json.loads((self._directory / group.path / CACHED).read_bytes())
+            is_whole, seconds, reason = found["is_whole"], float(found["seconds"]), str(found["reason"])
+            if found["key"] != group.key:
+                return None
+            with self._arriving:
+                self._arrived.add(f"{group.path}/{CACHED}")
+            return CachedRecord(bool(is_whole), seconds, reason)
+        except (NotDescribedError, OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write_cached(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: CachedRecord
+    ) -> str:
+        """Write the record of graphs for calls like this. Returns its path.
+
+        Raises:
+            NotDescribedError: the call cannot be described.
+            OSError: it cannot be written.
+        """
+        group = self._groups.of(module, args, kwargs, self._dynamic)
+        path = f"{group.path}/{CACHED}"
+        with replacing(self._directory / path) as file:
+            file.write(json.dumps({"key": group.key, **asdict(record)}, sort_keys=True).encode())
         with self._arriving:
-            for group in self._groups:
-                group.loaded.pop(path, None)
-            self._prefetched.pop(path, None)
-            self._arrived.discard(path)
-        (self._directory / path).unlink(missing_ok=True)
+            self._arrived.add(path)
+        return path
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | str:
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
         """The artifact for calls of `module` with inputs like these, after the full check; else why there is none.
 
         An artifact for these sizes comes before an artifact that leaves sizes open.
         """
         reasons: list[str] = []
         try:
-            if reason := obstacle(module):
+            if reason := why_not_ahead(module):
                 return reason
             groups = [
                 self._groups.of(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))
@@ -157,22 +204,22 @@ class Artifacts:
             return f"this call cannot be described: {error}"
         for group in groups:
             found = self._find_in(group, module, args, kwargs)
-            if isinstance(found, Found):
+            if isinstance(found, Precompiled):
                 return found
             reasons += found
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
 
     def _find_in(
         self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Found | list[str]:
+    ) -> Precompiled | list[str]:
         with self._arriving:
             if not group.is_read:
                 self._read_all(group)
-            loaded = list(group.loaded.items())
+            loaded = list(group.loaded.values())
         misfits = []
-        for path, function in loaded:
+        for function in loaded:
             if not (misfit := function.misfit(module, args, kwargs)):
-                return Found(path, function)
+                return function
             misfits.append(misfit)
         return [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
 
@@ -184,7 +231,7 @@ class Artifacts:
             OSError: the cache directory cannot be written.
         """
         try:
-            if reason := obstacle(module):
+            if reason := why_not_ahead(module):
                 return reason
             group = self._groups.of(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
@@ -202,9 +249,8 @@ class Artifacts:
         name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
         path = f"{group.path}/{name}"
         if path in group.loaded:
-            group.not_precompilable = "this call has an artifact, which does not fit it"
-            return group.not_precompilable
-        return Made(path, _Stored(group.key, record, payload).load, group.path)
+            return "this call has an artifact, which does not fit it"
+        return Made(path, _Stored(path, group.key, record, payload).load, group.path)
 
     def take(self, made: Made, function: Precompiled) -> None:
         """Let a new artifact that proved right serve this process too."""
@@ -224,11 +270,13 @@ class Artifacts:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def reject(self, path: str, reason: str) -> None:
-        """Stop using an artifact in this process, and make no other in its place."""
+        """Stop using an artifact in this process."""
+        self._rejected[path] = reason
+        self._prefetched.pop(path, None)
         for group in self._groups:
             if path.startswith(f"{group.path}/"):
                 group.loaded.pop(path, None)
-                group.refused[path] = group.not_precompilable = reason
+                group.refused[path] = reason
 
     def _read_all(self, group: Group) -> None:
         group.is_read = True
@@ -238,6 +286,8 @@ class Artifacts:
             path = f"{group.path}/{name}"
             if path not in group.loaded and path not in group.refused and len(group.loaded) < RECOMPILE_LIMIT:
                 try:
+                    if path in self._rejected:
+                        raise ArtifactError(self._rejected[path])
                     group.loaded[path] = self._read(group, path)
                 except (ArtifactError, OSError) as error:
                     group.refused[path] = str(error)
@@ -255,10 +305,10 @@ class Artifacts:
     def _parse(self, path: str) -> _Stored:
         """Read an artifact without unpickling its function."""
         key, record, payload = read_artifact(self._directory / path)
-        return _Stored(key, Record.from_json(record), payload)
+        return _Stored(path, key, Record.from_json(record), payload)
 
 
 def _loaded(stored: _Stored) -> _Stored:
     """The artifact with its function loaded. The guards are made for the thread-local state of this call."""
-    with torch.no_grad(), torch.inference_mode(is_inference(stored.key.get("switches"))):
+    with modes_of(stored.key.get("switches")):
         return replace(stored, function=stored.load())

@@ -9,36 +9,45 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compile_cache.aot.files import PRECOMPILED, has_artifacts
 from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import ArtifactError, NotAModuleError
-from compile_cache.regions.autotuner import unread_files
-from compile_cache.regions.check import PeakMemory
-from compile_cache.regions.ladder import RegionReport
-from compile_cache.regions.region import Region
-from compile_cache.regions.stored import StoredFunctions
+from compile_cache.inductor.autotuner import unread_files
+from compile_cache.inductor.files import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
+from compile_cache.serving.comparison import PeakMemory
+from compile_cache.serving.moment import Moment
+from compile_cache.serving.region import Region
+from compile_cache.serving.report import RegionReport
+from compile_cache.serving.stored import Stored
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
-    from compile_cache.aot.artifacts import Artifacts
-    from compile_cache.regions.backlog import Backlog
-    from compile_cache.regions.compiled_here import CompiledHere
+    from compile_cache.inductor.artifacts import Artifacts
+    from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.serving.making import Maker
+    from compile_cache.serving.orders import Orders
 
 log = logging.getLogger("compile_cache")
+
+# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
+# compares it first.
+_UNPROVED_S = 60.0
+# The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
+_TRACING_S = 15.0
+_COMPILER_S = 3.0
 
 
 class Compiler:
     """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up.
 
-    `is_hit`: the artifacts come from this very version of the model. The boot that published them compared every
-    instance of a region with eager, so this boot compares each artifact once.
+    `is_hit`: the artifacts come from this very version of the model. `moment` says when new code is taken.
 
     torch's compiler is imported at once. If a second process compiles and nothing was restored, it is imported when the
     first artifact arrives.
@@ -48,12 +57,15 @@ class Compiler:
         self._settings = settings = resolve_cold_start(settings)
         self._directory = directory
         self._is_hit = is_hit
+        self.moment = Moment()
+        self._tracing_s = _TRACING_S
+        self._has_compiler = False
         self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
         self._left_eager = LeftEager(settings.leave_eager)
         self._precompiled: Artifacts | None = None
         self._why_not_precompiled = ""
-        self._backlog: Backlog | None = None
+        self._orders: Orders | None = None
         self._is_released = False
         self._compiling = threading.Event()
         self._opening = threading.Lock()
@@ -62,19 +74,19 @@ class Compiler:
         if settings.cold_start == "block" or has_artifacts(self._seen):
             self.open()
 
-    def backlog(self) -> Backlog | None:
+    def orders(self) -> Orders | None:
         """The calls for the second process; None if nothing may be compiled ahead of time."""
-        if self._backlog is None and self._settings.precompile:
-            from compile_cache.regions.backlog import Backlog
+        if self._orders is None and self._settings.precompile:
+            from compile_cache.serving.orders import Orders
 
             with self._opening:
-                if self._backlog is None:
-                    self._backlog = Backlog(
+                if self._orders is None:
+                    self._orders = Orders(
                         self._settings, self._directory, self.open, self._load_arrived, self._count_calls
                     )
                     if self._is_released:
-                        self._backlog.release()
-        return self._backlog
+                        self._orders.release()
+        return self._orders
 
     def open(self) -> None:
         """Import torch's compiler, once, and find artifacts from now on."""
@@ -83,8 +95,8 @@ class Compiler:
                 return
             self._is_open = True
             self._why_not_precompiled = "torch's compiler could not be imported"  # replaced below
-            from compile_cache.aot.toolchain import remember_toolchain
-            from compile_cache.regions.torch_settings import configure_torch, is_switched_off
+            from compile_cache.inductor.toolchain import remember_toolchain
+            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -96,13 +108,13 @@ class Compiler:
     def _open_artifacts(self) -> None:
         """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
         try:
-            from compile_cache.aot.artifacts import Artifacts
+            from compile_cache.inductor.artifacts import Artifacts
         except (ImportError, AttributeError) as error:
             self._do_not_precompile(f"torch {torch.__version__} lacks a name that precompiled regions need: {error}")
             return
         self._precompiled = Artifacts(self._settings, self._directory.path)
         for region in self.regions.values():
-            region.stored.open(self._precompiled)
+            region.stored.artifacts = self._precompiled
 
     def _do_not_precompile(self, reason: str) -> None:
         log.warning("No precompiled regions in this boot: %s", reason)
@@ -110,14 +122,14 @@ class Compiler:
         for region in self.regions.values():
             region.stored.switch_off(reason)
 
-    def _load_arrived(self, path: str) -> None:
+    def _load_arrived(self, path: str) -> Precompiled:
         """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
         if self._precompiled is None:
             raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
-        from compile_cache.regions.torch_settings import configure_torch
+        from compile_cache.inductor.torch_settings import configure_torch
 
         configure_torch()  # the call may have been ordered before torch's compiler was imported
-        self._precompiled.arrive(path)
+        return self._precompiled.arrive(path)
 
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.regions.values()))
@@ -130,8 +142,8 @@ class Compiler:
         """Let the second process begin. Called at READY."""
         with self._opening:
             self._is_released = True
-            if self._backlog is not None:
-                self._backlog.release()
+            if self._orders is not None:
+                self._orders.release()
 
     def hurry(self, deadline_s: float) -> None:
         """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
@@ -142,31 +154,20 @@ class Compiler:
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._backlog.waiting if self._backlog else 0
+        return self._orders.waiting if self._orders else 0
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._backlog is None or self._backlog.wait(timeout_s)
-
-    def begin_swap(self) -> bool:
-        """Let the regions that hold back arrived code look for it; whether there is any."""
-        return any([region.ordering.begin_swap() for region in self.regions.values() if region.ordering.holds])
-
-    def end_swap(self) -> None:
-        """Note that the swap's calls were made. A swap that does not end begins again."""
-        for region in self.regions.values():
-            region.ordering.end_swap()
+        return self._orders is None or self._orders.wait(timeout_s)
 
     @property
     def is_compiling(self) -> bool:
         """Whether a thread compiles now, so that files may be half-written."""
         return self._compiling.is_set()
 
-    def compile(self, root: nn.Module, whole: bool = False, holds: bool = False, shares_weights: bool = False) -> None:
-        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself.
-
-        With `holds`, code that arrives later serves only after `swap`. With `shares_weights`, the second process maps
-        the same parameters.
+    def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With
+        `shares_weights`, the second process maps the same parameters.
 
         Raises:
             NotAModuleError: `root` is not a module, but a function, for example.
@@ -178,13 +179,13 @@ class Compiler:
         for module in find_regions(root, "whole" if whole else self._settings.scope):
             if not self._left_eager.takes(module):
                 region = self._region(type(module))
-                region.ordering.holds, region.ordering.shares_weights = holds, shares_weights
+                region.shares_weights = shares_weights
                 region.adopt(module)
 
     def _configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.regions.torch_settings import configure_torch
+            from compile_cache.inductor.torch_settings import configure_torch
 
             configure_torch()
 
@@ -200,23 +201,44 @@ class Compiler:
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:
             report = RegionReport(name=module_class.__name__, instances=0)
-            stored = StoredFunctions(self._precompiled, report)
+            stored = Stored(self._precompiled, report, self._is_hit)
             settings = self._settings
-            region = Region(report, stored, self._compile_here, self.backlog, settings.cold_start, settings.unseen)
+            region = Region(
+                report,
+                stored,
+                self._maker,
+                self.orders,
+                self.moment,
+                self._may_trace,
+                settings.cold_start,
+                settings.unseen,
+            )
             region.deadline_s = self._deadline_s
-            region.compares_every_instance = not self._is_hit
             self.regions[module_class] = region
             if self._why_not_precompiled:
                 region.stored.switch_off(self._why_not_precompiled)
         return self.regions[module_class]
 
-    def _compile_here(
-        self, report: RegionReport, stored: StoredFunctions, compared: set[tuple[nn.Module | None, str]]
-    ) -> CompiledHere:
-        self.open()
-        from compile_cache.regions.compiled_here import CompiledHere
+    def _may_trace(self, seconds: float) -> bool:
+        """Whether the setup has so much time left to trace graphs out of stored files. If so, it is taken."""
+        if not self._has_compiler:
+            seconds += _COMPILER_S
+        if seconds > self._tracing_s:
+            return False
+        self._tracing_s -= seconds
+        self._has_compiler = True
+        return True
 
-        return CompiledHere(self._settings.mode, self._settings.dynamic, report, stored, compared, self._new_artifacts)
+    def _maker(self, region: Region) -> Maker:
+        """Imports torch's compiler."""
+        self.open()
+        from compile_cache.inductor.graphs import Graphs
+        from compile_cache.serving.making import Maker
+
+        graphs = Graphs(region.report.name, self._settings.mode, self._settings.dynamic)
+        return Maker(
+            graphs, region.report, lambda: region.stored.artifacts, self._new_artifacts, lambda: region.watched
+        )
 
     def _new_artifacts(self) -> set[str]:
         """The artifacts that have appeared since the last call."""
@@ -228,17 +250,21 @@ class Compiler:
         """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
         another version that this boot's model did not use."""
         files = self._directory.scan()
-        used = self._precompiled.used if self._precompiled else set()
+        used = (self._precompiled.used if self._precompiled else set()) | set(
+            self._orders.arrived_s if self._orders else ()
+        )
+        used |= {f"{path.removesuffix(SUFFIX)}{COMPARED}" for path in used}
         unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
         return unread_files(files) | unused
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: code that failed, code that differs from eager, and code of the second
-        process that nobody has compared yet."""
+        """The files that must not be published: code that failed, and code of the second process that arrived less than
+        a minute ago and was not compared on all instances."""
         regions = list(self.regions.values())
-        arrived = set(self._backlog.arrived) if self._backlog else set()
-        unproved = arrived.difference(*(region.compared for region in regions))
+        arrived = dict(self._orders.arrived_s) if self._orders else {}
+        young = {path for path, arrived_s in arrived.items() if time.monotonic() < arrived_s + _UNPROVED_S}
+        unproved = young.difference(*(region.proved for region in regions))
         return unproved.union(*(region.withheld for region in regions))
 
     @property
@@ -247,19 +273,19 @@ class Compiler:
         return PeakMemory.highest_bytes
 
     @contextlib.contextmanager
-    def watching(self, may_compile: bool = True) -> Iterator[None]:
-        """While the context lasts, find and make precompiled functions, and check every new graph against eager. Unless
-        this process `may_compile`, a call that no function fits is served eager."""
+    def watching(self) -> Iterator[None]:
+        """While the context lasts, calls are the warm-up's."""
         self._configure()
         if self._precompiled is not None:
             self._precompiled.forget_options()
         for region in self.regions.values():
-            region.watched, region.may_compile = True, may_compile
+            region.watched = True
         try:
             yield
         finally:
+            self.moment.pass_by()
             for region in self.regions.values():
-                region.watched, region.may_compile = False, True
+                region.watched = False
                 region.conclude()
 
 

@@ -4,6 +4,7 @@ a call's inputs, and torch's switches.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import re
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import INPUT_ALIGNMENT_BYTES, OPERATORS, pytree
-from compile_cache.aot.files import digest
+from compile_cache.inductor.adapter import INPUT_ALIGNMENT_BYTES, OPERATORS, pytree
+from compile_cache.inductor.files import digest
+from compile_cache.inductor.spec import autocast_dtype, overlaps
+from compile_cache.inductor.switches import AUTOCAST, set_autocast
 
 # Nested lists of text, numbers and None. JSON keeps them unchanged.
 Description = Any
@@ -153,7 +156,8 @@ def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:
     """The description of a call's inputs: their nesting, tensors without values (and without sizes, unless
-    `with_sizes`), constants with values, other objects by class, and which leaves are the same object.
+    `with_sizes`), constants with values but for numbers, other objects by class, and which leaves are the same object
+    or overlap.
 
     Raises:
         NotDescribedError: only this process can tell a dictionary's key from others.
@@ -168,10 +172,12 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool
             described.append(["tensor", first.setdefault(id(leaf), number), _tensor(leaf, with_sizes)])
         else:
             described.append(_described_leaf(leaf))
-    return [str(spec), described]
+    return [str(spec), described, list(overlaps(leaves))]
 
 
 def _described_leaf(leaf: Any) -> Description:
+    if type(leaf) in (int, float, complex):
+        return ["number", class_name(type(leaf))]
     try:
         return describe(leaf)
     except NotDescribedError:
@@ -199,6 +205,15 @@ def _strides(tensor: torch.Tensor) -> Iterator[int]:
     return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
-def is_inference(described: Any) -> bool:
-    """Whether inference mode is on in `described`, a result of `describe_switches` that was read from a file."""
-    return isinstance(described, Mapping) and described.get("inference mode") == "True"
+@contextlib.contextmanager
+def modes_of(described: Any) -> Iterator[None]:
+    """The modes of `described`, a result of `describe_switches` that was read from a file: those of which a call has
+    guards."""
+    modes = described if isinstance(described, Mapping) else {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.inference_mode(modes.get("inference mode") == "True"))
+        for name, device in AUTOCAST.items():
+            stack.callback(set_autocast, device, autocast_dtype(device))
+            set_autocast(device, str(modes.get(name) or ""))
+        yield

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from compile_cache.aot.adapter import NOT_STORED, GuardFilterEntry, guard_scope
-from compile_cache.aot.describe import Description, NotDescribedError, class_name, describe
 from compile_cache.errors import NotPrecompilable
+from compile_cache.inductor.adapter import NOT_STORED, GuardFilterEntry, guard_scope
+from compile_cache.inductor.describe import Description, NotDescribedError, class_name, describe
 
 _BUILTINS = "__builtins_dict__"  # the beginning of torch's name for them
 

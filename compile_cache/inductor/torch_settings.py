@@ -17,8 +17,8 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from compile_cache.aot.options import RECOMPILE_LIMIT
-from compile_cache.regions.autotuner import configure_autotuner
+from compile_cache.inductor.autotuner import configure_autotuner
+from compile_cache.inductor.options import RECOMPILE_LIMIT
 
 log = logging.getLogger("compile_cache")
 

@@ -11,31 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import GLOBAL_HOOKS, load_function
-from compile_cache.aot.guards import Checks, global_scope
-from compile_cache.aot.record import Record
-from compile_cache.aot.switches import changed_switches, on_gpu, switches
 from compile_cache.errors import ArtifactError, first_line
 from compile_cache.importable import find
+from compile_cache.inductor.adapter import load_function
+from compile_cache.inductor.guards import Checks, global_scope
+from compile_cache.inductor.record import Record
+from compile_cache.inductor.spec import GLOBAL_HOOKS, HOOKS, on_gpu, overlaps_of, why_eager
+from compile_cache.inductor.switches import changed_switches, switches
 
-# Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-def obstacle(module: nn.Module) -> str:
-    """Why no precompiled function may serve calls of `module` in its present state; empty if one may."""
+def why_not_ahead(module: nn.Module) -> str:
+    """Why no function compiled ahead of time may serve calls of `module` in its present state; empty if one may."""
     if torch.is_grad_enabled():
         return "gradients are recorded; call the model under torch.inference_mode() or torch.no_grad()"
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return "autocast is on"
-    if any(GLOBAL_HOOKS):
-        return "a hook is registered for all modules"
-    for name, part in module.named_modules():
-        if any(getattr(part, hooks) for hooks in _HOOKS):
-            return f"{name or 'it'} has a hook"
-        if "forward" in vars(part):
-            return f"{name or 'it'} has its own `forward` attribute"
-    return ""
+    if any(vars(part).get(hooks) for part in module.modules() for hooks in HOOKS):
+        return "it has a hook of torch.nn.utils"
+    return why_eager(module)
 
 
 class _Parts:
@@ -50,8 +41,8 @@ class _Parts:
         self._holder_of = tuple(holder for holder, _, _ in children)
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
-        self._hooked = tuple(variables for variables in self._variables for _ in _HOOKS)
-        self._hooks = _HOOKS * len(parts)
+        self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
+        self._hooks = HOOKS * len(parts)
 
     def are_unhooked(self) -> bool:
         """Whether all parts exist and none has a hook."""
@@ -65,9 +56,11 @@ class _Parts:
 
 
 class Precompiled:
-    """A loaded compiled function, for all modules and inputs that it fits."""
+    """A loaded compiled function, for all modules and inputs that it fits. `path` is its file."""
 
-    def __init__(self, record: Record, payload: bytes) -> None:
+    step = "precompiled"
+
+    def __init__(self, path: str, record: Record, payload: bytes) -> None:
         """Unpickle `payload`, which must be verified.
 
         Raises:
@@ -79,12 +72,14 @@ class Precompiled:
             self._checks = Checks(record.guards, global_scope(record.modules))
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+        self.path = path
         self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
         self._on_gpu = False
         # The switches of the calling thread, which the group's name has. The loading thread may have others.
         self._switches: tuple[Any, ...] | None = None
         self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
         self._forward: Any = None
+        self._overlaps: tuple[int, ...] | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
         self._record = record
 
@@ -96,8 +91,10 @@ class Precompiled:
         """Why the function does not fit this call, after the full check; empty if it fits."""
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         now = switches(on_gpu(module, args, kwargs))
-        if reason := obstacle(module) or changed_switches(self._switches or now, now):
+        if reason := why_not_ahead(module) or changed_switches(self._switches or now, now):
             return reason
+        if self._overlaps not in (None, overlaps_of(args, kwargs)):
+            return "other inputs share memory"
         if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
             return difference
         if self._per_call is None:
@@ -105,6 +102,7 @@ class Precompiled:
             self._on_gpu = on_gpu(module, args, kwargs)
             self._switches = now
             self._forward = type(module).forward
+            self._overlaps = overlaps_of(args, kwargs)
         self._parts[module] = _Parts(module)
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
@@ -117,6 +115,7 @@ class Precompiled:
             and not any(GLOBAL_HOOKS)
             and (parts := self._parts.get(module)) is not None
             and parts.are_unhooked()
+            and overlaps_of(args, kwargs) == self._overlaps
             and self._check_guards(inputs)
             and self._constants_hold(inputs)
         )

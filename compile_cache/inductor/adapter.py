@@ -23,16 +23,15 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.codecache
 import torch._inductor.config
-import torch.nn.modules.module as module_hooks
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree_module
 
-from compile_cache.aot.imports import check_kernels, without_compiler
-from compile_cache.aot.options import SET_WHILE_LOADING
 from compile_cache.errors import ArtifactError
+from compile_cache.inductor.imports import check_kernels, without_compiler
+from compile_cache.inductor.options import SET_WHILE_LOADING
 
 # The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -47,13 +46,6 @@ OPERATORS = (OpOverload, OpOverloadPacket)
 NOT_STORED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 # The names in a guard's expression besides the call's inputs and the globals.
 guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
-# A module's call runs these (torch/nn/modules/module.py, _call_impl).
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    module_hooks._global_backward_pre_hooks,
-    module_hooks._global_backward_hooks,
-    module_hooks._global_forward_hooks,
-    module_hooks._global_forward_pre_hooks,
-)
 # Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).
 INPUT_ALIGNMENT_BYTES = 16
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.aot.adapter import inductor_options
-from compile_cache.aot.describe import (
+from compile_cache.inductor.adapter import inductor_options
+from compile_cache.inductor.describe import (
     Description,
     NotDescribedError,
     class_name,
@@ -24,13 +24,14 @@ from compile_cache.aot.describe import (
     structure,
     structure_digest,
 )
-from compile_cache.aot.files import PRECOMPILED, digest
-from compile_cache.aot.options import VERSIONED_PACKAGES
-from compile_cache.aot.switches import describe_switches, on_gpu, switches
+from compile_cache.inductor.files import PRECOMPILED, digest
+from compile_cache.inductor.options import VERSIONED_PACKAGES
+from compile_cache.inductor.spec import on_gpu
+from compile_cache.inductor.switches import describe_switches, switches
 from compile_cache.settings import Settings
 
 if TYPE_CHECKING:
-    from compile_cache.aot.precompiled import Precompiled
+    from compile_cache.inductor.precompiled import Precompiled
 
 # The program's own passes over a graph. torch leaves them out of the options that it lists.
 _PASSES = (

@@ -1,0 +1,141 @@
+"""A shadow: a copy of a call, on which new code can run without changing anything that the model sees.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_cache.background.call import Reductions
+from compile_cache.background.tensors import MadeStorage, UsedStorage
+from compile_cache.errors import NotHandedOver
+
+# These are the same in all of the process.
+_OF_PROCESS = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
+_PLAIN = frozenset({str, int, float, complex, bool, bytes, type(None), dict, list, tuple, set, frozenset})
+# No view of a vector load begins elsewhere: a copy of a part of a storage begins at such an address of the original.
+_ALIGNMENT_BYTES = 64
+
+
+class Shadow:
+    """A copy of a call: its module, args and kwargs together, so that what is one object there is one object here.
+
+    Shared with the call are parameters, modules outside the region, functions, classes, and what another process would
+    find by its name. Every other object is copied, and every storage once. So views of one storage stay views of one
+    storage, and an input that a buffer or a cache has too stays so.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Copy a call. It runs nothing of it.
+
+        Raises:
+            NotHandedOver: an object cannot be copied.
+            MemoryError, torch.OutOfMemoryError: the copies do not fit.
+        """
+        file = BytesIO()
+        pickler = _Pickler(file, module)
+        try:
+            pickler.dump((module, args, dict(kwargs)))
+            file.seek(0)
+            self.module, self.args, self.kwargs = _Unpickler(file, pickler).load()
+        except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever an object's own methods raise
+            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {error}") from error
+
+    def copy(self) -> Shadow:
+        """Another copy, for a run that must not change this one. Raises as the constructor does."""
+        return Shadow(self.module, self.args, self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clone:
+    """A copy that was made while the call was pickled."""
+
+    value: Any
+
+
+def _value_of(clone: _Clone) -> Any:
+    return clone.value
+
+
+class _Pickler(Reductions, pickle.Pickler):
+    """Pickles a call. `shared` has what is not pickled."""
+
+    def __init__(self, file: BytesIO, module: nn.Module) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.begin(module)
+        self.shared: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._inside = {id(part) for part in module.modules()}
+
+    def persistent_id(self, value: Any) -> Any:
+        """The number of a storage, or of an object that is shared."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return None
+        if kind is UsedStorage:
+            return "storage", value.index
+        if kind is not _Clone and not self._is_shared(value):
+            return None
+        number = self._numbers.setdefault(id(value), len(self.shared))
+        if number == len(self.shared):
+            self.shared.append(value)
+        return "shared", number
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to make `value` again; NotImplemented where pickle knows how.
+
+        Raises:
+            NotHandedOver: `value` cannot be made again.
+        """
+        if isinstance(value, torch.Generator):
+            return _value_of, (_Clone(value.clone_state()),)
+        try:
+            return super().reducer_override(value)
+        except NotHandedOver:
+            if isinstance(value, torch.Tensor):  # without a plain storage
+                return _value_of, (_Clone(value.detach().clone().requires_grad_(value.requires_grad)),)
+            raise
+
+    def _is_shared(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return id(value) not in self._inside
+        return isinstance(value, (*_OF_PROCESS, nn.Parameter)) or bool(self.name(value))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, pickler: _Pickler) -> None:
+        super().__init__(file)
+        self._shared = pickler.shared
+        with torch.inference_mode(False), torch.no_grad():
+            self._storages = [_copied(used) for used in pickler.tensors.storages]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What `persistent_id` named."""
+        kind, number = pid
+        return self._storages[number] if kind == "storage" else self._shared[number]
+
+
+def _copied(used: UsedStorage) -> MadeStorage:
+    """A copy of the part of a storage that the call uses."""
+    start = used.low - used.low % _ALIGNMENT_BYTES
+    whole = torch.empty(0, dtype=torch.uint8, device=used.storage.device).set_(used.storage)
+    return MadeStorage(whole[start : used.high].clone().untyped_storage(), used.storage.device, -start)

@@ -1,0 +1,188 @@
+"""Describes a call of a region: which kind of call it is, and what keeps it from being compiled at all.
+
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler, and needs none of
+torch's private names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# A module's call runs these (torch/nn/modules/module.py, _call_impl).
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(module_hooks, name, {})
+    for name in (
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    )
+)
+# Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MOST_SIZES_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """A kind of call: the nesting of its inputs, its tensors without values, its flags and texts, the tensors that
+    overlap, the modes of torch and of the module's parts.
+
+    Numbers do not count, because each call may have others: see `numbers_of`.
+    """
+
+    nesting: str
+    leaves: tuple[Hashable, ...]
+    overlaps: tuple[int, ...]
+    training: tuple[bool, ...]
+    modes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
+        """The kind of this call. Takes some tens of microseconds."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        training = tuple(part.training for part in module.modules())
+        return cls(str(spec), tuple(map(_described, leaves)), overlaps(leaves), training, _modes())
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of all tensors."""
+        return tuple(leaf[0] for leaf in self.leaves if isinstance(leaf, tuple))
+
+    @property
+    def without_sizes(self) -> CallSpec:
+        """The same with no sizes and strides of tensors."""
+        leaves = tuple(leaf[2:] if isinstance(leaf, tuple) else leaf for leaf in self.leaves)
+        return CallSpec(self.nesting, leaves, self.overlaps, self.training, self.modes)
+
+    def __str__(self) -> str:
+        """The sizes in words: `4x16, scalar`."""
+        shown = ["x".join(map(str, size)) or "scalar" for size in self.sizes[:_MOST_SIZES_SHOWN]]
+        return ", ".join(shown + ["…"] * (len(self.sizes) > _MOST_SIZES_SHOWN))
+
+
+def _modes() -> tuple[Any, ...]:
+    """The modes of torch in this thread that a model's code may enter."""
+    autocast = autocast_dtype("cpu"), autocast_dtype("cuda")
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype()
+
+
+def autocast_dtype(device: str) -> str:
+    """The type that autocast computes with; empty if it is off."""
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+
+
+def _described(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout == torch.strided else ()
+        flags = leaf.requires_grad, leaf.is_inference()
+        return tuple(leaf.shape), strides, type(leaf), leaf.dtype, leaf.device, flags
+    return f"{type(leaf)} {leaf if isinstance(leaf, bool | str) else ''}"
+
+
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The numbers among a call's inputs, as text: NaN is not equal to itself, and 1 is equal to 1.0 and True."""
+    return tuple(
+        repr(leaf)
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    )
+
+
+def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
+    """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
+
+    torch's guards see when two inputs are one object, and do not see when they are views of the same memory.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage()._cdata if _is_strided(tensor) else id(tensor) for tensor in tensors]
+    if len(set(storages)) == len(storages):
+        return tuple(range(len(storages)))
+    spans = [(storage, *_span(tensor)) for storage, tensor in zip(storages, tensors, strict=True)]
+    return tuple(next(number for number, other in enumerate(spans) if _is_overlap(span, other)) for span in spans)
+
+
+def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The `overlaps` of a call's inputs."""
+    values = (*args, *kwargs.values())
+    is_nested = any(isinstance(value, list | tuple | dict) for value in values)
+    return overlaps(pytree.tree_leaves(values) if is_nested else values)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last byte of a tensor in its storage."""
+    if not _is_strided(tensor):
+        return 0, 0
+    items = sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + items) * tensor.itemsize
+
+
+def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one[0] == other[0] and one[1] <= other[2] and other[1] <= one[2]
+
+
+def why_eager(module: nn.Module) -> str:
+    """Why calls of `module` are served eager in its present state; empty if they may be compiled.
+
+    Hooks of `torch.nn.utils`, such as weight_norm's, belong to the module's forward.
+    """
+    if any(GLOBAL_HOOKS):
+        return "a hook is registered for all modules"
+    for name, part in module.named_modules():
+        variables = vars(part)
+        for kind in HOOKS:
+            if (hooks := variables.get(kind)) and not all(map(_is_of_torch, hooks.values())):
+                return f"{name or 'it'} has a hook"
+        if "forward" in variables:
+            return f"{name or 'it'} has its own `forward` attribute"
+        if part is not module and variables.get("_compiled_call_impl") is not None:
+            return f"{name} is compiled by itself"
+    return ""
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils.")
+
+
+def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments; in dimensions of size 1, tensors have the strides of a contiguous tensor.
+
+    No address depends on these strides, but torch would compile and guard each variant separately. A slice of a batch
+    of one is such a variant. While gradients are recorded nothing changes, because torch would record the view.
+    """
+    if torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
+        return value
+    if value.dim() > 3:  # here strides tell whether a picture is stored channels first or last
+        return value
+    strides, plain = value.stride(), []
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(strides), strict=True):
+        plain.append(step if size == 1 else stride)
+        step = size * plain[-1]
+    plain.reverse()
+    return value if tuple(plain) == strides else value.as_strided(value.shape, plain)
+
+
+def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has tensors, none of them on the CPU. Then the host's processor does not matter."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
+    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)

@@ -1,0 +1,260 @@
+"""Compares new code with eager, and changes nothing.
+
+A call that compares is answered by eager, on the real module. The new code runs on a shadow of the call. Compared are
+the answers, and what both left behind in the inputs and in the module.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from compile_cache.background.shadow import Shadow
+from compile_cache.inductor.traced import call_region
+
+# The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
+# block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
+# block's products.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_PLACES = ("its answer", "what it wrote into its inputs", "what it wrote into its module")
+_SIMPLE = (str, int, float, complex, bool, bytes, type(None))
+# torch's own record of the module's compiled call, which a copy has not.
+_COMPILED = "_compiled_call_impl"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The largest error of all tensors against eager, and the tolerance for its type. `where` names the value."""
+
+    error: float
+    tolerance: float
+    where: str = "its answer"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the code may serve."""
+        return self.error <= self.tolerance
+
+    @property
+    def difference(self) -> str:
+        """The error in words; empty if the check passed."""
+        if self.passed:
+            return ""
+        return f"{self.where} differs from eager by {self.error:.1e}; {self.tolerance:.0e} is allowed"
+
+
+class Comparison:
+    """A call that eager answers, and that other code is run with.
+
+    `pristine` is the call as it was before eager ran. `drew` says that the call advanced a global generator of random
+    numbers: other threads must not draw from it while the call is compared.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the call.
+
+        Raises:
+            NotHandedOver: it cannot be copied.
+            torch.OutOfMemoryError: the copies do not fit.
+        """
+        self._call = module, args, kwargs
+        self.pristine = Shadow(module, args, kwargs)
+        self._generators = _generator_states()
+        self.eager_peak_bytes: int | None = None
+        self.drew = False
+
+    def eager(self) -> Any:
+        """Eager's answer, on the real module. Raises the model's own errors."""
+        with PeakMemory() as peak:
+            answer = call_region(*self._call)
+        self.eager_peak_bytes = peak.bytes
+        self._reference = pytree.tree_map_only(torch.Tensor, torch.clone, answer)
+        self.drew = _generator_states() != self._generators
+        return answer
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """A context that leaves the global generators as they were."""
+        return _generators_at(_generator_states())
+
+    def check(self, function: Callable[..., Any]) -> tuple[Check, int | None]:
+        """Run `function(module, args, kwargs)` on a copy, and compare. Returns the peak of device memory in bytes too.
+
+        Raises:
+            Exception: the function failed, or the memory is full.
+        """
+        shadow = self.pristine.copy()
+        with _generators_at(self._generators), PeakMemory() as peak:
+            answer = function(shadow.module, shadow.args, shadow.kwargs)
+        module, args, kwargs = self._call
+        found = answer, (shadow.args, shadow.kwargs), shadow.module
+        return compare(found, (self._reference, (args, kwargs), module)), peak.bytes
+
+
+def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
+    """Compare what code answered, and what it left in its inputs and in its module, with what eager did. Tensors may
+    differ by rounding; everything else has to be equal."""
+    walk = _Walk()
+    for where, one, other in zip(_PLACES, found, expected, strict=False):
+        walk.compare(where, one, other)
+    return walk.worst
+
+
+class _Walk:
+    """Walks two object graphs side by side, and keeps the worst difference."""
+
+    def __init__(self) -> None:
+        self.worst = Check(0.0, _TOLERANCES[torch.float32])
+        self._seen: set[tuple[int, int]] = set()
+        self._kept: list[Any] = []  # objects that the walk made keep their identity
+
+    def compare(self, where: str, found: Any, expected: Any) -> None:
+        """Compare a value and everything below it."""
+        if found is expected or (pair := (id(found), id(expected))) in self._seen or not self.worst.passed:
+            return
+        self._seen.add(pair)
+        self._kept.append((found, expected))
+        if type(found) is not type(expected):
+            self._differ(where)
+        elif isinstance(expected, torch.Tensor):
+            tolerance = _TOLERANCES.get(expected.dtype.to_real(), 0.0)
+            check = Check(_relative_error(found, expected), tolerance, where)
+            self.worst = max(self.worst, check, key=_severity)
+        elif isinstance(expected, _SIMPLE):
+            if found != expected and not (found != found and expected != expected):  # NaN is NaN
+                self._differ(where)
+        elif isinstance(expected, torch.Generator):
+            if not torch.equal(found.get_state(), expected.get_state()):
+                self._differ(where)
+        else:
+            self._compare_parts(where, found, expected)
+
+    def _compare_parts(self, where: str, found: Any, expected: Any) -> None:
+        some, others = _parts(found), _parts(expected)
+        if others is None:
+            if not _are_equal(found, expected):
+                self._differ(where)
+        elif some is None or len(some) != len(others):
+            self._differ(where)
+        else:
+            for one, other in zip(some, others, strict=True):
+                self.compare(where, one, other)
+
+    def _differ(self, where: str) -> None:
+        self.worst = Check(math.inf, 0.0, where)
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """An object's items, attributes and slots, with their keys and names, in order; None if it has none of these."""
+    parts: list[Any] | None = None
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | deque):
+        parts = list(value)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is not None:
+        attributes = {name: part for name, part in attributes.items() if name != _COMPILED}
+        parts = [*(parts or ()), *attributes.keys(), *attributes.values()]
+    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _are_equal(found: Any, expected: Any) -> bool:
+    try:
+        same = found == expected
+        return bool(same.all() if hasattr(same, "all") else same)  # an array's answer is an array
+    except Exception:  # of the object's own code
+        return False
+
+
+def _severity(check: Check) -> float:
+    return check.error / check.tolerance if check.tolerance else check.error
+
+
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers or infinities differ, or one has a NaN that
+    the other has not."""
+    if found.shape != expected.shape or found.dtype != expected.dtype or found.device != expected.device:
+        return math.inf
+    if expected.is_complex():
+        found, expected = torch.view_as_real(found.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else math.inf
+    error = _norm_error(found, expected)
+    if not math.isfinite(error):
+        finite = expected.isfinite()
+        if not torch.equal(found[~finite], expected[~finite]):
+            return math.inf
+        error = _norm_error(found[finite], expected[finite])
+    return error if math.isfinite(error) else math.inf
+
+
+def _norm_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    wide = torch.float64 if expected.dtype in (torch.float32, torch.float64) else torch.float32
+    difference = float(torch.linalg.vector_norm(found.to(wide) - expected.to(wide)))
+    norm = float(torch.linalg.vector_norm(expected, dtype=wide))
+    return difference / norm if norm else difference
+
+
+def _generator_states() -> tuple[bytes, ...]:
+    """The states of torch's global generators of random numbers."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return tuple(bytes(state.numpy()) for state in states)
+
+
+def _set_generators(states: tuple[bytes, ...]) -> None:
+    first, *others = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
+    torch.set_rng_state(first)
+    if others:
+        torch.cuda.set_rng_state_all(others)
+
+
+@contextlib.contextmanager
+def _generators_at(states: tuple[bytes, ...]) -> Iterator[None]:
+    """Set torch's global generators back for the context, and then to where they were."""
+    now = _generator_states()
+    if now != states:
+        _set_generators(states)
+    try:
+        yield
+    finally:
+        if _generator_states() != now:
+            _set_generators(now)
+
+
+class PeakMemory:
+    """The device memory that the context takes at its peak, beyond the memory in use at its start; None without a GPU.
+
+    torch keeps one peak, and this resets it: `highest_bytes` is the peak of the process before the reset.
+    """
+
+    bytes: int | None = None
+    highest_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        if torch.cuda.is_available():
+            PeakMemory.highest_bytes = max(PeakMemory.highest_bytes, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.bytes = torch.cuda.max_memory_allocated() - self._before

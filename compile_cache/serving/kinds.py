@@ -1,0 +1,268 @@
+"""The kinds of calls that met a region, and the state of each.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from compile_cache.inductor.options import RECOMPILE_LIMIT
+from compile_cache.inductor.spec import CallSpec, numbers_of
+
+# Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
+_MOST_FUNCTIONS = 8
+# After so many kinds that differ in one size only, a region asks for one function for all sizes.
+_SIZES_BEFORE_DYNAMIC = 3
+# A comparison that did not end is tried again after so many predictions.
+_TRIES_AFTER = (1, 10, 100)
+CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
+
+
+class State(enum.Enum):
+    """How a call is served. See the table in docs/architecture.md."""
+
+    NEW = "new"
+    ORDERED = "ordered"
+    ARRIVED = "arrived"
+    PRECOMPILED = "precompiled"
+    CACHED = "cached"
+    EAGER = "eager"
+
+
+class Code(Protocol):
+    """Code that serves calls: a function compiled ahead of time, or a graph of `torch.compile`."""
+
+    @property
+    def step(self) -> str:
+        """What it is called in metrics: `precompiled` or `compiled`."""
+
+    @property
+    def path(self) -> str:
+        """Its file in the cache directory; empty if it has none."""
+
+    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
+
+    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why it does not fit this call, after the full check; empty if it fits."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that fits."""
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """Calls of one kind that one function fits, or will be made for. They have one state.
+
+    | field | meaning |
+    | --- | --- |
+    | `spec`, `numbers` | the first such call |
+    | `reason` | why its calls are eager |
+    | `code` | what serves them, once it has arrived |
+    | `instances` | the modules that made such calls |
+    | `passed` | those of them on which the code was compared |
+    | `ordered_by` | the module whose call was ordered |
+    | `is_proved` | an earlier boot of this version compared the code on all instances, so one more is enough |
+    | `dynamic` | the (tensor, dimension) pairs that the code leaves open; it serves several kinds |
+    | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin |
+    | `used` | the clock of the last use |
+    """
+
+    spec: CallSpec
+    numbers: tuple[str, ...]
+    state: State = State.NEW
+    reason: str = ""
+    code: Code | None = None
+    instances: set[nn.Module] = field(default_factory=set)
+    passed: set[nn.Module] = field(default_factory=set)
+    ordered_by: nn.Module | None = None
+    is_proved: bool = False
+    dynamic: tuple[tuple[int, int], ...] = ()
+    tries: int = 0
+    not_before: int = 0
+    used: int = 0
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the code was compared on every instance that it has to be compared on."""
+        return bool(self.passed) if self.is_proved else self.instances <= self.passed
+
+    def is_to_compare(self, module: nn.Module) -> bool:
+        """Whether the code was not compared on this instance, and has to be."""
+        return module not in self.passed and not (self.is_proved and self.passed)
+
+    def put_off(self, prediction: int) -> bool:
+        """Note that a comparison did not end in this prediction; False if there were too many."""
+        if self.tries == len(_TRIES_AFTER):
+            return False
+        self.not_before = prediction + _TRIES_AFTER[self.tries]
+        self.tries += 1
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """The cases of one kind. `asked` counts the cases of each instance; `changing` is for those that had too many."""
+
+    changing: Case
+    cases: list[Case] = field(default_factory=list)
+    asked: Counter[nn.Module] = field(default_factory=Counter)
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(case.state is State.ORDERED for case in self.cases)
+
+    @property
+    def used(self) -> int:
+        return max((case.used for case in self.cases), default=0)
+
+
+class Kinds:
+    """All kinds of one region, at most 64. Beyond, the least used one goes, and is eager from then on."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[CallSpec, _Kind] = {}
+        self._forgotten: set[int] = set()
+        # By kind without sizes, and numbers: the functions that leave sizes open, and the sizes that they leave open.
+        self._open: dict[tuple[CallSpec, tuple[str, ...]], list[Case]] = {}
+        self._clock = itertools.count(1)
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __iter__(self) -> Iterator[Case]:
+        """Every case, once."""
+        with self._lock:
+            return iter(list({id(case): case for kind in self._kinds.values() for case in kind.cases}.values()))
+
+    @property
+    def waiting(self) -> int:
+        """How many cases are served eager until their code arrives."""
+        return sum(case.state is State.ORDERED for case in self)
+
+    def note_use(self, case: Case) -> None:
+        """Note that a case's code serves a call."""
+        case.used = next(self._clock)
+
+    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Case | None, list[Case]]:
+        """The case of this call, made if it is new, and the cases that had to go for it. None: the kind had to go, or
+        there is no room for it."""
+        spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
+        with self._lock:
+            kind, gone = self._kind(spec)
+            if kind is None:
+                return None, gone
+            case = self._case(kind, spec, numbers, module, args, kwargs)
+            case.instances.add(module)
+            self.note_use(case)
+            return case, gone
+
+    def _kind(self, spec: CallSpec) -> tuple[_Kind | None, list[Case]]:
+        gone: list[Case] = []
+        if spec not in self._kinds:
+            if hash(spec) in self._forgotten:
+                return None, gone
+            if len(self._kinds) >= RECOMPILE_LIMIT:
+                idle = [known for known, kind in self._kinds.items() if not kind.is_waiting]
+                if not idle:
+                    return None, gone
+                least = min(idle, key=lambda known: self._kinds[known].used)
+                gone = [case for case in self._kinds.pop(least).cases if not case.dynamic]
+                self._forgotten.add(hash(least))
+            self._kinds[spec] = _Kind(Case(spec, (), State.EAGER, CHANGING))
+        return self._kinds[spec], gone
+
+    def _case(
+        self, kind: _Kind, spec: CallSpec, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any
+    ) -> Case:
+        kind.cases = [case for case in kind.cases if not (case.dynamic and case.state is State.EAGER)]
+        for case in kind.cases:
+            if case.numbers == numbers and module in case.instances:
+                return case
+        for case in kind.cases:
+            if _is_same(case, numbers, module, args, kwargs):
+                return case
+        if kind.asked[module] >= _MOST_FUNCTIONS:
+            return kind.changing
+        kind.asked[module] += 1
+        alike = self._open.get((spec.without_sizes, numbers), ())
+        case = next((case for case in alike if _covers(case, spec)), None) or Case(spec, numbers)
+        kind.cases.append(case)
+        return case
+
+    def leave(self, case: Case, module: nn.Module) -> None:
+        """Note that a case's code does not fit `module`, whose next call gets another case."""
+        with self._lock:
+            case.instances.discard(module)
+            case.passed.discard(module)
+
+    def opened(self, case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+        """The case to order in place of `case`: one that leaves sizes open, if several kinds differ in one size of a
+        tensor; else `case` itself."""
+        spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
+        with self._lock:
+            if case.dynamic:
+                return case
+            key = spec.without_sizes, numbers
+            alike = [
+                other.sizes
+                for other in self._kinds
+                if other.without_sizes == spec.without_sizes and _is_alike(other.sizes, spec.sizes)
+            ]
+            if len(set(alike)) < _SIZES_BEFORE_DYNAMIC:
+                return case
+            varying = tuple(sorted(set().union(*(_differing(sizes, spec.sizes) for sizes in alike))))
+            known = self._open.setdefault(key, [])
+            if len({number for number, _ in varying}) != len(varying) or any(varying == one.dynamic for one in known):
+                return case
+            dynamic = Case(spec, numbers, instances=case.instances, dynamic=varying)
+            known.append(dynamic)
+            kind = self._kinds[spec]
+            kind.cases = [dynamic if one is case else one for one in kind.cases]
+            return dynamic
+
+
+def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a case's code fits a call with other numbers or of another instance, or may fit it once it arrives."""
+    if case.code is None:
+        return case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
+    if module in case.passed:
+        return case.code.fits(module, args, kwargs)
+    return not case.code.misfit(module, args, kwargs)
+
+
+def _covers(case: Case, spec: CallSpec) -> bool:
+    """Whether a case that leaves sizes open fits this kind too, and did not fail."""
+    return (
+        case.state is not State.EAGER
+        and _is_alike(case.spec.sizes, spec.sizes)
+        and _differing(case.spec.sizes, spec.sizes) <= set(case.dynamic)
+    )
+
+
+def _differing(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> set[tuple[int, int]]:
+    """The (tensor, dimension) pairs in which the sizes differ. Both have equally many tensors and dimensions."""
+    return {
+        (number, dimension)
+        for number, (first, second) in enumerate(zip(one, two, strict=True))
+        for dimension, (size, other) in enumerate(zip(first, second, strict=True))
+        if size != other
+    }
+
+
+def _is_alike(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether all tensors have equally many dimensions and differ in at most one of them."""
+    return len(one) == len(two) and all(
+        len(first) == len(second) and sum(map(int.__ne__, first, second)) <= 1
+        for first, second in zip(one, two, strict=True)
+    )

@@ -1,0 +1,65 @@
+"""The moment at which new code is taken: between two predictions. So one prediction has one code."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("compile_cache")
+
+# Under steady overlap no moment comes. Code that has waited so long is taken all the same.
+_LONGEST_WAIT_S = 10.0
+
+
+class Moment:
+    """Counts the predictions that are open, and makes changes when none is. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changes: list[Callable[[], None]] = []
+        self._since_s = 0.0
+        self._is_new = False
+        # How many predictions are open, and how many have begun.
+        self.open = 0
+        self.begun = 0
+
+    def note(self, change: Callable[[], None]) -> None:
+        """Make this change at the next moment."""
+        with self._lock:
+            if not self._changes:
+                self._since_s = time.monotonic()
+            self._changes.append(change)
+
+    def begin(self) -> bool:
+        """Begin a prediction. Whether it has code that the one before it had not."""
+        with self._lock:
+            self.begun += 1
+            if self.open == 0:
+                self._take()
+            elif self._changes and time.monotonic() - self._since_s > _LONGEST_WAIT_S:
+                log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
+                self._take()
+            self.open += 1
+            is_new, self._is_new = self._is_new, False
+            return is_new
+
+    def end(self, is_complete: bool, had_new_code: bool) -> None:
+        """End a prediction. If it was broken off, the next one has new code in its place."""
+        with self._lock:
+            self.open -= 1
+            self._is_new |= had_new_code and not is_complete
+
+    def pass_by(self) -> None:
+        """A call: if no prediction is open, it is one by itself."""
+        if self.open == 0:
+            with self._lock:
+                self.begun += 1
+                self._take()
+
+    def _take(self) -> None:
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
+        self._is_new |= bool(changes)

@@ -1,0 +1,103 @@
+"""The description of a call: plain strides, kinds of calls, numbers, inputs that share memory, hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compile_cache.inductor.spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    (result,), _ = with_plain_strides((tensor,), {})
+    return result
+
+
+def test_plain_strides_are_those_of_a_contiguous_tensor_where_no_address_depends_on_them():
+    with torch.no_grad():
+        sliced = torch.arange(128.0).view(1, 8, 16)[:, :4]
+        assert sliced.stride() == (128, 16, 1)
+        assert plain(sliced).stride() == (64, 16, 1)
+        torch.testing.assert_close(plain(sliced), sliced)
+
+
+def test_plain_strides_share_the_storage():
+    with torch.no_grad():
+        base = torch.zeros(1, 8, 16)
+        plain(base[:, :4]).fill_(1.0)
+        assert base.sum() == 64
+
+
+def test_other_strides_stay():
+    with torch.no_grad():
+        for tensor in (torch.ones(2, 8, 16)[:, :4], torch.ones(1, 4, 8).transpose(1, 2), torch.ones(4).expand(3, 4)):
+            result = plain(tensor)
+            kept = [
+                (old, new)
+                for old, new, size in zip(tensor.stride(), result.stride(), tensor.shape, strict=True)
+                if size != 1
+            ]
+            assert all(old == new for old, new in kept)
+
+
+def test_contiguous_tensor_is_left_as_it_is():
+    with torch.no_grad():
+        tensor = torch.ones(1, 4)
+        assert plain(tensor) is tensor
+
+
+def test_where_gradients_are_recorded_nothing_is_changed():
+    with torch.enable_grad():
+        sliced = torch.ones(1, 8, 16, requires_grad=True)[:, :4]
+        assert plain(sliced) is sliced
+        assert torch.is_grad_enabled()
+
+
+def test_keywords_have_plain_strides_as_well():
+    with torch.no_grad():
+        _, keywords = with_plain_strides((), {"x": torch.ones(1, 8, 16)[:, :4], "y": 3})
+    assert keywords["x"].stride() == (64, 16, 1)
+    assert keywords["y"] == 3
+
+
+def test_kinds_of_calls_differ_by_shape_type_flag_and_training_and_not_by_numbers():
+    module = nn.Sequential(nn.Linear(2, 2))
+    calls = [(torch.ones(2, 2), 1.0, True), (torch.zeros(2, 2), 2.0, True)]
+    assert len({CallSpec.of(module, call, {}) for call in calls}) == 1
+    others = [(torch.ones(3, 2), 1.0, True), (torch.ones(2, 2), 1, True), (torch.ones(2, 2), 1.0, False)]
+    kinds = {CallSpec.of(module, call, {}) for call in [*calls, *others]}
+    module[0].eval()
+    kinds.add(CallSpec.of(module, calls[0], {}))
+    with torch.inference_mode():
+        kinds.add(CallSpec.of(module, calls[0], {}))
+    assert len(kinds) == 6
+
+
+def test_numbers_are_told_apart_by_type_and_nan_is_one_number():
+    assert len({numbers_of((value,), {}) for value in (1, 1.0, 2, float("nan"), float("nan"))}) == 4
+    assert numbers_of((True, "1", None, torch.ones(1)), {}) == ()
+
+
+def test_inputs_that_share_memory_are_another_kind():
+    x = torch.arange(8.0)
+    assert overlaps((x, x[:4], x[4:], x.clone())) == (0, 0, 0, 3)
+    assert overlaps((x[:4], x[4:], torch.empty(0), x[:0])) == (0, 1, 2, 0)
+    module = nn.Identity()
+    kinds = {CallSpec.of(module, call, {}) for call in [(x, x), (x, x[:]), (x, x.clone())]}
+    assert len(kinds) == 2
+
+
+def test_a_hook_a_forward_of_its_own_and_a_compiled_part_are_named():
+    def hooked() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2))
+        module[0].register_forward_hook(lambda *_: None)
+        return module
+
+    own, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    own[0].forward = lambda x: x
+    compiled[0].compile()
+    assert why_eager(hooked()) == "0 has a hook"
+    assert why_eager(own) == "0 has its own `forward` attribute"
+    assert why_eager(compiled) == "0 is compiled by itself"
+    assert why_eager(nn.utils.spectral_norm(nn.Linear(2, 2))) == ""
+    assert why_eager(nn.Linear(2, 2)) == ""
