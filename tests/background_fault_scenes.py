@@ -91,8 +91,8 @@ def not_handed_over() -> dict[str, Any]:
 
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
+    from compile_cache.background.orders import Orders
     from compile_cache.lifecycle.preload import Preloading
-    from compile_cache.serving.orders import Orders
 
     places: dict[str, tuple[type, str]] = {
         "take": (Orders, "_taken"),
@@ -178,7 +178,7 @@ def not_started() -> dict[str, Any]:
 
 def arriving() -> dict[str, Any]:
     """When an artifact may be published: the publisher may look at any moment."""
-    from compile_cache.background.workshop import Workshop
+    from compile_cache.background.orders import Workshop
 
     withheld: dict[str, bool] = {}
     take = Workshop.take

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import compile_cache
-from compile_cache.background.order import Place
+from compile_cache.background.orders import Place
 
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:

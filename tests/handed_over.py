@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
 from compile_cache.background.call import receive
-from compile_cache.inductor.describe import signature, structure, structure_digest
-from compile_cache.inductor.traced import call_region
+from compile_cache.inductor.describe import structure, structure_digest
+from compile_cache.inductor.spec import CallSpec, call_region
 
 SIZE = 16
 
@@ -143,7 +143,7 @@ class Layers(nn.Module):
 
 def description(module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """What artifacts are found by: the same for a call and for what another process makes of it."""
-    described = [structure_digest(structure(module)), signature(args, kwargs, with_sizes=True)]
+    described = [structure_digest(structure(module)), CallSpec.of(module, args, kwargs).stored(with_sizes=True)]
     return json.loads(json.dumps(described))
 
 

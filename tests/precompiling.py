@@ -67,9 +67,9 @@ def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
     compiler = Compiler(settings or Settings(), directory)
-    assert compiler._precompiled is not None
+    assert compiler.artifacts is not None
     with compiler.watching():  # which takes note of torch's options
-        return compiler._precompiled
+        return compiler.artifacts
 
 
 def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

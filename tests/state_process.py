@@ -19,12 +19,11 @@ from blocks import Block
 from boots import TESTS, python_path
 from precompiling import build, tensor
 
-from compile_cache.background.state import ServerState
+from compile_cache.background.server_settings import ServerState
 from compile_cache.errors import StateNotMade
-from compile_cache.inductor.artifacts import Artifacts
-from compile_cache.inductor.groups import _options_digest, _versions
-from compile_cache.inductor.options import changed_options
-from compile_cache.inductor.switches import describe_switches, precisions, switches
+from compile_cache.inductor.adapter import options_digest
+from compile_cache.inductor.artifacts import Artifacts, versions
+from compile_cache.inductor.switches import changed_options, describe_switches, precisions, switches
 from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.settings import Settings
 
@@ -35,8 +34,8 @@ def facts(on_gpu: bool = False) -> dict[str, Any]:
         "switches": describe_switches(switches(on_gpu)),
         "precisions": precisions(),
         "options": sorted(repr(each) for each in changed_options() if not callable(each[2])),
-        "digest": _options_digest(),
-        "versions": _versions(),
+        "digest": options_digest(),
+        "versions": versions(),
     }
 
 
@@ -54,10 +53,10 @@ def make_state(state: ServerState) -> dict[str, Any]:
 
 
 def make_artifact(state: ServerState, directory: Path) -> str:
-    """Compile a block in the state; the path of the artifact, or why there is none."""
+    """Compile a block in the state; the path of the artifact."""
     with state.applied():
-        made = Artifacts(Settings(), directory).make(build(Block), (tensor(),), {})
-        return made if isinstance(made, str) else made.path
+        path, _ = Artifacts(Settings(), directory).make(build(Block), (tensor(),), {})
+        return path
 
 
 def environment() -> dict[str, str]:

@@ -17,9 +17,10 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_cache.inductor import compiling, groups, precompiled
+from compile_cache.inductor import artifacts as stored_artifacts
+from compile_cache.inductor import precompiled
 from compile_cache.inductor.artifacts import Artifacts
-from compile_cache.inductor.files import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.inductor.format import _LENGTH, _MAGIC, read_artifact, write_artifact
 from compile_cache.inductor.precompiled import Precompiled
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
@@ -155,7 +156,7 @@ def test_artifact_with_kernels_for_this_host_serves(directory):
 
 def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
     """There is no GPU here: the call is said to be on one."""
-    for module in (groups, compiling, precompiled):
+    for module in (stored_artifacts, precompiled):
         monkeypatch.setattr(module, "on_gpu", lambda *_: True)
     threads = torch.get_num_threads()
     with activated(tmp_path) as directory:
@@ -278,12 +279,12 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(ma
         module = build(Cheating)
         monkeypatch.setitem(blocks.CHEATS, "now", True)
         with torch.inference_mode():
-            wrong = loaded(directory).make(module, (tensor(),), {})
+            wrong, _ = loaded(directory).make(module, (tensor(),), {})
         monkeypatch.setitem(blocks.CHEATS, "now", False)
         compiler = boot(directory, module)
         expected = eager(build(Cheating), tensor())
         close(warm_up(compiler, lambda: module(tensor())), expected)
-        assert wrong.path in compiler.withheld
+        assert wrong in compiler.withheld
         assert "differs from eager by" in only_report(compiler).reason
         close(warm_up(compiler, lambda: module(tensor())), expected)
         with torch.inference_mode():
@@ -307,7 +308,7 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
     ("module_class", "reason"),
     [
         (Breaking, "with graph breaks"),
-        (ReadsGlobalTensor, "cannot be precompiled: it reads tensors from global variables or a closure"),
+        (ReadsGlobalTensor, "not precompiled: it reads tensors from global variables or a closure"),
     ],
 )
 def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(made, tmp_path, module_class, reason):

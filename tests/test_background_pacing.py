@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
-from compile_cache.background import pacing
-from compile_cache.background.making import start_making
-from compile_cache.background.order import Place
-from compile_cache.background.pacing import Pace
+from compile_cache.background.compiling import start_making
+from compile_cache.background.orders import Place
+from compile_cache.inductor import pacing
+from compile_cache.inductor.pacing import Pace
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13

@@ -8,30 +8,27 @@ import torch
 from state_process import StateProcess, facts
 from torch._inductor import config
 
-from compile_cache.background import prepare
-from compile_cache.background.prepare import prepare_with, registered
-from compile_cache.background.state import ServerState
+from compile_cache.background.server_settings import ServerState, prepare_with
 from compile_cache.errors import StateNotTaken
 from compile_cache.inductor.torch_settings import configure_torch
 from models.text.steps import prepare_process
 
 
 @pytest.fixture(autouse=True)
-def _nothing_registered(monkeypatch):
+def _configured():
     configure_torch()
-    monkeypatch.setattr(prepare, "_registered", {})
 
 
 def test_preparations_are_called_once_in_order_and_what_they_set_stays():
+    before = ServerState.take(on_gpu=False).preparations
     for _ in range(2):
-        prepare_with(passes.register, "first")
-        prepare_with(passes.register, {"second": torch.float16})
-    prepare_with(passes.set_pass, "of the family")
-    assert len(registered()) == 3
+        prepare_with(passes.register)
+    prepare_with(passes.set_pass)
+    state = ServerState.take(on_gpu=False)
+    assert state.preparations == (*before, "passes:register", "passes:set_pass")
     with StateProcess() as process:
-        first = process.ask("make_state", ServerState.take(on_gpu=False))
-        second = process.ask("make_state", ServerState.take(on_gpu=False))
-    assert second["registered"] == ["first", {"second": torch.float16}]
+        first, second = (process.ask("make_state", state) for _ in range(2))
+    assert second["registered"] == ["registered"]
     with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
         assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
     assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
@@ -39,14 +36,10 @@ def test_preparations_are_called_once_in_order_and_what_they_set_stays():
 
 @pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, len.__call__])
 def test_preparation_that_no_other_process_can_import_is_refused(function):
+    before = ServerState.take(on_gpu=False).preparations
     with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
         prepare_with(function)
-    assert registered() == ()
-
-
-def test_argument_that_cannot_be_pickled_is_refused_by_the_name_of_its_function():
-    with pytest.raises(StateNotTaken, match=r"the arguments of passes:register"):
-        prepare_with(passes.register, lambda: None)
+    assert ServerState.take(on_gpu=False).preparations == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="operators are joined on a GPU")

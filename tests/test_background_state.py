@@ -18,9 +18,7 @@ from precompiling import activated, build, find, tensor
 from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_cache.background.portable import pack
-from compile_cache.background.prepare import Preparation
-from compile_cache.background.state import Option, ServerState
+from compile_cache.background.server_settings import Option, ServerState
 from compile_cache.errors import StateNotMade, StateNotTaken
 from compile_cache.inductor.precompiled import Precompiled
 from compile_cache.inductor.switches import CONTEXTS, SWITCHES, precisions, set_precisions
@@ -176,10 +174,10 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     [
         ({"precisions": ("lowest", *["none"] * 9)}, "the precisions of float32 operations are ('highest'"),
         ({"packages": ("no_such_package",)}, "no_such_package"),
-        ({"options": (Option("torch._inductor.config", "no_such_option", pack(1, "it")),)}, "config.no_such_option"),
+        ({"options": (Option("torch._inductor.config", "no_such_option", pickle.dumps(1)),)}, "config.no_such_option"),
         ({"options": (Option("torch._inductor.config", "max_autotune", b"damaged"),)}, "config.max_autotune"),
-        ({"preparations": (Preparation("passes:fail", pack((), "it")),)}, "passes:fail failed: LookupError"),
-        ({"preparations": (Preparation("passes:no_such", pack((), "it")),)}, "passes:no_such"),
+        ({"preparations": ("passes:fail",)}, "passes:fail failed: LookupError"),
+        ({"preparations": ("passes:no_such",)}, "passes:no_such"),
     ],
 )
 def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
@@ -306,8 +304,7 @@ def test_packages_of_the_server_are_imported_and_no_others_may_be():
 
 SERVER = """
 import pickle, sys, torch
-from compile_cache.background.prepare import prepare_with
-from compile_cache.background.state import ServerState
+from compile_cache.background.server_settings import ServerState
 torch.backends.cuda.enable_flash_sdp(False)
 torch.set_float32_matmul_precision("high")
 with torch.inference_mode():

@@ -12,11 +12,9 @@ import pytest
 from background_handlers import job
 from marked_processes import PATIENCE_S
 
-from compile_cache.background import compile_threads as counting
-from compile_cache.background.compile_threads import compile_threads, quota_cpus
+from compile_cache.background import orders
+from compile_cache.background.orders import Orders, compile_threads, quota_cpus
 from compile_cache.background.process import CompilingProcess
-from compile_cache.serving import orders
-from compile_cache.serving.orders import Orders
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -26,7 +24,7 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch) -> Path:
     """An empty folder in place of the container's cgroup."""
-    monkeypatch.setattr(counting, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(orders, "CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
     return tmp_path / "cgroup"
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import blocks
 import pytest
@@ -21,10 +21,9 @@ from compile_cache.inductor.describe import (
     NotDescribedError,
     code_digest,
     describe,
-    signature,
 )
-from compile_cache.inductor.files import digest
-from compile_cache.inductor.spec import on_gpu
+from compile_cache.inductor.format import digest
+from compile_cache.inductor.spec import CallSpec, on_gpu
 from compile_cache.inductor.switches import changed_switches, describe_switches, switches
 
 
@@ -175,26 +174,30 @@ def test_what_only_this_process_can_tell_from_another_is_not_described(value):
         describe(value)
 
 
-def test_signature_tells_one_tensor_twice_from_two():
+def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], with_sizes: bool) -> Any:
+    return CallSpec.of(nn.Identity(), args, kwargs).stored(with_sizes)
+
+
+def test_inputs_tells_one_tensor_twice_from_two():
     one, other = torch.ones(2), torch.ones(2)
-    assert signature((one, one), {}, True) != signature((one, other), {}, True)
-    assert signature((one, other), {}, True) == signature((torch.zeros(2), torch.zeros(2)), {}, True)
+    assert inputs((one, one), {}, True) != inputs((one, other), {}, True)
+    assert inputs((one, other), {}, True) == inputs((torch.zeros(2), torch.zeros(2)), {}, True)
 
 
-def test_signature_has_constants_by_value_and_type_but_numbers_by_type_alone():
-    signatures = [signature((value,), {}, True) for value in (1, 1.0, True, False, "1", "2", None)]
-    assert len({digest(each) for each in signatures}) == len(signatures)
-    assert signature((1,), {}, True) == signature((2,), {}, True)
+def test_inputs_has_constants_by_value_and_type_but_numbers_by_type_alone():
+    described = [inputs((value,), {}, True) for value in (1, 1.0, True, False, "1", "2", None)]
+    assert len({digest(each) for each in described}) == len(described)
+    assert inputs((1,), {}, True) == inputs((2,), {}, True)
 
 
-def test_signature_has_sizes_only_if_asked():
+def test_inputs_has_sizes_only_if_asked():
     small, large = torch.ones(2), torch.ones(3)
-    assert signature((small,), {}, True) != signature((large,), {}, True)
-    assert signature((small,), {}, False) == signature((large,), {}, False)
+    assert inputs((small,), {}, True) != inputs((large,), {}, True)
+    assert inputs((small,), {}, False) == inputs((large,), {}, False)
 
 
-def test_signature_tells_an_argument_from_a_keyword():
-    assert signature((1,), {}, True) != signature((), {"x": 1}, True)
+def test_inputs_tells_an_argument_from_a_keyword():
+    assert inputs((1,), {}, True) != inputs((), {"x": 1}, True)
 
 
 def test_switch_that_is_changed_is_named_with_both_values():

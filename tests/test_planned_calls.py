@@ -12,7 +12,7 @@ from precompiling import activated, boot, build, only_report, warm_up
 from torch import nn
 from toy_model import CheatingBlock, NormBlock, WideBlock
 
-from compile_cache.background.order import Order
+from compile_cache.background.orders import Order
 from compile_cache.errors import UnseenCallError
 from compile_cache.serving.compiler import Compiler
 from compile_cache.serving.moment import Moment

@@ -49,7 +49,7 @@ print(type(model.generator.decode.model.lm_head.weight).__name__)
 """
 _PRECOMPILE = """
 import torch
-from compile_cache.inductor.compiling import compile_ahead
+from compile_cache.inductor.precompiled import compile_ahead
 from compile_cache.inductor.precompiled import Precompiled
 from compile_cache.inductor.torch_settings import configure_torch
 configure_torch()

@@ -19,8 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import models.kernels.matrix_vector
-from compile_cache.inductor.compiling import compile_ahead
-from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.precompiled import Precompiled, compile_ahead
 from compile_cache.inductor.torch_settings import configure_torch
 from models.kernels import token_graph
 from models.kernels.matrix_vector import matrix_vector

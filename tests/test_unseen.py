@@ -298,7 +298,7 @@ def test_sizes_do_not_wait_for_an_open_graph_that_was_dropped(varied):
 def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
     _, compiler = varied
     pauses: list[float] = []
-    monkeypatch.setattr("compile_cache.serving.orders.time.sleep", pauses.append)
+    monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
     compiler.orders()._jobs._give_up("no process can be started")
     assert not pauses
 
@@ -309,7 +309,7 @@ def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp
         backlog = boot(directory, build(Product), settings=BACKGROUND).orders()
         calls, pauses = iter(counts), []
         monkeypatch.setattr(backlog, "_calls", lambda: next(calls))
-        monkeypatch.setattr("compile_cache.serving.orders.time.sleep", pauses.append)
+        monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
         backlog.wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001

@@ -12,19 +12,18 @@ from __future__ import annotations
 import importlib
 import operator
 import pickle
+import re
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 
-from compile_cache.background.obstacle import TracingPickler, obstacle
-from compile_cache.background.sharing import Handle, forget_freed, share
 from compile_cache.background.tensors import (
     MadeStorage,
     TensorDescriber,
@@ -34,8 +33,13 @@ from compile_cache.background.tensors import (
 )
 from compile_cache.errors import NotHandedOver, first_line
 from compile_cache.importable import find, named_objects, why_not
+from compile_cache.inductor.describe import OPERATORS
+from compile_cache.inductor.storages import Handle, forget_freed, share
 
 _COMPILED = "_compiled_call_impl"
+# The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
+_INNER = ("_parameters", "_buffers", "_modules")
+_NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' (?:object|instances)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +120,7 @@ def _pickled(
     try:
         pickler.dump(call)
     except Exception as error:
-        tracing = _TracingPickler()
-        tracing.begin(call[0])
-        raise NotHandedOver(obstacle(tracing, call, error)) from error
+        raise NotHandedOver(_obstacle(call, error)) from error
     return file.getvalue(), pickler.tensors.storages
 
 
@@ -178,8 +180,21 @@ class _Pickler(Reductions, pickle.Pickler):
     pass
 
 
-class _TracingPickler(Reductions, TracingPickler):
-    pass
+class _TracingPickler(Reductions, pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
+    """Python's own pickler without C, which keeps the path: `chain` has the objects from the root to the current one.
+
+    It is many times slower, so it is used only after a call has failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self.chain: list[Any] = []
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Pickle an object. A failure leaves `chain` as it was at that moment."""
+        self.chain.append(obj)
+        super().save(obj, save_persistent_id)  # type: ignore[misc]
+        self.chain.pop()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -220,8 +235,7 @@ def _check_importable(value: type | types.FunctionType) -> None:
 
 _ON_DEVICE = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
-_OPERATORS = (OpOverload, OpOverloadPacket)
-_REDUCED_BY_KIND = (torch.Generator, types.ModuleType, types.MethodType, *_OPERATORS, *_ON_DEVICE, *_STORAGES)
+_REDUCED_BY_KIND = (torch.Generator, types.ModuleType, types.MethodType, *OPERATORS, *_ON_DEVICE, *_STORAGES)
 
 
 def _reduce_by_kind(value: Any) -> Any:
@@ -233,7 +247,7 @@ def _reduce_by_kind(value: Any) -> Any:
         return importlib.import_module, (value.__name__,)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
-    if isinstance(value, _OPERATORS):  # "aten.silu.default"
+    if isinstance(value, OPERATORS):  # "aten.silu.default"
         return _operator, (str(value),)
     raise NotHandedOver(f"a {type(value).__module__}.{type(value).__qualname__} cannot be handed over")
 
@@ -244,3 +258,64 @@ def _method(function: Any, owner: Any) -> Any:
 
 def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
+
+
+def _obstacle(call: tuple[Any, Any, Any], error: Exception) -> str:
+    """The attribute that cannot be handed over, and why: "attention.lock: a _thread.lock cannot be pickled".
+
+    This pickles the call again to find the attribute. If that succeeds, the result is `error` in words.
+    """
+    pickler = _TracingPickler()
+    pickler.begin(call[0])
+    try:
+        pickler.dump(call)
+    except RecursionError:
+        return "it is nested too deeply"
+    except Exception as repeated:
+        path = _path(pickler.chain)
+        return f"{path}: {_words(repeated)}" if path else _words(repeated)
+    return _words(error)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, NotHandedOver):
+        return str(error)
+    if found := _NOT_PICKLED.match(str(error)):
+        return f"a {found[1]} cannot be pickled"
+    return f"it cannot be pickled: {type(error).__name__}: {first_line(error)}"
+
+
+def _path(chain: Sequence[Any]) -> str:
+    """The attribute names from a call to the object that failed."""
+    if len(chain) < 2:
+        return ""
+    call, start = chain[0], chain[1]
+    module, args, kwargs = call
+    if start is module:
+        return _names(chain[1:]).lstrip(".")
+    if len(chain) == 2:
+        return "the inputs"
+    first = next((f"input {number}" for number, value in enumerate(args) if value is chain[2]), "the inputs")
+    if start is kwargs:
+        first = next((f"input {name}" for name, value in kwargs.items() if value is chain[2]), "the inputs")
+    return first + _names(chain[2:])
+
+
+def _names(chain: Sequence[Any]) -> str:
+    names = ""
+    # Whether the next object, a dictionary or a tuple, is the state of another object.
+    is_state = False
+    for parent, child in pairwise(chain):
+        if isinstance(parent, dict):
+            key = next((key for key, value in parent.items() if value is child), None)
+            is_inner = is_state and key in _INNER
+            if key is not None and not is_inner:
+                names += f".{key}" if is_state else f"[{key!r}]"
+            is_state = is_inner
+        elif isinstance(parent, list | tuple):
+            if not is_state:
+                names += next((f"[{number}]" for number, value in enumerate(parent) if value is child), "")
+            is_state = is_state and isinstance(child, dict)
+        else:
+            is_state = True
+    return names

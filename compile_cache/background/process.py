@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from compile_cache.background.wire import Message, encode, read_message
+from compile_cache.background.worker import Message, encode, read_message
 from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
 
 log = logging.getLogger("compile_cache")

@@ -60,6 +60,11 @@ class Shadow:
         except Exception as error:  # whatever an object's own methods raise
             raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {error}") from error
 
+    def copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """The module, args and kwargs of another copy. Raises as the constructor does."""
+        copy = self.copy()
+        return copy.module, copy.args, copy.kwargs
+
     def copy(self) -> Shadow:
         """Another copy, for a run that must not change this one. Raises as the constructor does."""
         return Shadow(self.module, self.args, self.kwargs)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from compile_cache.background.sharing import Handle, mapped
 from compile_cache.errors import NotHandedOver
+from compile_cache.inductor.storages import Handle, mapped, negative_view, storage_key, with_class
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64
@@ -117,10 +117,10 @@ class TensorDescriber:
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
-        used = self._used.get(storage._cdata)
+        used = self._used.get(key := storage_key(tensor))
         if used is None:
             used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared, is_weight)
-            self._used[storage._cdata] = used
+            self._used[key] = used
         else:
             used.use(low, high, tensor.dtype, is_shared, is_weight)
         return used
@@ -207,9 +207,9 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         if is_conj:
             tensor = tensor.conj()
         if is_neg:
-            tensor = torch._neg_view(tensor)
+            tensor = negative_view(tensor)
         if kind is not torch.Tensor:
-            return torch.Tensor._make_subclass(kind, tensor, requires_grad)
+            return with_class(kind, tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)
 
 

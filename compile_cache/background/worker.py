@@ -16,14 +16,15 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from compile_cache.background.wire import Message, encode, read_message
 from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
@@ -147,3 +148,52 @@ def _end_group() -> NoReturn:
     """Kill every process of the group. This process is one of them."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)  # not reached: SIGKILL cannot be held back
+
+
+#
+
+Kind = Literal["setup", "job", "ready", "unready", "answer", "failed"]
+
+_HEADER = struct.Struct("!BQ")
+_KINDS: tuple[Kind, ...] = ("setup", "job", "ready", "unready", "answer", "failed")
+# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message.
+
+    The server sends `setup` once, then `job` again and again. The process sends `ready` or `unready` once, then
+    `answer` or `failed` for each job. The body of `setup` is the handler's name, a zero byte and the handler's
+    argument. The body of `unready` and `failed` is JSON: the arguments of `JobFailed`.
+    """
+
+    kind: Kind
+    body: bytes = b""
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes."""
+    return _HEADER.pack(_KINDS.index(message.kind), len(message.body)) + message.body
+
+
+def read_message(receive: Callable[[int], bytes]) -> Message:
+    """The next message. `receive(n)` returns 1 to n bytes, and none at the end.
+
+    Raises `EOFError` if the other side has ended, `ValueError` if the bytes are no message.
+    """
+    kind, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
+    if kind >= len(_KINDS):
+        raise ValueError(f"{kind} is no kind of message")
+    return Message(_KINDS[kind], _read(receive, size_bytes))
+
+
+def _read(receive: Callable[[int], bytes], size_bytes: int) -> bytes:
+    content = bytearray()
+    while len(content) < size_bytes:
+        chunk = receive(min(size_bytes - len(content), _CHUNK_BYTES))
+        if not chunk:
+            raise EOFError("the other side has ended")
+        content += chunk
+    return bytes(content)

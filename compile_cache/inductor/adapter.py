@@ -5,16 +5,24 @@ ImportError if it lacks a name. Then no function is compiled or loaded ahead of 
 serves every call. `switches.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
+
+Generated code, and torch's loader of it, import a few names from inside the compiler: a namespace of matrix products, a
+function that rounds up, a hook for tests. These imports bring some five hundred modules, most of the imports of a boot
+with precompiled regions. So substitutes provide these names while a thread loads. For any other name, a substitute
+imports the real module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +34,11 @@ import torch._inductor.config
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils import _pytree as pytree_module
 
-from compile_cache.errors import ArtifactError
-from compile_cache.inductor.imports import check_kernels, without_compiler
-from compile_cache.inductor.options import SET_WHILE_LOADING
+from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.inductor.describe import NotDescribedError, class_name, describe
+from compile_cache.inductor.format import digest
+from compile_cache.inductor.switches import SET_WHILE_LOADING
 
 # The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -40,14 +47,10 @@ if not TESTED_TORCH[0] <= tuple(int(part) for part in re.findall(r"\d+", torch._
     first, last = (".".join(map(str, release)) for release in TESTED_TORCH)
     raise ImportError(f"torch {torch.__version__} is not a tested release ({first} to {last})")
 
-pytree = pytree_module
-OPERATORS = (OpOverload, OpOverloadPacket)
 # The kinds of guards that torch cannot store.
 NOT_STORED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 # The names in a guard's expression besides the call's inputs and the globals.
 guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
-# Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).
-INPUT_ALIGNMENT_BYTES = 16
 
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
@@ -57,14 +60,55 @@ guards: Any = _guards
 _verbose_code_parts: Any = guards.get_verbose_code_parts
 
 
+_KERNELS = "torch._inductor.select_algorithm"
+# The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
+_PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
+
+
+# The imports of loading a precompiled region, and those of generated code.
+_LOADER = (
+    "torch._dynamo.aot_compile",
+    "torch._functorch._aot_autograd.aot_autograd_result",
+    "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
+    "torch._inductor.output_code",
+    "torch._inductor.async_compile",
+    "torch._inductor.hooks",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.fx.experimental.validator",
+)
+
+# The program's own passes over a graph. torch leaves them out of the options that it lists.
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
 # Held while a thread loads or makes an artifact: its contexts replace names in torch, and put them back.
 _alone = threading.Lock()
 
 
-def inductor_options(names: tuple[str, ...]) -> dict[str, Any]:
-    """Inductor's options in this thread, with the options `names`, which torch does not list."""
+def options_digest() -> str:
+    """The digest of Inductor's options that the program set. Options from the environment are in the environment's
+    key."""
     options = {name: value for name, value in _options().items() if name not in SET_WHILE_LOADING}
-    return {**options, **{name: getattr(torch._inductor.config, name, None) for name in names}}
+    options |= {name: getattr(torch._inductor.config, name, None) for name in _PASSES}
+    return digest(sorted([name, _option(value)] for name, value in options.items()))
+
+
+def _option(value: Any) -> str:
+    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
+        return f"{class_name(type(value))} {uuid()!r}"
+    if isinstance(value, set | frozenset):
+        return repr(sorted(value, key=repr))
+    if isinstance(value, Sequence | Mapping | int | float | None):
+        return repr(value)
+    try:
+        return str(describe(value))  # a custom pass
+    except NotDescribedError:
+        return class_name(type(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +233,118 @@ def _set_torch_key(recorded: str) -> None:
         _torch_key.set(bytes.fromhex(recorded))
     if torch_key() != recorded:
         raise ArtifactError("torch's own sources have changed")
+
+
+def import_loader() -> None:
+    """Import what loading a function needs, so that another thread may load one and import nothing.
+
+    Raises:
+        ImportError: this torch has other modules.
+    """
+    for name in _LOADER:
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
+
+
+class _ExternKernels:
+    """The products that generated code calls most. Any other product is looked up in torch's own namespace at its first
+    call."""
+
+    def __init__(self) -> None:
+        vars(self).update(_PRODUCTS)
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(importlib.import_module(_KERNELS).extern_kernels, name)
+        setattr(self, name, kernel)
+        return kernel
+
+
+class _GraphLowering:
+    """The part of torch's class for lowering graphs that loading needs."""
+
+    @staticmethod
+    def save_output_code(code: str) -> None:
+        """Do nothing, like the original, which torch's tests patch."""
+
+
+def _select_decomp_table() -> Any:
+    """Call the original. Stored graphs refer to it, but loading does not call it."""
+    return importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    from torch._inductor.utils import _align
+
+    return {
+        _KERNELS: {"extern_kernels": _ExternKernels()},
+        "torch._inductor.codegen.memory_planning": {"_align": _align},
+        "torch._inductor.graph": {"GraphLowering": _GraphLowering},
+        "torch._inductor.decomposition": {"select_decomp_table": _select_decomp_table},
+    }
+
+
+class _Substitute(types.ModuleType):
+    """A substitute in `sys.modules` for a module that is not imported yet.
+
+    The thread that made it gets `content`. Any other thread, and any other name, gets the real module, which is
+    imported then.
+    """
+
+    def __init__(self, name: str, content: dict[str, Any]) -> None:
+        super().__init__(name)
+        vars(self).update(_content=content, _thread=threading.get_ident())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._content and threading.get_ident() == self._thread:
+            return self._content[name]
+        _remove(self)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _Debug(types.ModuleType):
+    """The part of `torch._inductor.debug` that each call of generated code reads: calls are not recorded."""
+
+    RECORD_GRAPH_EXECUTION = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _give_debug() -> None:
+    """Set the attribute that generated code reads. An import of the real module replaces it."""
+    if not hasattr(torch._inductor, "debug"):
+        torch._inductor.debug = _Debug("torch._inductor.debug")
+
+
+def _remove(substitute: types.ModuleType) -> None:
+    if sys.modules.get(substitute.__name__) is substitute:
+        del sys.modules[substitute.__name__]
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Provide the substitutes to this thread while the context lasts. Modules that are imported already stay."""
+    _give_debug()
+    missing = [(name, content) for name, content in _contents().items() if name not in sys.modules]
+    substitutes = [_Substitute(name, content) for name, content in missing]
+    sys.modules.update({substitute.__name__: substitute for substitute in substitutes})
+    try:
+        yield
+    finally:
+        for substitute in substitutes:
+            _remove(substitute)
+
+
+def check_kernels() -> None:
+    """Compare the products with this torch's, in a process that imports the compiler anyway.
+
+    Raises:
+        NotPrecompilable: a product differs.
+    """
+    kernels = importlib.import_module(_KERNELS).extern_kernels
+    if wrong := [name for name, product in _PRODUCTS.items() if getattr(kernels, name, None) is not product]:
+        raise NotPrecompilable(f"this torch's generated code calls other functions for {', '.join(wrong)}")

@@ -1,8 +1,8 @@
-"""The functions of a boot that were compiled ahead of time: finds them for a call, or makes them.
+"""The records of a boot: for a kind of call, functions compiled ahead of time, or a note that its graphs are stored.
 
-A group is a class, its structure, a kind of inputs, and everything else that is known before a call: options, versions,
-torch's switches. An artifact of a group also depends on the traced code and its guards. It may fit only some of the
-group's modules.
+A group is one kind of call of a class with everything else that is known before a call: the class, its structure,
+options, versions, torch's switches. A function of a group also depends on the traced code and its guards. It may fit
+only some of the group's modules.
 
 Importing this module fails if importing `adapter.py` fails.
 """
@@ -12,25 +12,45 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import platform
 import shutil
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
-from compile_cache.inductor.compiling import compile_ahead
-from compile_cache.inductor.describe import NotDescribedError, modes_of
-from compile_cache.inductor.files import CACHED, COMPARED, PRECOMPILED, SUFFIX, read_artifact, write_artifact
-from compile_cache.inductor.groups import Group, Groups
-from compile_cache.inductor.options import RECOMPILE_LIMIT
-from compile_cache.inductor.precompiled import Precompiled, why_not_ahead
+from compile_cache.inductor.adapter import options_digest
+from compile_cache.inductor.describe import (
+    Description,
+    NotDescribedError,
+    class_name,
+    structure,
+    structure_digest,
+)
+from compile_cache.inductor.format import (
+    CACHED,
+    COMPARED,
+    PRECOMPILED,
+    SUFFIX,
+    digest,
+    read_artifact,
+    write_artifact,
+)
+from compile_cache.inductor.precompiled import Precompiled, compile_ahead, why_not_ahead
 from compile_cache.inductor.record import Record
+from compile_cache.inductor.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
+from compile_cache.inductor.switches import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.settings import Settings
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.make import Traced
 
 log = logging.getLogger("compile_cache")
 
@@ -61,7 +81,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class CachedRecord:
-    """What was made of calls that cannot be compiled ahead of time: graphs of `torch.compile`, in Inductor's files.
+    """The record of a kind that cannot be compiled ahead of time: its graphs are in Inductor's files.
 
     `is_whole`: one graph. `seconds` is the time to trace them again. `reason` says why nothing better was made.
     """
@@ -71,26 +91,27 @@ class CachedRecord:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A new artifact. `load` loads it in the same way as another boot.
-
-    Load it after the region has run: only then is autotuning's choice known.
-    """
+@dataclass(slots=True)
+class _Group:
+    """The artifacts of one group in this process. `refused` says why the other artifacts are not used."""
 
     path: str
-    load: Callable[[], Precompiled]
-    group: str
+    key: dict[str, Description]
+    loaded: dict[str, Precompiled] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    is_read: bool = False
+    not_precompilable: str = ""
 
 
 class Artifacts:
-    """All precompiled regions of a boot."""
+    """All records of a boot."""
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
-        self._groups = Groups(settings)
+        self._groups: dict[str, _Group] = {}
+        self._options: str | None = None
         self._prefetched: dict[str, _Stored] = {}
         # Artifacts arrive on one thread, and other threads look for them.
         self._arriving = threading.RLock()
@@ -99,14 +120,13 @@ class Artifacts:
 
     @property
     def used(self) -> set[str]:
-        """The paths, inside the cache directory, of the artifacts of this boot's model."""
+        """The paths, inside the cache directory, of the records of this boot's model."""
         with self._arriving:
-            loaded = {path for group in self._groups for path in group.loaded}
-            return self._arrived | loaded
+            return self._arrived | {path for group in self._groups.values() for path in group.loaded}
 
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""
-        self._groups.forget_options()
+        self._options = None
 
     def prefetch(self) -> int:
         """Load every stored artifact of the present code. Returns the number of all stored artifacts.
@@ -116,10 +136,11 @@ class Artifacts:
         """
         folder = self._directory / PRECOMPILED
         paths = sorted(path.relative_to(self._directory).as_posix() for path in folder.glob(f"*/*{SUFFIX}"))
+        present = [self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None)]
         for path in paths[:_MOST_PREFETCHED]:
             try:
                 stored = self._parse(path)
-                if self._groups.may_hold(stored.key) and stored.record.is_imported:
+                if any(stored.key.items() >= fixed for fixed in present) and stored.record.is_imported:
                     self._prefetched[path] = _loaded(stored)
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
@@ -139,9 +160,8 @@ class Artifacts:
         with self._arriving:
             self._prefetched[path] = stored
             self._arrived.add(path)
-            for group in self._groups:
-                if path.startswith(f"{group.path}/"):
-                    group.is_read = False
+            if group := self._group_of(path):
+                group.is_read = False
         return function
 
     def is_compared(self, path: str) -> bool:
@@ -160,30 +180,33 @@ class Artifacts:
     def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
         """The record of graphs for calls like this; None if there is none, or it is damaged."""
         try:
-            group = self._groups.of(module, args, kwargs, self._dynamic)
+            group = self._group(module, args, kwargs, self._dynamic)
             found = json.loads((self._directory / group.path / CACHED).read_bytes())
-            is_whole, seconds, reason = found["is_whole"], float(found["seconds"]), str(found["reason"])
             if found["key"] != group.key:
                 return None
-            with self._arriving:
-                self._arrived.add(f"{group.path}/{CACHED}")
-            return CachedRecord(bool(is_whole), seconds, reason)
+            record = CachedRecord(bool(found["is_whole"]), float(found["seconds"]), str(found["reason"]))
         except (NotDescribedError, OSError, ValueError, KeyError, TypeError):
             return None
+        with self._arriving:
+            self._arrived.add(f"{group.path}/{CACHED}")
+        return record
 
     def write_cached(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: CachedRecord
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced, reason: str
     ) -> str:
-        """Write the record of graphs for calls like this. Returns its path.
+        """Write the record of graphs for calls like this. Returns its path; empty if the call cannot be described.
 
         Raises:
-            NotDescribedError: the call cannot be described.
             OSError: it cannot be written.
         """
-        group = self._groups.of(module, args, kwargs, self._dynamic)
+        try:
+            group = self._group(module, args, kwargs, self._dynamic)
+        except NotDescribedError:
+            return ""
         path = f"{group.path}/{CACHED}"
+        record = {"key": group.key, "is_whole": traced.is_whole, "seconds": traced.seconds, "reason": reason}
         with replacing(self._directory / path) as file:
-            file.write(json.dumps({"key": group.key, **asdict(record)}, sort_keys=True).encode())
+            file.write(json.dumps(record, sort_keys=True).encode())
         with self._arriving:
             self._arrived.add(path)
         return path
@@ -197,9 +220,7 @@ class Artifacts:
         try:
             if reason := why_not_ahead(module):
                 return reason
-            groups = [
-                self._groups.of(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))
-            ]
+            groups = [self._group(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
         except NotDescribedError as error:
             return f"this call cannot be described: {error}"
         for group in groups:
@@ -210,7 +231,7 @@ class Artifacts:
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
 
     def _find_in(
-        self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Precompiled | list[str]:
         with self._arriving:
             if not group.is_read:
@@ -223,40 +244,39 @@ class Artifacts:
             misfits.append(misfit)
         return [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
 
-    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | str:
-        """Compile a call ahead of time and write the artifact; else why that is impossible. This traces, and runs
-        nothing.
+    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Precompiled]:
+        """Compile a call ahead of time, write the artifact, and load it as another boot would. Returns its path too.
+        This traces, and runs nothing.
+
+        Make it after `torch.compile` has run the call: only then is autotuning's choice known.
 
         Raises:
+            NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
         try:
             if reason := why_not_ahead(module):
-                return reason
-            group = self._groups.of(module, args, kwargs, self._dynamic)
+                raise NotPrecompilable(reason)
+            group = self._group(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
-            return f"this call cannot be described: {error}"
-        if not group.not_precompilable and len(group.loaded) + len(group.refused) >= RECOMPILE_LIMIT:
-            group.not_precompilable = f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs"
+            raise NotPrecompilable(f"this call cannot be described: {error}") from error
+        if len(group.loaded) + len(group.refused) >= RECOMPILE_LIMIT:
+            raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.not_precompilable:
-            return group.not_precompilable
+            raise NotPrecompilable(group.not_precompilable)
         try:
             with self._without_leftovers():
                 record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic)
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
-            return group.not_precompilable
-        name = write_artifact(self._directory / group.path, group.key, record.to_json(), payload)
-        path = f"{group.path}/{name}"
+            raise
+        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, record.to_json(), payload)}"
         if path in group.loaded:
-            return "this call has an artifact, which does not fit it"
-        return Made(path, _Stored(path, group.key, record, payload).load, group.path)
-
-    def take(self, made: Made, function: Precompiled) -> None:
-        """Let a new artifact that proved right serve this process too."""
-        group = next(group for group in self._groups if group.path == made.group)
-        group.loaded[made.path] = function
-        group.refused.pop(made.path, None)
+            raise NotPrecompilable("this call has an artifact, which does not fit it")
+        function = Precompiled(path, record, payload)
+        group.loaded[path] = function
+        group.refused.pop(path, None)
+        return path, function
 
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
@@ -273,12 +293,39 @@ class Artifacts:
         """Stop using an artifact in this process."""
         self._rejected[path] = reason
         self._prefetched.pop(path, None)
-        for group in self._groups:
-            if path.startswith(f"{group.path}/"):
-                group.loaded.pop(path, None)
-                group.refused[path] = reason
+        if group := self._group_of(path):
+            group.loaded.pop(path, None)
+            group.refused[path] = reason
 
-    def _read_all(self, group: Group) -> None:
+    def _group_of(self, path: str) -> _Group | None:
+        return next((group for group in list(self._groups.values()) if path.startswith(f"{group.path}/")), None)
+
+    def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> _Group:
+        """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
+
+        Raises:
+            NotDescribedError: the inputs or the options cannot be described.
+        """
+        if self._options is None:
+            try:
+                self._options = options_digest()
+            except Exception as error:  # a custom pass whose `uuid` raises
+                raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
+        key = {
+            **self._fixed_key(dynamic),
+            "options": self._options,
+            "class": class_name(type(module)),
+            "structure": structure_digest(structure(module)),
+            "inputs": CallSpec.of(module, args, kwargs).stored(with_sizes=dynamic is False),
+            "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
+        }
+        name = digest(key)
+        return self._groups.setdefault(name, _Group(f"{PRECOMPILED}/{name}", key))
+
+    def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
+        return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}
+
+    def _read_all(self, group: _Group) -> None:
         group.is_read = True
         folder = self._directory / group.path
         names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
@@ -293,7 +340,7 @@ class Artifacts:
                     group.refused[path] = str(error)
                     log.info("precompiled.refused artifact=%s reason=%s", path, error)
 
-    def _read(self, group: Group, path: str) -> Precompiled:
+    def _read(self, group: _Group, path: str) -> Precompiled:
         stored = self._prefetched.pop(path, None) or self._parse(path)
         if stored.key != group.key:
             raise ArtifactError("it belongs to another group")
@@ -312,3 +359,10 @@ def _loaded(stored: _Stored) -> _Stored:
     """The artifact with its function loaded. The guards are made for the thread-local state of this call."""
     with modes_of(stored.key.get("switches")):
         return replace(stored, function=stored.load())
+
+
+def versions() -> Mapping[str, str]:
+    """The versions of everything that decides how a model is traced and compiled."""
+    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return {**packages, "torch": str(torch.__version__), "python": python}

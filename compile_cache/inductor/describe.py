@@ -1,33 +1,36 @@
-"""Describes values so that the description means the same in another process: functions, classes, a model's structure,
-a call's inputs, and torch's switches.
+"""Describes values so that the description means the same in another process: functions, classes, a model's structure.
+
+This module imports torch, but not its compiler.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 
-from compile_cache.inductor.adapter import INPUT_ALIGNMENT_BYTES, OPERATORS, pytree
-from compile_cache.inductor.files import digest
-from compile_cache.inductor.spec import autocast_dtype, overlaps
-from compile_cache.inductor.switches import AUTOCAST, set_autocast
+from compile_cache.inductor.format import digest
+
+OPERATORS = (OpOverload, OpOverloadPacket)
+# Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).
+INPUT_ALIGNMENT_BYTES = 16
 
 # Nested lists of text, numbers and None. JSON keeps them unchanged.
 Description = Any
 
 # The type of `typing.Union` and `typing.Literal`.
 _SPECIAL_FORM = type(typing.ClassVar)
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# In a text, a sign of an object that only this process has.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
@@ -106,6 +109,7 @@ def _describe_callable(value: Any) -> Description:
     raise NotDescribedError(class_name(type(value)))
 
 
+@functools.cache
 def code_digest(code: types.CodeType) -> str:
     """The digest of what the code does, equal in two processes with the same code."""
     return digest(_code_parts(code))
@@ -152,68 +156,3 @@ def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return *kind, tuple(tensor.shape), str(tensor.layout)
     return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % INPUT_ALIGNMENT_BYTES == 0
-
-
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], with_sizes: bool) -> Description:
-    """The description of a call's inputs: their nesting, tensors without values (and without sizes, unless
-    `with_sizes`), constants with values but for numbers, other objects by class, and which leaves are the same object
-    or overlap.
-
-    Raises:
-        NotDescribedError: only this process can tell a dictionary's key from others.
-    """
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    if _ADDRESS.search(str(spec)):
-        raise NotDescribedError("a dictionary with keys that cannot be described")
-    first: dict[int, int] = {}
-    described = []
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            described.append(["tensor", first.setdefault(id(leaf), number), _tensor(leaf, with_sizes)])
-        else:
-            described.append(_described_leaf(leaf))
-    return [str(spec), described, list(overlaps(leaves))]
-
-
-def _described_leaf(leaf: Any) -> Description:
-    if type(leaf) in (int, float, complex):
-        return ["number", class_name(type(leaf))]
-    try:
-        return describe(leaf)
-    except NotDescribedError:
-        return ["object", class_name(type(leaf))]
-
-
-def _tensor(tensor: torch.Tensor | None, with_sizes: bool) -> Description:
-    if tensor is None:
-        return None
-    sizes = [list(tensor.shape), list(_strides(tensor))] if with_sizes and tensor.layout == torch.strided else []
-    flags = [tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()]
-    return [
-        class_name(type(tensor)),
-        str(tensor.dtype),
-        str(tensor.device),
-        str(tensor.layout),
-        tensor.dim(),
-        *sizes,
-        flags,
-    ]
-
-
-def _strides(tensor: torch.Tensor) -> Iterator[int]:
-    """The strides, except in dimensions of size 1, where no address depends on them."""
-    return (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-
-
-@contextlib.contextmanager
-def modes_of(described: Any) -> Iterator[None]:
-    """The modes of `described`, a result of `describe_switches` that was read from a file: those of which a call has
-    guards."""
-    modes = described if isinstance(described, Mapping) else {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.inference_mode(modes.get("inference mode") == "True"))
-        for name, device in AUTOCAST.items():
-            stack.callback(set_autocast, device, autocast_dtype(device))
-            set_autocast(device, str(modes.get(name) or ""))
-        yield

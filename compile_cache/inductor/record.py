@@ -24,7 +24,7 @@ from compile_cache.importable import find, reference
 from compile_cache.inductor.adapter import Compilation, torch_key
 from compile_cache.inductor.describe import code_digest
 from compile_cache.inductor.guards import RecordedGuard
-from compile_cache.inductor.traced import call_region
+from compile_cache.inductor.spec import call_region
 from compile_cache.key import environment
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
@@ -192,14 +192,11 @@ def _source_difference(name: str, source: Mapping[str, Any]) -> str:
             return f"the source of {name} has changed"
         for qualified, expected in source["functions"].items():
             code = _code_at(name, qualified)
-            if code is None or _cached_code_digest(code) != expected:
+            if code is None or code_digest(code) != expected:
                 return f"{name}.{qualified} is not the function that was compiled"
     except (NotPrecompilable, KeyError, ImportError) as error:
         return f"the source of {name} cannot be compared: {error}"
     return ""
-
-
-_cached_code_digest = functools.cache(code_digest)
 
 
 @functools.cache

@@ -1,20 +1,27 @@
-"""Describes a call of a region: which kind of call it is, and what keeps it from being compiled at all.
+"""`CallSpec`, the one description of a kind of call; what keeps a call from being compiled; and torch's own call.
 
-This module imports torch, and is itself imported only when a boot has torch. It imports no compiler, and needs none of
-torch's private names.
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as module_hooks
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
+from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe
+from compile_cache.inductor.storages import storage_key
+
+# torch's own walk over nested containers, which Dynamo uses too.
+pytree = _pytree
+# So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several
+# image sizes and input strides needs more.
+RECOMPILE_LIMIT = 64
 # A module's call runs these (torch/nn/modules/module.py, _call_impl).
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(module_hooks, name, {})
@@ -30,37 +37,71 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _MOST_SIZES_SHOWN = 6
 
 
+class TensorSpec(NamedTuple):
+    """A tensor without its values. `strides` leaves out dimensions of size 1, where no address depends on them. `first`
+    is the number of the first leaf that is the same object."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    flags: tuple[bool, ...]
+    first: int
+
+    def stored(self, with_sizes: bool) -> Description:
+        """The same in JSON's types; without `with_sizes`, only the number of dimensions."""
+        sizes = [list(self.shape), list(self.strides)] if with_sizes else len(self.shape)
+        names = class_name(self.kind), str(self.dtype), str(self.device), str(self.layout)
+        return [*names, sizes, list(self.flags), self.first]
+
+
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A kind of call: the nesting of its inputs, its tensors without values, its flags and texts, the tensors that
-    overlap, the modes of torch and of the module's parts.
+    """A kind of call of a class: the nesting of its inputs, its tensors without values, its other inputs, the tensors
+    that overlap, the modes of torch and of the module's parts.
 
-    Numbers do not count, because each call may have others: see `numbers_of`.
+    Numbers do not count, because each call may have others: see `numbers_of`. The modes that matter in another process,
+    and the module's structure, are parts of an artifact's name: see `Artifacts`.
     """
 
     nesting: str
-    leaves: tuple[Hashable, ...]
+    leaves: tuple[TensorSpec | str, ...]
     overlaps: tuple[int, ...]
     training: tuple[bool, ...]
-    modes: tuple[Any, ...]
+    modes: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
         """The kind of this call. Takes some tens of microseconds."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        first: dict[int, int] = {}
+        described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
         training = tuple(part.training for part in module.modules())
-        return cls(str(spec), tuple(map(_described, leaves)), overlaps(leaves), training, _modes())
+        return cls(str(spec), described, overlaps(leaves), training, _modes())
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of all tensors."""
-        return tuple(leaf[0] for leaf in self.leaves if isinstance(leaf, tuple))
+        return tuple(leaf.shape for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     @property
     def without_sizes(self) -> CallSpec:
         """The same with no sizes and strides of tensors."""
-        leaves = tuple(leaf[2:] if isinstance(leaf, tuple) else leaf for leaf in self.leaves)
-        return CallSpec(self.nesting, leaves, self.overlaps, self.training, self.modes)
+        leaves = (leaf._replace(shape=(), strides=()) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves)
+        return replace(self, leaves=tuple(leaves))
+
+    def stored(self, with_sizes: bool) -> Description:
+        """The inputs in JSON's types, equal in all processes.
+
+        Raises:
+            NotDescribedError: only this process can tell a dictionary's key from others.
+        """
+        if ADDRESS.search(self.nesting):
+            raise NotDescribedError("a dictionary with keys that cannot be described")
+        leaves = [leaf.stored(with_sizes) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        return [self.nesting, leaves, list(self.overlaps)]
 
     def __str__(self) -> str:
         """The sizes in words: `4x16, scalar`."""
@@ -68,7 +109,7 @@ class CallSpec:
         return ", ".join(shown + ["…"] * (len(self.sizes) > _MOST_SIZES_SHOWN))
 
 
-def _modes() -> tuple[Any, ...]:
+def _modes() -> tuple[Hashable, ...]:
     """The modes of torch in this thread that a model's code may enter."""
     autocast = autocast_dtype("cpu"), autocast_dtype("cuda")
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype()
@@ -79,12 +120,20 @@ def autocast_dtype(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
 
 
-def _described(leaf: Any) -> Hashable:
+def _described(leaf: Any, first: int) -> TensorSpec | str:
+    """A tensor without values; a number's class; a constant, a function or a class; the class of any other object."""
     if isinstance(leaf, torch.Tensor):
+        shape = tuple(leaf.shape)
         strides = leaf.stride() if leaf.layout == torch.strided else ()
-        flags = leaf.requires_grad, leaf.is_inference()
-        return tuple(leaf.shape), strides, type(leaf), leaf.dtype, leaf.device, flags
-    return f"{type(leaf)} {leaf if isinstance(leaf, bool | str) else ''}"
+        strides = tuple([stride for size, stride in zip(shape, strides, strict=False) if size != 1])
+        flags = leaf.requires_grad, leaf.is_inference(), leaf.is_conj(), leaf.is_neg()
+        return TensorSpec(shape, strides, type(leaf), leaf.dtype, leaf.device, leaf.layout, flags, first)
+    if type(leaf) in (int, float, complex):
+        return class_name(type(leaf))
+    try:
+        return str(describe(leaf))
+    except NotDescribedError:
+        return f"object {class_name(type(leaf))}"
 
 
 def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -96,13 +145,18 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
     )
 
 
+def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
+    """The sizes of the tensors that are inputs themselves. Takes about a microsecond."""
+    return tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
+
+
 def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
     """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
 
     torch's guards see when two inputs are one object, and do not see when they are views of the same memory.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    storages = [tensor.untyped_storage()._cdata if _is_strided(tensor) else id(tensor) for tensor in tensors]
+    storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return tuple(range(len(storages)))
     spans = [(storage, *_span(tensor)) for storage, tensor in zip(storages, tensors, strict=True)]
@@ -186,3 +240,12 @@ def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own call of a module that is not compiled, hooks included.
+
+    This is a function of a module, because torch can store neither a method nor a decorated `forward`, and Dynamo skips
+    the methods of torch's own classes.
+    """
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""torch's switches: global state that compiled code depends on, and that a call's inputs do not show.
+"""torch's switches and its compiler's options: state that compiled code depends on, and that a call's inputs do not
+show.
 
 Importing this module fails with an AttributeError if torch lacks a name that reads a switch. A name that sets a switch
 is looked up when it is needed. The module imports torch without its compiler, because a server without one reads
@@ -7,8 +8,10 @@ switches.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +20,21 @@ from compile_cache.inductor.spec import autocast_dtype
 
 _precision = torch._C._get_fp32_precision_getter
 
+# An artifact's name has the versions of these packages, because they decide how a model is traced.
+VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
+# Some options of the first two are names for options of the last.
+_CONFIGS = (
+    "torch._inductor.config",
+    "torch._dynamo.config",
+    "torch._functorch.config",
+    "torch.fx.experimental._config",
+    "torch.compiler.config",
+)
+# torch and this library set these options while they load or make an artifact. In torch 2.11 options belong to all
+# threads, so another thread would take them for the program's.
+SET_WHILE_LOADING = ("enable_aot_compile", "enable_autograd_for_aot")
+# Options that change how a process compiles, but not the compiled code.
+_NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
 # The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
@@ -36,8 +54,7 @@ def _attention_priority() -> tuple[int, ...]:
 
 
 # The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
-# The number of threads comes last, because it is left out if all tensors are
-# on a GPU.
+# The number of threads comes last, because it is left out if all tensors are on a GPU.
 SWITCHES: Mapping[str, Callable[[], Any]] = {
     "gradients": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -114,6 +131,20 @@ def set_autocast(device: str, dtype: str) -> None:
     torch.clear_autocast_cache()
 
 
+@contextlib.contextmanager
+def modes_of(described: Any) -> Iterator[None]:
+    """The modes of `described`, a result of `describe_switches` that was read from a file: those of which a call has
+    guards."""
+    modes = described if isinstance(described, Mapping) else {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.inference_mode(modes.get("inference mode") == "True"))
+        for name, device in AUTOCAST.items():
+            stack.callback(set_autocast, device, autocast_dtype(device))
+            set_autocast(device, str(modes.get(name) or ""))
+        yield
+
+
 def precisions() -> tuple[str, ...]:
     """The precisions of all float32 operations, for `set_precisions`. The first belongs to
     `set_float32_matmul_precision`. It is empty if the program has also set precisions in torch's other way: then torch
@@ -149,3 +180,23 @@ def settle_attention_priority() -> None:
     vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     with torch.inference_mode():
         torch.nn.functional.scaled_dot_product_attention(vectors, vectors, vectors)
+
+
+def changed_options() -> Iterator[tuple[str, str, Any]]:
+    """The module, name and value of each option that the program or an environment variable changed in this thread.
+
+    Modules that are not imported, or that another thread is importing, have their defaults. Takes under half a
+    millisecond once the compiler is imported.
+
+    Raises:
+        AttributeError: this torch keeps its options in another way.
+    """
+    for module in _CONFIGS:
+        config: Any = sys.modules.get(module)
+        if config is not None and not getattr(config.__spec__, "_initializing", False):
+            for name, entry in config._config.items():
+                if not config._is_default(name) and name not in _NOT_OF_CODE:
+                    value = getattr(config, name)
+                    # An option that was set back to its default is unchanged, unless the environment sets it.
+                    if value != entry.default or isinstance(entry.env_value_default, bool | str):
+                        yield module, name, value

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_cache.files import replacing
-from compile_cache.inductor.files import digest
+from compile_cache.inductor.format import digest
 from compile_cache.key import environment
 
 log = logging.getLogger("compile_cache")

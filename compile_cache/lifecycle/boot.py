@@ -180,14 +180,12 @@ class Boot(Serving):
                 self._preloading = preloading
 
     def prepare(self, function: Callable[[], None]) -> None:
-        """Have the second process call `function` before it compiles, for example to register an attention.
+        """Have the second process call `function` before it compiles, for example to register an attention. If no other
+        process can import `function`, the boot warns."""
+        with self._degrading("have the second process prepare itself"):
+            from compile_cache.background.server_settings import prepare_with
 
-        Raises:
-            StateNotTaken: no other process can import `function`.
-        """
-        from compile_cache.background.prepare import prepare_with
-
-        prepare_with(function)
+            prepare_with(function)
 
     def compile(self, module: nn.Module, *, whole: bool = False, shares_weights: bool = False) -> None:
         """Compile the repeated blocks of `module`, or all of it: with `whole`, with the scope `whole`, or if no blocks
@@ -230,7 +228,7 @@ class Boot(Serving):
         """Whether the restore has ended, and brought precompiled regions."""
         if self._restore is None or not self._restore.has_ended:
             return False
-        from compile_cache.inductor.files import has_artifacts
+        from compile_cache.inductor.format import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import importlib.util
 import logging
 import threading
 from collections.abc import Callable
@@ -15,18 +14,6 @@ from compile_cache.torch_threads import end_at_exit
 log = logging.getLogger("compile_cache")
 
 _LONGEST_WAIT_S = 60.0
-# The imports of loading a precompiled region, and those of generated code.
-_LOADER = (
-    "torch._dynamo.aot_compile",
-    "torch._functorch._aot_autograd.aot_autograd_result",
-    "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
-    "torch._inductor.output_code",
-    "torch._inductor.async_compile",
-    "torch._inductor.hooks",
-    "torch._inductor.runtime.triton_heuristics",
-    "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.fx.experimental.validator",
-)
 
 
 class Preloading:
@@ -49,9 +36,9 @@ class Preloading:
             ImportError: this torch has other modules.
         """
         with noted("preload", "import torch's loader"):
-            for name in _LOADER:
-                if importlib.util.find_spec(name):
-                    importlib.import_module(name)
+            from compile_cache.inductor.adapter import import_loader
+
+            import_loader()
         end_at_exit(self._thread, lambda: None)
         self._thread.start()
 

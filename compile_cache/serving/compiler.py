@@ -17,22 +17,21 @@ import torch
 from torch import nn
 
 from compile_cache.background.cold_start import resolve_cold_start
-from compile_cache.errors import ArtifactError, NotAModuleError
+from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
 from compile_cache.inductor.autotuner import unread_files
-from compile_cache.inductor.files import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
+from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
 from compile_cache.serving.comparison import PeakMemory
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.region import Region
 from compile_cache.serving.report import RegionReport
-from compile_cache.serving.stored import Stored
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
-    from compile_cache.inductor.artifacts import Artifacts
+    from compile_cache.background.orders import Orders
+    from compile_cache.inductor.artifacts import Artifacts, CachedRecord
+    from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.precompiled import Precompiled
-    from compile_cache.serving.making import Maker
-    from compile_cache.serving.orders import Orders
 
 log = logging.getLogger("compile_cache")
 
@@ -45,9 +44,10 @@ _COMPILER_S = 3.0
 
 
 class Compiler:
-    """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up.
+    """All regions of a boot, and what they have in common. `compile` makes them; `watching` surrounds the warm-up.
 
-    `is_hit`: the artifacts come from this very version of the model. `moment` says when new code is taken.
+    `is_hit`: the artifacts come from this very version of the model. `moment` says when new code is taken. `artifacts`
+    is None until torch's compiler is imported, and if nothing may be compiled ahead of time.
 
     torch's compiler is imported at once. If a second process compiles and nothing was restored, it is imported when the
     first artifact arrives.
@@ -58,12 +58,12 @@ class Compiler:
         self._directory = directory
         self._is_hit = is_hit
         self.moment = Moment()
-        self._tracing_s = _TRACING_S
-        self._has_compiler = False
-        self._seen = set(directory.scan())
         self.regions: dict[type[nn.Module], Region] = {}
+        self.artifacts: Artifacts | None = None
+        self.is_warming_up = False
+        self._tracing_s = _TRACING_S
+        self._seen = set(directory.scan())
         self._left_eager = LeftEager(settings.leave_eager)
-        self._precompiled: Artifacts | None = None
         self._why_not_precompiled = ""
         self._orders: Orders | None = None
         self._is_released = False
@@ -77,7 +77,7 @@ class Compiler:
     def orders(self) -> Orders | None:
         """The calls for the second process; None if nothing may be compiled ahead of time."""
         if self._orders is None and self._settings.precompile:
-            from compile_cache.serving.orders import Orders
+            from compile_cache.background.orders import Orders
 
             with self._opening:
                 if self._orders is None:
@@ -96,14 +96,14 @@ class Compiler:
             self._is_open = True
             self._why_not_precompiled = "torch's compiler could not be imported"  # replaced below
             from compile_cache.inductor.toolchain import remember_toolchain
-            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
+            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off, signal_compiles
 
             configure_torch()
             remember_toolchain(self._directory.path)
             self._why_not_precompiled = ""
             if self._settings.precompile and not is_switched_off():
                 self._open_artifacts()
-            _signal_compiles(self._compiling)
+            signal_compiles(self._compiling)
 
     def _open_artifacts(self) -> None:
         """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
@@ -112,31 +112,59 @@ class Compiler:
         except (ImportError, AttributeError) as error:
             self._do_not_precompile(f"torch {torch.__version__} lacks a name that precompiled regions need: {error}")
             return
-        self._precompiled = Artifacts(self._settings, self._directory.path)
-        for region in self.regions.values():
-            region.stored.artifacts = self._precompiled
+        self.artifacts = Artifacts(self._settings, self._directory.path)
 
     def _do_not_precompile(self, reason: str) -> None:
         log.warning("No precompiled regions in this boot: %s", reason)
-        self._precompiled, self._why_not_precompiled = None, reason
+        self._why_not_precompiled = reason
         for region in self.regions.values():
-            region.stored.switch_off(reason)
+            region.report.note_not_precompiled(reason)
 
     def _load_arrived(self, path: str) -> Precompiled:
         """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
-        if self._precompiled is None:
+        if self.artifacts is None:
             raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
-        from compile_cache.inductor.torch_settings import configure_torch
+        self._configure()  # the call may have been ordered before torch's compiler was imported
+        return self.artifacts.arrive(path)
 
-        configure_torch()  # the call may have been ordered before torch's compiler was imported
-        return self._precompiled.arrive(path)
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
+        """The function for this call; why there is none otherwise, empty if none is wanted."""
+        if self.artifacts is None:
+            return ""
+        self._configure()  # an artifact's name depends on these settings
+        found = attempt(self.artifacts.find, module, args, kwargs)
+        return found.reason if isinstance(found, Failure) else found
+
+    def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
+        """The record of graphs that an earlier boot has made for this call, if there is one."""
+        return self.artifacts.cached(module, args, kwargs) if self.artifacts is not None else None
+
+    def is_proved(self, path: str) -> bool:
+        """Whether an earlier boot of this version compared the function on all instances."""
+        return self._is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
+
+    def prove(self, path: str) -> None:
+        """Mark a function as compared on all instances, for later boots."""
+        if self.artifacts is not None and path:
+            attempt(self.artifacts.mark_compared, path)
+
+    def reject(self, path: str, reason: str) -> None:
+        """Use a function no more in this process."""
+        if self.artifacts is not None:
+            self.artifacts.reject(path, reason)
+
+    def policy(self) -> str:
+        """What to do now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
+        if not self.is_warming_up:
+            return self._settings.unseen
+        return "background" if time.monotonic() > self._deadline_s else self._settings.cold_start
 
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.regions.values()))
 
     def prefetch(self) -> int:
         """Load the precompiled regions of the cache directory, and return their number."""
-        return self._precompiled.prefetch() if self._precompiled else 0
+        return self.artifacts.prefetch() if self.artifacts else 0
 
     def release(self) -> None:
         """Let the second process begin. Called at READY."""
@@ -148,8 +176,6 @@ class Compiler:
     def hurry(self, deadline_s: float) -> None:
         """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
         self._deadline_s = deadline_s
-        for region in self.regions.values():
-            region.deadline_s = deadline_s
 
     @property
     def waiting(self) -> int:
@@ -201,47 +227,29 @@ class Compiler:
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:
             report = RegionReport(name=module_class.__name__, instances=0)
-            stored = Stored(self._precompiled, report, self._is_hit)
-            settings = self._settings
-            region = Region(
-                report,
-                stored,
-                self._maker,
-                self.orders,
-                self.moment,
-                self._may_trace,
-                settings.cold_start,
-                settings.unseen,
-            )
-            region.deadline_s = self._deadline_s
-            self.regions[module_class] = region
+            self.regions[module_class] = Region(report, self)
             if self._why_not_precompiled:
-                region.stored.switch_off(self._why_not_precompiled)
+                report.note_not_precompiled(self._why_not_precompiled)
         return self.regions[module_class]
 
-    def _may_trace(self, seconds: float) -> bool:
+    def may_trace(self, seconds: float) -> bool:
         """Whether the setup has so much time left to trace graphs out of stored files. If so, it is taken."""
-        if not self._has_compiler:
+        if self._tracing_s == _TRACING_S:
             seconds += _COMPILER_S
         if seconds > self._tracing_s:
             return False
         self._tracing_s -= seconds
-        self._has_compiler = True
         return True
 
-    def _maker(self, region: Region) -> Maker:
-        """Imports torch's compiler."""
+    def graphs(self, name: str) -> Graphs:
+        """A maker of graphs for one class. Imports torch's compiler."""
         self.open()
-        from compile_cache.inductor.graphs import Graphs
-        from compile_cache.serving.making import Maker
+        from compile_cache.inductor.make import Graphs
 
-        graphs = Graphs(region.report.name, self._settings.mode, self._settings.dynamic)
-        return Maker(
-            graphs, region.report, lambda: region.stored.artifacts, self._new_artifacts, lambda: region.watched
-        )
+        return Graphs(name, self._settings.mode, self._settings.dynamic)
 
-    def _new_artifacts(self) -> set[str]:
-        """The artifacts that have appeared since the last call."""
+    def new_files(self) -> set[str]:
+        """The files of the cache directory that have appeared since the last call."""
         now = set(self._directory.scan())
         new, self._seen = now - self._seen, now
         return new
@@ -250,9 +258,7 @@ class Compiler:
         """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
         another version that this boot's model did not use."""
         files = self._directory.scan()
-        used = (self._precompiled.used if self._precompiled else set()) | set(
-            self._orders.arrived_s if self._orders else ()
-        )
+        used = (self.artifacts.used if self.artifacts else set()) | set(self._orders.arrived_s if self._orders else ())
         used |= {f"{path.removesuffix(SUFFIX)}{COMPARED}" for path in used}
         unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
         return unread_files(files) | unused
@@ -276,16 +282,15 @@ class Compiler:
     def watching(self) -> Iterator[None]:
         """While the context lasts, calls are the warm-up's."""
         self._configure()
-        if self._precompiled is not None:
-            self._precompiled.forget_options()
-        for region in self.regions.values():
-            region.watched = True
+        if self.artifacts is not None:
+            self.artifacts.forget_options()
+        self.is_warming_up = True
         try:
             yield
         finally:
             self.moment.pass_by()
+            self.is_warming_up = False
             for region in self.regions.values():
-                region.watched = False
                 region.conclude()
 
 
@@ -324,20 +329,6 @@ class LeftEager:
             for name in self._names
             if name not in met
         ]
-
-
-def _signal_compiles(compiling: threading.Event) -> None:
-    """Keep the event set while torch compiles, if this torch tells when it does."""
-    try:
-        from torch._dynamo import callback
-
-        start: Any = callback.on_compile_start
-        end: Any = callback.on_compile_end
-    except (ImportError, AttributeError) as error:
-        log.warning("torch %s does not tell when it compiles: %s", torch.__version__, error)
-        return
-    start(lambda _: compiling.set())
-    end(lambda _: compiling.clear())
 
 
 def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from compile_cache.inductor.options import RECOMPILE_LIMIT
-from compile_cache.inductor.spec import CallSpec, numbers_of
+from compile_cache.inductor.spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 _MOST_FUNCTIONS = 8
@@ -66,6 +66,7 @@ class Case:
     | field | meaning |
     | --- | --- |
     | `spec`, `numbers` | the first such call |
+    | `serves` | the `top_sizes` of the calls that its code may fit; None: of any sizes |
     | `reason` | why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `instances` | the modules that made such calls |
@@ -79,6 +80,7 @@ class Case:
 
     spec: CallSpec
     numbers: tuple[str, ...]
+    serves: tuple[torch.Size, ...] | None
     state: State = State.NEW
     reason: str = ""
     code: Code | None = None
@@ -179,7 +181,7 @@ class Kinds:
                 least = min(idle, key=lambda known: self._kinds[known].used)
                 gone = [case for case in self._kinds.pop(least).cases if not case.dynamic]
                 self._forgotten.add(hash(least))
-            self._kinds[spec] = _Kind(Case(spec, (), State.EAGER, CHANGING))
+            self._kinds[spec] = _Kind(Case(spec, (), None, State.EAGER, CHANGING))
         return self._kinds[spec], gone
 
     def _case(
@@ -189,14 +191,16 @@ class Kinds:
         for case in kind.cases:
             if case.numbers == numbers and module in case.instances:
                 return case
+        if kind.asked[module] >= _MOST_FUNCTIONS:
+            return kind.changing
         for case in kind.cases:
             if _is_same(case, numbers, module, args, kwargs):
                 return case
-        if kind.asked[module] >= _MOST_FUNCTIONS:
-            return kind.changing
         kind.asked[module] += 1
         alike = self._open.get((spec.without_sizes, numbers), ())
-        case = next((case for case in alike if _covers(case, spec)), None) or Case(spec, numbers)
+        case = next((case for case in alike if _covers(case, spec)), None) or Case(
+            spec, numbers, top_sizes(args, kwargs)
+        )
         kind.cases.append(case)
         return case
 
@@ -225,7 +229,7 @@ class Kinds:
             known = self._open.setdefault(key, [])
             if len({number for number, _ in varying}) != len(varying) or any(varying == one.dynamic for one in known):
                 return case
-            dynamic = Case(spec, numbers, instances=case.instances, dynamic=varying)
+            dynamic = Case(spec, numbers, None, instances=case.instances, dynamic=varying)
             known.append(dynamic)
             kind = self._kinds[spec]
             kind.cases = [dynamic if one is case else one for one in kind.cases]

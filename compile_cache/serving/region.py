@@ -11,74 +11,53 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compile_cache.background.order import Making
-from compile_cache.errors import NotHandedOver, UnseenCallError, first_line
-from compile_cache.inductor.border import Failure, attempt
+from compile_cache.background.shadow import Shadow
+from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.inductor.spec import why_eager, with_plain_strides
-from compile_cache.inductor.traced import call_region
+from compile_cache.inductor.spec import RECOMPILE_LIMIT, call_region, top_sizes, why_eager, with_plain_strides
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, Code, Kinds, State
-from compile_cache.serving.moment import Moment
 from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
-    from compile_cache.inductor.artifacts import CachedRecord
+    from compile_cache.background.orders import Making
+    from compile_cache.inductor.make import Graphs, Traced
     from compile_cache.inductor.precompiled import Precompiled
-    from compile_cache.serving.making import Maker
-    from compile_cache.serving.orders import Orders
-    from compile_cache.serving.stored import Stored
+    from compile_cache.serving.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
+
+# For one instance: by the sizes of a call, the cases whose code serves it, the latest first. None: of any sizes.
+_Serving = dict[tuple[torch.Size, ...] | None, tuple[Case, ...]]
 
 
 class Region:
     """A module class and its instances.
 
     `report` says how calls are served, and why. `served` counts calls by step. `waited_s` is the time that requests
-    waited for the compiler, in seconds. `watched` is set during the warm-up. After `deadline_s`, a time of
-    `time.monotonic`, this process compiles nothing more.
-
-    `cold` and `unseen` are the policies for a new call: `cold` in the warm-up (`background` or `block`), `unseen` after
-    READY (also `eager` or `error`).
+    waited for the compiler, in seconds. `withheld` has the files of code that failed, which must not be published.
     """
 
-    def __init__(
-        self,
-        report: RegionReport,
-        stored: Stored,
-        maker: Callable[[Region], Maker],
-        orders: Callable[[], Orders | None],
-        moment: Moment,
-        may_trace: Callable[[float], bool],
-        cold: str,
-        unseen: str,
-    ) -> None:
+    def __init__(self, report: RegionReport, compiler: Compiler) -> None:
         self.report = report
         self.kinds = Kinds()
-        self.watched = False
         self.shares_weights = False
-        self.deadline_s = math.inf
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
-        # The files of code that failed.
         self.withheld: set[str] = set()
-        self.stored, self._orders, self._moment = stored, orders, moment
-        self._new_maker, self._may_trace = maker, may_trace
-        self._maker: Maker | None = None
-        self._cold, self._unseen = cold, unseen
-        # For each instance, the cases whose code serves it, the latest first.
-        self._serving: dict[nn.Module, tuple[Case, ...]] = {}
+        self._compiler = compiler
+        self._graphs: Graphs | None = None
+        # The files that the graphs' compiles left in the cache directory.
+        self._files: set[str] = set()
+        self._serving: dict[nn.Module, _Serving] = {}
         self._unused = ""
 
     @property
@@ -88,21 +67,17 @@ class Region:
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
-        self._serving.setdefault(module, ())
+        self._serving.setdefault(module, {})
         self.report.instances = len(self._serving)
         module._compiled_call_impl = functools.partial(self._call, module)
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_plain_strides(args, kwargs)
-        for case in self._serving[module]:
-            code = case.code
-            try:
-                is_fit = code is not None and code.step == "precompiled" and code.fits(module, args, kwargs)
-            except Exception as error:
-                log.info("precompiled.not_compared artifact=%s error=%r", code and code.path, error)
-                continue
-            if is_fit:
-                return self._serve(case, module, args, kwargs)
+        serving = self._serving[module]
+        for sizes in (top_sizes(args, kwargs), None):
+            for case in serving.get(sizes, ()):
+                if _fits(case.code, module, args, kwargs):
+                    return self._serve(case, module, args, kwargs)
         return self._route(module, args, kwargs)
 
     def _route(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -110,7 +85,7 @@ class Region:
         if reason := why_eager(module):
             self.report.demote(reason)
             return self._serve_eager(module, args, kwargs)
-        self._moment.pass_by()
+        self._compiler.moment.pass_by()
         case, gone = self.kinds.case(module, args, kwargs)
         for other in gone:
             self._stop(other)
@@ -128,7 +103,8 @@ class Region:
     def _serve_by_code(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call whose code is known: by it, if it was compared on this instance and is taken; else eager."""
         code = case.code
-        assert code is not None
+        if code is None:  # dropped by another thread
+            return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
             if module is case.ordered_by and not case.passed:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
@@ -139,10 +115,10 @@ class Region:
             return self._compare(case, module, args, kwargs)
         if case.state is State.ARRIVED:
             return self._serve_eager(module, args, kwargs)
-        if case not in self._serving[module]:
+        if not self._is_serving(case, module):
             if not case.is_proved:  # it passed in this prediction
                 return self._serve_eager(module, args, kwargs)
-            self._serving[module] = (case, *self._serving[module])
+            self._let_serve(case, module)
         return self._serve(case, module, args, kwargs)
 
     def _serve(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -163,48 +139,45 @@ class Region:
 
     def _serve_new(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call of a new case: by code of an earlier boot, else as the policy says."""
-        found = self.stored.look(module, args, kwargs)
+        compiler = self._compiler
+        found = compiler.find(module, args, kwargs)
         if not isinstance(found, str):
-            case.is_proved = self.stored.is_proved(found)
+            case.is_proved = compiler.is_proved(found.path)
             self._arrive(case, found)
-            if case.is_proved and not self.watched:
+            if case.is_proved and not compiler.is_warming_up:
                 case.passed.add(module)
                 self._take(case)
             count_precompiled("loaded")
             self.report.loaded += 1
             return self._route(module, args, kwargs)
-        policy = self._policy()
-        record = self.stored.cached(module, args, kwargs) if self.watched and policy != "block" else None
-        if record is not None and self._may_trace(record.seconds):
-            log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
-            return self._make(case, module, args, kwargs, record)
+        policy = compiler.policy()
         if policy == "block":
             answer = self._make(case, module, args, kwargs)
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
+        record = compiler.cached(module, args, kwargs) if compiler.is_warming_up else None
+        if record is not None and compiler.may_trace(record.seconds):
+            log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
+            return self._make(case, module, args, kwargs, is_stored=True)
         if record is not None:
             self._give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
-            return self._serve_eager(module, args, kwargs)
-        if policy == "background":
+        elif policy == "background":
             return self._order(case, module, args, kwargs)
-        if policy == "error":
+        elif policy == "error":
             raise UnseenCallError(
                 f"{self.report.name} was called with {case.spec}, for which nothing is compiled. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
             )
-        self._give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
+        else:
+            self._give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         return self._serve_eager(module, args, kwargs)
-
-    def _policy(self) -> str:
-        if not self.watched:
-            return self._unseen
-        return "background" if time.monotonic() > self.deadline_s else self._cold
 
     def _compare(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and run the new code on its shadow. Whatever keeps the comparison from its end proves
         nothing: another call makes it again."""
-        if self._moment.begun < case.not_before or _is_capturing():
+        moment = self._compiler.moment
+        if moment.begun < case.not_before or _is_capturing():
             return self._serve_eager(module, args, kwargs)
         started = time.perf_counter()
         comparison = self._comparison(case, module, args, kwargs)
@@ -212,7 +185,7 @@ class Region:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
         answer = comparison.eager()
-        if not (comparison.drew and self._moment.open > 1):
+        if not (comparison.drew and moment.open > 1):
             self._judge(case, module, comparison)
         self.report.compile_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
@@ -249,12 +222,12 @@ class Region:
         self.report.note_peaks(peak_bytes, comparison.eager_peak_bytes)
         case.passed.add(module)
         if case.has_passed:
-            self.stored.prove(code.path)
-            self._moment.note(functools.partial(self._take, case))
+            self._compiler.prove(code.path)
+            self._compiler.moment.note(functools.partial(self._take, case))
 
     def _put_off(self, case: Case, error: BaseException) -> None:
         reason = f"not compared with eager: {type(error).__name__}: {first_line(error)}"
-        if not case.put_off(self._moment.begun):
+        if not case.put_off(self._compiler.moment.begun):
             self._give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
@@ -267,15 +240,29 @@ class Region:
         if code.step == "precompiled":
             self.report.take_step("precompiled")
         for module in case.passed:
-            self._serving[module] = (case, *(other for other in self._serving[module] if other is not case))
+            self._let_serve(case, module)
+
+    def _let_serve(self, case: Case, module: nn.Module) -> None:
+        if not self._is_serving(case, module):
+            serving = self._serving[module]
+            serving[case.serves] = (case, *serving.get(case.serves, ()))
+
+    def _is_serving(self, case: Case, module: nn.Module) -> bool:
+        return case in self._serving[module].get(case.serves, ())
+
+    def _stop(self, case: Case) -> None:
+        """Serve no call by this case."""
+        for serving in self._serving.values():
+            if case in serving.get(case.serves, ()):
+                serving[case.serves] = tuple(other for other in serving[case.serves] if other is not case)
 
     def _order(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and order its code from the second process."""
-        orders = self._orders()
+        orders = self._compiler.orders()
         if orders is None or orders.is_full:
             self._give_up(case, "nothing may be compiled ahead of time" if orders is None else "too many calls wait")
             return self._serve_eager(module, args, kwargs)
-        case = case if self.watched else self.kinds.opened(case, module, args, kwargs)
+        case = case if self._compiler.is_warming_up else self.kinds.opened(case, module, args, kwargs)
         case.state, case.ordered_by = State.ORDERED, module
         call = attempt(orders.pack, module, args, kwargs, self.shares_weights)
         if isinstance(call, Failure):
@@ -298,12 +285,9 @@ class Region:
         if function is None:
             self._give_up(case, making.reason)
         else:
-            count_precompiled("made")
-            self.report.made += 1
             self.report.precompile_s += making.seconds
-            if making.speed is not None:
-                self.report.note_speed(making.speed.compiled_ms, making.speed.eager_ms)
-            self._moment.note(functools.partial(self._arrive, case, function))
+            self.report.note_made(making.speed)
+            self._compiler.moment.note(functools.partial(self._arrive, case, function))
         self.report.wait_for(self.kinds.waiting)
 
     def _arrive(self, case: Case, code: Code) -> None:
@@ -311,26 +295,24 @@ class Region:
         case.state = State.ARRIVED
         self.report.wait_for(self.kinds.waiting)
 
-    def _make(self, case: Case, module: nn.Module, args: Any, kwargs: Any, record: CachedRecord | None = None) -> Any:
-        """Serve a call eager, and make its code in this process, out of stored files if there is a record of them."""
+    def _make(self, case: Case, module: nn.Module, args: Any, kwargs: Any, is_stored: bool = False) -> Any:
+        """Serve a call eager, and make its code in this process, out of stored files if they have its graphs."""
         comparison = self._comparison(case, module, args, kwargs)
         if comparison is None:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
         answer = comparison.eager()
         before, started = read_counts(), time.perf_counter()
-        if self._maker is None:
-            self._maker = self._new_maker(self)
         with comparison.undisturbed():
-            made = (self._maker.look_up if record else self._maker.make)(comparison.pristine)
-        if isinstance(made, str):
-            self.withheld |= self._maker.withheld
-            self._give_up(case, made)
+            code = attempt(self._traced if is_stored else self._made, comparison.pristine)
+        if isinstance(code, Failure):
+            self.withheld |= self._compiler.new_files()
+            self._give_up(case, self._failure(code, time.perf_counter() - started))
         else:
-            self._arrive(case, made)
+            self._arrive(case, code)
             self._judge(case, module, comparison)
-        self._moment.pass_by()
-        if not self.watched and read_counts().graphs > before.graphs:
+        self._compiler.moment.pass_by()
+        if not self._compiler.is_warming_up and read_counts().graphs > before.graphs:
             self.waited_s += time.perf_counter() - started
             log.warning(
                 "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
@@ -340,16 +322,73 @@ class Region:
             )
         return answer
 
+    def _made(self, shadow: Shadow) -> Code:
+        """Code for a call, from the one maker. Imports torch's compiler."""
+        from compile_cache.inductor.make import make
+
+        log.info("compile.begin region=%s", self.report.name)
+        before, started = read_counts(), time.perf_counter()
+        made = make(self._compiler.artifacts, self._own_graphs(), shadow.copied)
+        self._files |= self._compiler.new_files()
+        self.report.note_traced(read_counts().since(before), made.traced, started)
+        self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
+        if made.function is not None:
+            self.report.note_made(made.speed)
+        elif made.reason:
+            self.report.note_not_precompiled(made.reason)
+        return made.function or self._graph(made.traced)
+
+    def _traced(self, shadow: Shadow) -> Code:
+        """The graphs of a call, out of stored files.
+
+        Raises:
+            ArtifactError: one was missing.
+        """
+        from compile_cache.inductor.make import trace
+
+        before, started = read_counts(), time.perf_counter()
+        traced = trace(self._own_graphs(), shadow.copied)
+        counts = read_counts().since(before)
+        self.report.note_traced(counts, traced, started)
+        if counts.misses:
+            raise ArtifactError("its stored graphs were not found, so they were compiled again")
+        return self._graph(traced)
+
+    def _own_graphs(self) -> Graphs:
+        if self._graphs is None:
+            self._graphs = self._compiler.graphs(self.report.name)
+        return self._graphs
+
+    def _graph(self, traced: Traced) -> Code:
+        from compile_cache.inductor.make import Graph
+
+        return Graph(self._own_graphs(), traced.is_whole, lambda: self._compiler.is_warming_up)
+
+    def _failure(self, failure: Failure, seconds: float) -> str:
+        """Why nothing was made, after a line in the log."""
+        from compile_cache.inductor.make import is_beyond_limit
+
+        if is_beyond_limit(failure.error):
+            return f"{RECOMPILE_LIMIT} shapes are compiled already; set COMPILE_CACHE_DYNAMIC=auto"
+        log.warning(
+            "compile.failed region=%s seconds=%.1f The call is served eager, and each boot tries it again. To leave "
+            "the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
+            self.report.name,
+            seconds,
+            exc_info=failure.error,
+        )
+        return failure.reason
+
     def _drop(self, case: Case, reason: str) -> None:
         """Stop using code that failed, and make no other in its place. It is not published."""
         code, case.code = case.code, None
         if code is not None and code.path:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
             self.withheld.add(code.path)
-            self.stored.reject(code.path, reason)
+            self._compiler.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
-        elif self._maker is not None:
-            self.withheld |= self._maker.files
+        else:
+            self.withheld |= self._files
         self._stop(case)
         self._give_up(case, reason)
 
@@ -358,11 +397,6 @@ class Region:
         case.state, case.reason = State.EAGER, reason
         self.report.explain(f"eager for {case.spec}: {reason}")
         self.report.take_step("eager")
-
-    def _stop(self, case: Case) -> None:
-        """Serve no call by this case."""
-        for module, cases in self._serving.items():
-            self._serving[module] = tuple(other for other in cases if other is not case)
 
     def conclude(self) -> None:
         """After the warm-up, report a region that nothing called."""
@@ -373,6 +407,15 @@ class Region:
             self._unused = _unused(next(iter(self._serving)))
             self.report.explain(self._unused)
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
+
+
+def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether code compiled ahead of time fits a call of a module that it was compared on."""
+    try:
+        return code is not None and code.step == "precompiled" and code.fits(module, args, kwargs)
+    except Exception as error:  # a guard reads any object of the model's
+        log.info("precompiled.not_checked artifact=%s error=%r", code and code.path, error)
+        return False
 
 
 def _is_capturing() -> bool:

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from compile_cache.inductor.counters import CompileCounts, are_counted, count_precompiled
+from compile_cache.timeline import note
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.make import Speed, Traced
 
 log = logging.getLogger("compile_cache")
 
@@ -96,8 +103,37 @@ class RegionReport:
 
     def note_not_precompiled(self, reason: str) -> None:
         """Add a reason why the next boot will not have a kind of call precompiled, once."""
+        self.explain(f"not precompiled: {reason}")
         if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
             self.not_precompiled.append(reason)
+
+    def note_traced(self, counts: CompileCounts, traced: Traced, started: float) -> None:
+        """Add the graphs of one call, with torch's counts meanwhile. Tracing began at `started`."""
+        is_found = counts.misses == 0 < counts.hits
+        self.graphs += counts.graphs
+        self.compile_s += traced.seconds
+        note("regions", f"{self.name}: {'look up' if is_found else 'compile'}", started, traced.seconds)
+        if not traced.is_whole:
+            log.info("compile.graph_break region=%s error=%s", self.name, traced.broken_by)
+            self.explain(f"with graph breaks: {traced.broken_by}")
+        if counts.graphs == 0 and are_counted():
+            self.take_step("eager")
+            self.explain(
+                "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, or an earlier boot "
+                "in this process compiled the class"
+            )
+        elif is_found:
+            self.take_step("cached")
+        else:
+            self.take_step("cold")
+            self.explain(_why_cold(counts))
+
+    def note_made(self, speed: Speed | None) -> None:
+        """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""
+        count_precompiled("made")
+        self.made += 1
+        if speed is not None:
+            self.note_speed(speed.compiled_ms, speed.eager_ms)
 
     def note_speed(self, compiled_ms: float, eager_ms: float) -> None:
         """Add the times of one call."""
@@ -121,3 +157,9 @@ class RegionReport:
         """Add the peak device memory of a compiled call and of its eager reference."""
         if compiled_bytes is not None and compiled_bytes > (self.compiled_peak_bytes or 0):
             self.compiled_peak_bytes, self.eager_peak_bytes = compiled_bytes, eager_bytes
+
+
+def _why_cold(counts: CompileCounts) -> str:
+    if not are_counted():
+        return "this torch has other counters, so it is unknown whether it found or compiled its graphs"
+    return "lookups found nothing" if counts.misses else "torch looked nothing up: its caches are off"

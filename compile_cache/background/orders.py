@@ -1,4 +1,8 @@
-"""Orders code for calls from the compiling process, and takes it into the cache directory.
+"""Orders code for calls from the second process, and takes its files into the cache directory.
+
+The process writes into a folder of its own, beside the cache directory, with a path of the same length. torch finds
+compiled kernels by absolute path, and writes that path into its files. Because both paths have the same length, one can
+replace the other in any file, pickles included.
 
 Nothing here imports torch's compiler before the first artifact arrives.
 """
@@ -10,33 +14,37 @@ import logging
 import math
 import os
 import pickle
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_cache.background.call import hand_over, hand_over_shared
-from compile_cache.background.compile_threads import compile_threads
 from compile_cache.background.jobs import Done, Jobs
-from compile_cache.background.order import Making, Order, PackedCall, Place
 from compile_cache.background.process import CompilingProcess
-from compile_cache.background.state import ServerState
-from compile_cache.background.workshop import Workshop
-from compile_cache.inductor.border import Failure, attempt
-from compile_cache.inductor.options import RECOMPILE_LIMIT
-from compile_cache.inductor.spec import on_gpu
+from compile_cache.background.server_settings import ServerState
+from compile_cache.errors import Failure, attempt
+from compile_cache.files import replacing
+from compile_cache.inductor.format import PRECOMPILED, SUFFIX, copy_artifact
+from compile_cache.inductor.spec import RECOMPILE_LIMIT, on_gpu
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
+    from compile_cache.background.server_settings import ServerState
+    from compile_cache.inductor.make import Speed
     from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
 
-_HANDLER = "compile_cache.background.making:start_making"
+_HANDLER = "compile_cache.background.compiling:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0
@@ -44,6 +52,55 @@ _IDLE_S = 30.0
 # in which no region is called, between two predictions or while the GPU works, but not for long.
 _GAP_S = 0.1
 _LONGEST_WAIT_S = 2.0
+_LETTERS = str.maketrans("0123456789", "abcdefghij")
+# torch rewrites these files in place.
+_REWRITTEN = (".best_config",)
+CGROUP = Path("/sys/fs/cgroup")
+# torch has no more, on a host of any size (torch/_inductor/config.py).
+_MOST_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder in which the process compiles, and its settings. Sent once."""
+
+    settings: Settings
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """A call in bytes for another process. `on_gpu`: all its tensors are on a GPU."""
+
+    content: bytes
+    on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One kind of call to compile: the bytes of `hand_over`, the server's state, and the dimensions to leave open.
+
+    `dynamic` has (tensor, dimension) pairs. The code must fit any size of these dimensions.
+    """
+
+    call: bytes
+    state: ServerState
+    dynamic: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """The answer to an order: an artifact's path and all its files, or the reason why there is none.
+
+    Files without an artifact are those of graphs, which later boots trace again. `seconds` is the time that the order
+    took. `speed` has the compiled and the eager time of the call, if measured.
+    """
+
+    path: str = ""
+    files: tuple[str, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    speed: Speed | None = None
 
 
 class Orders:
@@ -169,3 +226,72 @@ class Orders:
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.is_cuda
+
+
+class Workshop:
+    """The folder of the compiling process, beside `directory`."""
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        self.path = directory.path.with_name(directory.path.name.translate(_LETTERS))
+
+    def prepare(self) -> None:
+        """Empty the folder, and copy the cache directory into it, so that nothing is compiled twice.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(mode=0o700)
+        self._copy(self._directory.scan(), self._directory.path, self.path)
+
+    def take(self, paths: Iterable[str]) -> None:
+        """Copy finished files into the cache directory: kernels first, then the artifacts that need them.
+
+        Raises:
+            ArtifactError: an artifact is damaged.
+            OSError: a file is missing, or the cache directory cannot be written.
+        """
+        self._copy(sorted(paths, key=lambda path: path.startswith(PRECOMPILED)), self.path, self._directory.path)
+
+    def _copy(self, paths: Iterable[str], source: Path, target: Path) -> None:
+        old, new = os.fsencode(source), os.fsencode(target)
+        assert len(old) == len(new)
+        for path in paths:
+            if (target / path).exists() and not path.endswith(_REWRITTEN):
+                continue
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            if path.endswith(SUFFIX):
+                copy_artifact(source / path, target / path, old, new)
+                continue
+            with replacing(target / path) as file:
+                file.write((source / path).read_bytes().replace(old, new))
+            shutil.copymode(source / path, target / path)
+
+
+def compile_threads() -> int:
+    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two.
+
+    torch would start one for each CPU, and ignore a container's quota. Then predictions have no CPU of their own: a low
+    priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
+    quota, predictions stop too, whatever their priority.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    cpus = min(allowed, quota_cpus(CGROUP) or allowed)
+    return min(_MOST_THREADS, max(cpus // 2, min(cpus, 2)))
+
+
+def quota_cpus(cgroup: Path) -> int:
+    """The CPUs that a container's quota allows, rounded down, but at least 1; 0 without a quota.
+
+    Sources: cgroup v2's `cpu.max` ("max 100000" or "150000 100000", in µs), and v1's `cpu.cfs_quota_us` (-1: none) and
+    `cpu.cfs_period_us`.
+    """
+    try:
+        if (both := cgroup / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else 0
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux's files, or "max"
+        return 0

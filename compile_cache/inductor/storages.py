@@ -1,4 +1,5 @@
-"""Shares CUDA memory between two processes, for weights that do not fit twice. The receiver only reads it.
+"""torch's private names for storages, and CUDA memory that two processes share, for weights that do not fit twice. The
+receiver only reads it.
 
 torch counts the users of such memory in a file of the sender in /dev/shm. A killed receiver is never subtracted, so the
 sender could not free that memory again. Share only memory that lasts as long as the sender.
@@ -56,3 +57,18 @@ def mapped(handle: Handle) -> torch.UntypedStorage | None:
     except RuntimeError as error:
         log.warning("call.not_mapped error=%s This process allocates its own copy of these weights.", error)
         return None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, as long as that exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor that torch reads with the opposite sign."""
+    return torch._neg_view(tensor)
+
+
+def with_class(kind: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """The same tensor as one of a subclass, such as a parameter."""
+    return torch.Tensor._make_subclass(kind, tensor, requires_grad)

@@ -1,30 +1,37 @@
-"""The state that a call depends on, read in the server and set in the compiling process.
+"""The server's settings of torch that a call depends on: read in the server, made in the second process.
 
 The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
-server finds an artifact only if the process that made it had the same state.
+server finds an artifact only if the process that made it had the same.
 
-This module imports torch, but not its compiler. Importing it fails where importing `aot/switches.py` fails.
+`prepare_with` registers a function that prepares a process to compile a model, such as one that registers an attention
+interface. A model family calls it in its own set-up; the second process calls it before it compiles.
+
+This module imports torch, but not its compiler. Importing it fails where importing `inductor/switches.py` fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import pickle
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from compile_cache.background.portable import pack, unpack
-from compile_cache.background.prepare import Preparation, registered, run_once
+from compile_cache import importable
 from compile_cache.errors import StateNotMade, StateNotTaken
-from compile_cache.inductor.options import VERSIONED_PACKAGES, changed_options
 from compile_cache.inductor.switches import (
     CONTEXTS,
     SETTERS,
     SWITCHES,
+    VERSIONED_PACKAGES,
+    changed_options,
     describe_switches,
     precisions,
     set_precisions,
@@ -32,6 +39,10 @@ from compile_cache.inductor.switches import (
     switches,
 )
 
+# The names of functions that the second process calls first, in order.
+_registered: dict[str, None] = {}
+# A context variable, as torch's options are: on torch 2.13 an option holds in one thread only.
+_RUN: ContextVar[frozenset[str]] = ContextVar("compile_cache_preparations", default=frozenset())
 # The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
 _IMPORTED_BY_COMPILER = ("triton",)
 
@@ -52,8 +63,8 @@ class Option:
 class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `aot/switches.py` reads `switches` and `precisions`. `packages` are those of `VERSIONED_PACKAGES` that the server
-    has imported. `device` is the index of the thread's CUDA device; None before CUDA is used.
+    `packages` are those of `VERSIONED_PACKAGES` that the server has imported. `device` is the index of the thread's
+    CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
@@ -61,7 +72,7 @@ class ServerState:
     precisions: tuple[str, ...]
     options: tuple[Option, ...]
     packages: tuple[str, ...]
-    preparations: tuple[Preparation, ...]
+    preparations: tuple[str, ...]
     device: int | None
 
     @classmethod
@@ -84,7 +95,7 @@ class ServerState:
             precisions(),
             _options(),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
-            registered(),
+            tuple(_registered),
             _device(),
         )
 
@@ -103,7 +114,7 @@ class ServerState:
 
         configure_torch()
         self._import_packages()
-        run_once(self.preparations)
+        _run_once(self.preparations)
         with contextlib.ExitStack() as stack:
             for option in self.options:
                 stack.enter_context(_option_made(option))
@@ -163,7 +174,7 @@ def _options() -> tuple[Option, ...]:
         changed = list(changed_options())
     except AttributeError as error:
         raise StateNotTaken(f"torch {torch.__version__} does not tell which options are set: {error}") from error
-    return tuple(Option(module, name, pack(value, f"{module}.{name}")) for module, name, value in changed)
+    return tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
 @contextlib.contextmanager
@@ -171,7 +182,7 @@ def _option_made(option: Option) -> Iterator[None]:
     """Give the option its value in this thread while the context lasts."""
     with contextlib.ExitStack() as stack:
         with _making(str(option)):
-            config, value = importlib.import_module(option.module), unpack(option.value)
+            config, value = importlib.import_module(option.module), pickle.loads(option.value)
             if getattr(config, option.name) != value:
                 stack.enter_context(config.patch({option.name: value}))
             if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
@@ -188,3 +199,65 @@ def _making(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
         raise StateNotMade(f"{name} cannot be set as in the server: {type(error).__name__}: {error}") from error
+
+
+def prepare_with(function: Callable[[], None]) -> None:
+    """Register `function`: the second process calls it once in each thread, before that thread compiles.
+
+    The same function is registered once. This process does not call it.
+
+    Raises:
+        StateNotTaken: another process cannot import the function.
+    """
+    try:
+        name = importable.reference(function)
+        if reason := importable.why_not(function.__module__):
+            raise LookupError(f"{name}: {reason}")
+    except LookupError as error:
+        raise StateNotTaken(
+            f"the compiling process cannot import {error}. Define the function at the top level of a module that can "
+            "be imported."
+        ) from error
+    _registered[name] = None
+
+
+def _run_once(preparations: Iterable[str]) -> None:
+    """Call the functions that this thread has not called yet, in order.
+
+    Raises:
+        StateNotMade: a function cannot be imported here, or fails.
+    """
+    for name in preparations:
+        if name in _RUN.get():
+            continue
+        try:
+            importable.find(name)()
+        except Exception as error:  # a model family's own code
+            raise StateNotMade(f"{name} failed: {type(error).__name__}: {error}") from error
+        _RUN.set(_RUN.get() | {name})
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses functions and classes that only this process can import."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | types.FunctionType) and (reason := importable.why_not(value.__module__)):
+            raise pickle.PicklingError(f"{value!r}: {reason}")
+        return NotImplemented
+
+
+def _pack(value: Any, name: str) -> bytes:
+    """`value`, pickled for another process. An error calls it `name`.
+
+    Raises:
+        StateNotTaken: `value` cannot be pickled, or another process cannot import a part of it.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # whatever a value's own __reduce__ raises
+        raise StateNotTaken(
+            f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "
+            "level of a module that can be imported."
+        ) from error
+    return buffer.getvalue()

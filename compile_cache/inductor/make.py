@@ -1,0 +1,263 @@
+"""Makes code for a kind of call: the graphs of `torch.compile`, and a function compiled ahead of time.
+
+`make` is the one maker. The second process calls it (`background`), and so does the server (`block`, `fill`).
+
+This module imports torch's compiler. It needs none of the private names that functions compiled ahead of time need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.utils
+from torch import nn
+
+from compile_cache.errors import ArtifactError, CompileCacheError, Failure, attempt, first_line
+from compile_cache.inductor.counters import uncounted
+from compile_cache.inductor.spec import call_region, on_gpu, pytree
+from compile_cache.inductor.torch_settings import configure_torch
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.artifacts import Artifacts
+    from compile_cache.inductor.precompiled import Precompiled
+
+# The module, args and kwargs of a call.
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def _dynamo_errors(*names: str) -> tuple[type[Exception], ...]:
+    """The named errors of Dynamo, if this torch has them."""
+    found = (getattr(torch._dynamo.exc, name, None) for name in names)
+    return tuple(error for error in found if error is not None)
+
+
+# Dynamo raises these if the model's code breaks a graph or raises an error itself. A data-dependent branch is a
+# `UserError` on torch 2.13, and `Unsupported` on 2.11.
+_BREAKS = _dynamo_errors("Unsupported", "UserError")
+# Words of these errors where a branch depends on the values of tensors.
+_ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
+_LIMIT_ERRORS = _dynamo_errors("FailOnRecompileLimitHit")
+_TIMED_RUNS = 3
+# About 5 ms on a GPU, in which the host queues a whole call. So the events do not measure the host's pace.
+_HEAD_START_CYCLES = 10_000_000
+
+
+def forget_graphs() -> None:
+    """Drop all graphs that `torch.compile` made in this process."""
+    torch._dynamo.reset()
+
+
+def is_beyond_limit(error: Exception) -> bool:
+    """Whether torch refuses a graph because the function has too many."""
+    return isinstance(error, _LIMIT_ERRORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The graphs of one call: whether it is one, whether a branch depends on the values of tensors, and the seconds
+    that tracing and compiling took. `broken_by` says what broke the graph."""
+
+    is_whole: bool
+    depends_on_data: bool
+    seconds: float
+    broken_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The time of one call in milliseconds: the median of a few runs."""
+
+    compiled_ms: float
+    eager_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was made of a kind of call. `path` is its record's file, empty if there is none.
+
+    With a `function`, the kind is PRECOMPILED. Without, it is CACHED: its graphs are in Inductor's files, and `reason`
+    says why there is no function.
+    """
+
+    traced: Traced
+    path: str = ""
+    function: Precompiled | None = None
+    reason: str = ""
+    speed: Speed | None = None
+
+
+class Graphs:
+    """The calls of one class that `torch.compile` compiled in this process."""
+
+    def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
+        self._name = f"call_{name}"
+        self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
+        self._functions: dict[bool, Callable[..., Any]] = {}
+
+    def run(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call by a graph that exists or a new one; unless it `is_whole`, by several.
+
+        Raises:
+            Exception: the model's own, or the compiler's.
+        """
+        configure_torch()
+        return self._function(is_whole)(module, args, kwargs)
+
+    def run_as_found(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call by a graph that exists, else eager. This compiles nothing."""
+        run = getattr(torch._dynamo, "run", None)
+        return (run(self._function(is_whole)) if run else call_region)(module, args, kwargs)
+
+    def _function(self, is_whole: bool) -> Callable[..., Any]:
+        if is_whole not in self._functions:
+            # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
+            name = self._name if is_whole else f"{self._name}_in_parts"
+            function = types.FunctionType(call_region.__code__.replace(co_name=name), call_region.__globals__)
+            self._functions[is_whole] = torch.compile(function, fullgraph=is_whole, **self._options)
+        return self._functions[is_whole]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The graph or graphs of `torch.compile` for some calls. It compiles only while `may_compile` says so."""
+
+    graphs: Graphs
+    is_whole: bool
+    may_compile: Callable[[], bool]
+    step: str = "compiled"
+    path: str = ""
+
+    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True: torch has the guards, and checks them in the call."""
+        return True
+
+    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Empty: a call that it does not fit is compiled in the warm-up, and is eager later."""
+        return ""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call."""
+        run = self.graphs.run if self.may_compile() else self.graphs.run_as_found
+        return run(self.is_whole, module, args, kwargs)
+
+
+def make(
+    artifacts: Artifacts | None,
+    graphs: Graphs,
+    copies: Callable[[], Call],
+    dynamic: tuple[tuple[int, int], ...] = (),
+    pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    knows_values: bool = True,
+) -> Made:
+    """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
+    time. If torch refuses the second step, the call is CACHED.
+
+    Args:
+        artifacts: where the record is written; without, none is.
+        copies: a new copy of the call, because runs may change it.
+        dynamic: the (tensor, dimension) pairs whose sizes the code leaves open.
+        pause: a context around measurements on the GPU.
+        knows_values: whether the tensors have the values of the server. Without them, a branch on a value may go
+            another way, so a call with one is not CACHED.
+
+    Raises:
+        CompileCacheError: no code may be made for this call.
+        Exception: the model's, or the compiler's.
+    """
+    traced = trace(graphs, lambda: _left_open(dynamic, *copies()))
+    if artifacts is None:
+        return Made(traced)
+    try:
+        with uncounted():
+            path, function = artifacts.make(*_left_open(dynamic, *copies()))
+            if misfit := function.misfit(*copies()):
+                artifacts.reject(path, misfit)
+                raise ArtifactError(f"it does not fit its own call: {misfit}")
+    except CompileCacheError as error:
+        reason = str(error)
+        if traced.depends_on_data and not knows_values:
+            reason += "; a branch depends on the values of tensors, which the second process does not know"
+            raise ArtifactError(reason) from error
+        if dynamic:
+            raise ArtifactError(reason) from error
+        return Made(traced, artifacts.write_cached(*copies(), traced, reason), reason=reason)
+    with pause():
+        speed = attempt(compare_speed, function, copies)
+    return Made(traced, path, function, speed=None if isinstance(speed, Failure) else speed)
+
+
+def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
+    """Run a copy of a call by one graph, or by several if something breaks it.
+
+    Raises:
+        Exception: the model's own, or the compiler's.
+    """
+    started = time.perf_counter()
+    try:
+        graphs.run(True, *copies())
+        return Traced(True, False, time.perf_counter() - started)
+    except Exception as error:
+        if not isinstance(error, _BREAKS):
+            raise
+        broken_by = first_line(error)
+    counters = torch._dynamo.utils.counters["graph_break"]
+    before = set(counters)
+    graphs.run(False, *copies())
+    reasons = (broken_by, *(set(counters) - before))
+    depends = any(_ON_DATA.search(str(reason)) for reason in reasons)
+    return Traced(False, depends, time.perf_counter() - started, broken_by)
+
+
+def _left_open(dynamic: tuple[tuple[int, int], ...], module: nn.Module, args: Any, kwargs: Any) -> Call:
+    """The call with marks on the dimensions whose size is left open.
+
+    Marks stay on a tensor, and code for marked tensors does not fit others. So the marked tensors are aliases.
+    """
+    if not dynamic:
+        return module, args, kwargs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for number, dimension in dynamic:
+        place = tensors[number]
+        leaves[place] = leaves[place].detach()
+        torch._dynamo.mark_dynamic(leaves[place], dimension)
+    return module, *pytree.tree_unflatten(leaves, spec)
+
+
+def compare_speed(compiled: Callable[..., Any], copies: Callable[[], Call]) -> Speed:
+    """Time `compiled(module, args, kwargs)` and the same call eager, in turn: device time on a GPU, wall-clock time on
+    a CPU. Each run has its own copy of the call.
+
+    Raises:
+        Exception: the copies do not fit into memory, or a call fails.
+    """
+    compiled_ms, eager_ms = [], []
+    for _ in range(_TIMED_RUNS):
+        compiled_ms.append(_time_ms(compiled, copies()))
+        eager_ms.append(_time_ms(call_region, copies()))
+    return Speed(statistics.median(compiled_ms), statistics.median(eager_ms))
+
+
+def _time_ms(function: Callable[..., Any], call: Call) -> float:
+    if not on_gpu(*call):
+        started = time.perf_counter()
+        function(*call)
+        return (time.perf_counter() - started) * 1e3
+    events: Any = torch.cuda  # torch's events are not annotated
+    start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
+    if wait := getattr(torch.cuda, "_sleep", None):
+        wait(_HEAD_START_CYCLES)
+    start.record()
+    function(*call)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
