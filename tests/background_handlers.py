@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import compile_cache
-from compile_cache.background.orders import Place
 
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:
@@ -52,7 +51,7 @@ def make_once(setup: bytes) -> Callable[[bytes], bytes]:
 
 def make_of_place(setup: bytes) -> Callable[[bytes], bytes]:
     """As `make`, with the setup of a real compiling process."""
-    assert isinstance(pickle.loads(setup), Place)
+    assert type(pickle.loads(setup)).__name__ == "Place"
     return make(b"")
 
 
