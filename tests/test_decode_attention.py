@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.kernels.decode_attention import decode_attention
+from models.kernels.operators import decode_attention
 
 # heads, key-value heads, size, value size, tokens, position, window, softcap
 CASES = [

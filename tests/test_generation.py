@@ -10,15 +10,15 @@ import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
 from models.text.generation import Generator, Request
+from models.text.layers import use_token_layers
 from models.text.sampling import Sampling
-from models.text.token_layers import use_token_layers
 
 CACHE_TOKENS = 64
 BUCKETS = (16, 48)
 
 
-def generator(family: str = "llama") -> Generator:
-    return Generator(make(family), CACHE_TOKENS, BUCKETS)
+def generator(family: str = "llama", steps_ahead: int | None = None) -> Generator:
+    return Generator(make(family), CACHE_TOKENS, BUCKETS, steps_ahead)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,9 +33,7 @@ def test_greedy_tokens_are_those_of_generate(family):
 
 def test_looking_ahead_changes_no_token():
     """As on a GPU: two steps are queued before a token is looked at."""
-    made = generator()
-    made._steps_ahead = 2
-    made._readings = [type(made._readings[0])(torch.device("cpu")) for _ in range(4)]
+    made = generator(steps_ahead=2)
     for length, new_tokens in ((20, 1), (20, 2), (20, 20), (40, 24)):
         assert list(made.tokens(Request(prompt(length), new_tokens))) == greedy(
             make("llama"), prompt(length), new_tokens

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.kernels.matrix_vector import gated_matrix_vector, matrix_vector, matrix_vectors
-from models.kernels.rms_norm import rms_norm
+from models.kernels.operators import gated_matrix_vector, matrix_vector, matrix_vectors, rms_norm
 
 # rows, columns, kind of the matrix, whether there is a bias
 CASES = [

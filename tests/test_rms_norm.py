@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from models.kernels.rms_norm import rms_norm
+from models.kernels.operators import rms_norm
 
 SIZES = [4096, 5120, 96, 1]
 

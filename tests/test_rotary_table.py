@@ -7,7 +7,7 @@ import torch
 from random_texts import FAMILIES, make
 from torch import nn
 
-from models.text.rotary_table import RotaryTable, use_rotary_tables
+from models.text.layers import RotaryTable, use_rotary_tables
 
 TOKENS = 50
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.image.settings import DEMO_MODEL, ImageSettings
-from models.image.sizes import ASPECT_RATIOS, Size, choose_size, native_sizes, parse_sizes
+from models.image.settings import ASPECT_RATIOS, DEMO_MODEL, ImageSettings, Size, choose_size, native_sizes, parse_sizes
 
 SIZES = (Size(1024, 1024), Size(1344, 768), Size(768, 1344))
 

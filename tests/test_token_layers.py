@@ -8,7 +8,7 @@ from random_texts import make
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from models.text.token_layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
+from models.text.layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
 
 
 def test_linear_layers_are_replaced_and_keep_their_weights():
