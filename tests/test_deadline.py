@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
 import time
@@ -76,8 +78,7 @@ def be_impatient(monkeypatch) -> Callable[[], None]:
     """Called, it leaves every call 0.2 s."""
 
     def act() -> None:
-        monkeypatch.setattr(deadline, "_BASE_S", 0.2)
-        monkeypatch.setattr(deadline, "_LOWEST_BYTES_PER_S", 1 << 40)
+        monkeypatch.setattr(deadline, "limit_s", lambda size_bytes: 0.2)
 
     return act
 
@@ -96,19 +97,30 @@ def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
     assert proxy.spoiled
 
 
-def test_only_so_many_abandoned_calls_run_and_further_ones_are_not_begun(open_store, proxy, be_impatient, monkeypatch):
-    monkeypatch.setattr(deadline, "_running", threading.BoundedSemaphore(2))
-    store = open_store("s3")
+def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient, monkeypatch):
     be_impatient()
-    proxy.poison(toxic_proxy.trickle_the_answer)
-    for _ in range(4):
+    release, begun = threading.Event(), []
+
+    def hang(number: int) -> None:
+        begun.append(number)
+        release.wait()
+
+    for number in range(32):
+        threading.Thread(target=call_in_vain, args=(functools.partial(hang, number),)).start()
+    poll(lambda: len(begun) == 32)
+    for number in range(32, 34):
         with pytest.raises(StoreUnavailable, match="too slow"):
-            store.read("v1/object", 0, 100)
-    assert len(calls_under_way()) == len(proxy.spoiled) == 2
-    proxy.heal()
+            within_limit("ask", 0, functools.partial(hang, number))
+    assert len(calls_under_way()) == len(begun) == 32
+    release.set()
     poll(lambda: not calls_under_way())
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
-    assert store.read("v1/object", 0, 100) == bytes(100)
+    monkeypatch.undo()
+    assert within_limit("ask", 0, lambda: 7) == 7
+
+
+def call_in_vain(work: Callable[[], object]) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        within_limit("ask", 0, work)
 
 
 @pytest.mark.parametrize("kind", ["s3", "cloud", "web"])
@@ -119,7 +131,7 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     with pytest.raises(StoreUnavailable):
         store.read("v1/object", 0, 1000)
     proxy.heal()
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
+    monkeypatch.setattr(deadline, "limit_s", limit_s)
     assert store.read("v1/object", 0, 1000) == bytes(1000)
 
 

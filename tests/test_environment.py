@@ -8,10 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from compile_cache.key import environment as environment_module
 from compile_cache.key.environment import (
     FORMAT_VERSION,
     Environment,
@@ -20,6 +20,7 @@ from compile_cache.key.environment import (
     environment_from_record,
 )
 
+PROJECT = Path(__file__).parent.parent
 OTHER = {
     "torch": "2.12.0+cu130",
     "triton": "",
@@ -48,6 +49,21 @@ detected = detect_environment("/tmp/compile-cache/0", "options", os.environ)
 torch_was_imported = "torch" in sys.modules
 observed = observe_environment(detected)
 print(json.dumps([torch_was_imported, detected.differences(observed)]))
+"""
+
+DETECT_DEVICE = """
+import json, os
+from compile_cache.key.environment import detect_environment
+found = detect_environment("/tmp/compile-cache/0", "options", os.environ)
+print(json.dumps([found.gpu, found.capability, found.instructions, found.threads]))
+"""
+CUDA_DRIVER = """
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGet(int* device, int) { *device = 0; return 0; }
+int cuDeviceGetName(char* name, int, int) { __builtin_strcpy(name, "NVIDIA H100 80GB HBM3"); return 0; }
+int cuDeviceGetAttribute(int* number, int attribute, int) { *number = attribute == 75 ? 9 : 0; return 0; }
+}
 """
 
 
@@ -88,15 +104,28 @@ def test_another_gpu_of_the_same_host_is_named_as_torch_names_it(environment):
     assert environment.differences(replace(environment, device_index=1)) == ("current device cuda:0 → cuda:1",)
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
-def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(monkeypatch, gpu):
-    monkeypatch.setattr(environment_module, "_installed_torch", lambda: {"version": "2.13", "cuda": "13.0", "hip": ""})
-    monkeypatch.setattr(environment_module, "_cuda_device", lambda: {"gpu": gpu, "capability": "9.0"})
-    hosts = []
-    for instructions, threads in (("avx2", "2"), ("avx2 avx512f", "4")):
-        monkeypatch.setattr(environment_module, "instruction_flags", lambda flags=instructions: flags)
-        hosts.append(detect(OMP_NUM_THREADS=threads, MKL_DYNAMIC="false"))
-    assert (hosts[0] == hosts[1]) == bool(gpu)
+def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13'\ncuda = '13.0'\n")
+    (tmp_path / "driver.cpp").write_text(CUDA_DRIVER)
+    drivers = tmp_path / "drivers"
+    drivers.mkdir()
+    subprocess.run(["g++", "-shared", "-fPIC", tmp_path / "driver.cpp", "-o", drivers / "libcuda.so.1"], check=True)
+    assert detect_beside(tmp_path, drivers, threads=2) == ["NVIDIA H100 80GB HBM3", "9.0", "", 0]
+    gpu, capability, instructions, threads = detect_beside(tmp_path, tmp_path, threads=2)
+    assert (gpu, capability, instructions != "", threads) == ("", "", True, 2)
+
+
+def detect_beside(torch_folder: Path, drivers: Path, threads: int) -> list:
+    """The GPU, its capability, the instructions and the threads that a process finds beside another torch."""
+    variables = {"PYTHONPATH": str(torch_folder), "LD_LIBRARY_PATH": str(drivers)}
+    variables |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "false", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", DETECT_DEVICE]
+    done = subprocess.run(
+        command, cwd=PROJECT, env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
 
 
 def test_a_stored_record_is_read_back(environment):

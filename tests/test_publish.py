@@ -90,12 +90,12 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     monkeypatch.setattr("compile_cache.lifecycle.publish._SPREAD_S", 0.0)
     started = []
 
-    def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
+    def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
         cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
         report, written = BootReport(), tmp_path / "report.json"
         settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
-        publisher = Publisher(cache, report, settings, Compiled(withheld))
+        publisher = Publisher(cache, report, settings, compiler or Compiled())
         started.append(Started(publisher, cache, directory, report.publish, written))
         started[-1].write(files)
         if begin:
@@ -208,8 +208,8 @@ class Arriving(Compiled):
 
 def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(tmp_path, start):
     store = LocalStore(tmp_path / "store")
-    started = start(store, begin=False)
-    started.publisher._compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
+    compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
+    started = start(store, compiler=compiler, begin=False)
     started.publisher.start()
     started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
@@ -218,7 +218,7 @@ def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_
 
 def test_withheld_files_are_counted_and_never_published(tmp_path, start):
     store = LocalStore(tmp_path / "store")
-    started = start(store, withheld={"kernel.so"})
+    started = start(store, compiler=Compiled({"kernel.so"}))
     started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
     assert started.report.withheld_files == 1
@@ -229,9 +229,10 @@ def test_withheld_files_are_counted_and_never_published(tmp_path, start):
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stopped):
     store = LocalStore(tmp_path / "store")
-    started = start(store, withheld={"kernel.so"})
+    compiler = Compiled({"kernel.so"})
+    started = start(store, compiler=compiler)
     started.publisher.wait(PATIENCE_S)
-    started.publisher._compiler.withheld = ()
+    compiler.withheld = ()
     if is_stopped:
         started.publisher.flush()
     else:

@@ -66,8 +66,7 @@ def one_attempt(monkeypatch) -> None:
 @pytest.fixture
 def half_a_second(monkeypatch) -> None:
     """The time for each call."""
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._BASE_S", 0.5)
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._LOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr("compile_cache.storage.stores.deadline.limit_s", lambda size_bytes: 0.5)
 
 
 @pytest.fixture
