@@ -33,6 +33,11 @@ class Machine:
         self.cache.install(fetched)
         return fetched
 
+    def restored(self) -> dict[str, bytes]:
+        """The directory's files, after a restore."""
+        self.restore()
+        return self.files()
+
     def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
         packs = self.cache.stage(withheld, "the test")
         for pack in packs:
