@@ -6,12 +6,12 @@ import contextlib
 import functools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 import toxic_proxy
+from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
@@ -43,7 +43,7 @@ def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
     with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
         yield proxy
         proxy.heal()
-        poll(lambda: not calls_under_way())
+        wait_for(lambda: not calls_under_way())
 
 
 @pytest.fixture
@@ -64,13 +64,6 @@ def open_store(proxy, s3_bucket, monkeypatch) -> Callable[[str], ObjectStore]:
 
 def calls_under_way() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compile-cache-store"]
-
-
-def poll(condition: Callable[[], object]) -> None:
-    patience = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -107,13 +100,13 @@ def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient
 
     for number in range(32):
         threading.Thread(target=call_in_vain, args=(functools.partial(hang, number),)).start()
-    poll(lambda: len(begun) == 32)
+    wait_for(lambda: len(begun) == 32)
     for number in range(32, 34):
         with pytest.raises(StoreUnavailable, match="too slow"):
             within_limit("ask", 0, functools.partial(hang, number))
     assert len(calls_under_way()) == len(begun) == 32
     release.set()
-    poll(lambda: not calls_under_way())
+    wait_for(lambda: not calls_under_way())
     monkeypatch.undo()
     assert within_limit("ask", 0, lambda: 7) == 7
 

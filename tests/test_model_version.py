@@ -70,33 +70,21 @@ def test_the_version_does_not_depend_on_where_the_folder_is(folder, tmp_path):
     assert version(folder.rename(tmp_path / "elsewhere")) == before
 
 
-def test_a_changed_config_is_another_version(folder):
+CHANGES = {
+    "a changed config": lambda folder: (folder / "transformer" / "config.json").write_text('{"layers": 3}'),
+    "a new file": lambda folder: (folder / "scheduler.json").write_text("{}"),
+    "a renamed file": lambda folder: (folder / "model_index.json").rename(folder / "index.json"),
+    "weights of another size": lambda folder: (folder / "extra.bin").write_bytes(b"more weights"),
+    "another safetensors header": lambda folder: write_safetensors(
+        folder / "transformer" / "model.safetensors", HEADER.replace(b"F32", b"I32"), b"\0" * 16
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model_is_another_version(folder, change):
     before = version(folder)
-    (folder / "transformer" / "config.json").write_text('{"layers": 3}')
-    assert version(folder) != before
-
-
-def test_a_new_file_is_another_version(folder):
-    before = version(folder)
-    (folder / "scheduler.json").write_text("{}")
-    assert version(folder) != before
-
-
-def test_a_renamed_file_is_another_version(folder):
-    before = version(folder)
-    (folder / "model_index.json").rename(folder / "index.json")
-    assert version(folder) != before
-
-
-def test_weights_of_another_size_are_another_version(folder):
-    before = version(folder)
-    (folder / "extra.bin").write_bytes(b"more weights")
-    assert version(folder) != before
-
-
-def test_another_safetensors_header_is_another_version(folder):
-    before = version(folder)
-    write_safetensors(folder / "transformer" / "model.safetensors", HEADER.replace(b"F32", b"I32"), b"\0" * 16)
+    change(folder)
     assert version(folder) != before
 
 
@@ -130,23 +118,12 @@ def test_hidden_files_and_bytecode_do_not_count(folder, name):
     assert version(folder) == before
 
 
-def test_changed_source_in_a_folder_is_another_version(folder, source):
-    before = version(folder, source)
-    (source / "model.py").write_text("x = 2\n")
-    assert version(folder, source) != before
-
-
-def test_a_changed_source_file_is_another_version(folder, source):
-    before = version(folder, source / "model.py")
-    (source / "model.py").write_text("x = 2\n")
-    assert version(folder, source / "model.py") != before
-
-
-def test_a_new_source_in_a_deeper_folder_is_another_version(folder, source):
-    before = version(folder, source)
-    (source / "deeper").mkdir()
-    (source / "deeper" / "block.py").write_text("")
-    assert version(folder, source) != before
+@pytest.mark.parametrize(("given", "changed"), [("", "model.py"), ("model.py", "model.py"), ("", "deeper/block.py")])
+def test_changed_or_new_source_in_a_folder_or_file_is_another_version(folder, source, given, changed):
+    before = version(folder, source / given)
+    (source / changed).parent.mkdir(exist_ok=True)
+    (source / changed).write_text("x = 2\n")
+    assert version(folder, source / given) != before
 
 
 @pytest.mark.parametrize("name", ["__pycache__/model.cpython-312.pyc", "notes.txt", ".hidden.py"])
@@ -171,12 +148,8 @@ def test_another_version_of_a_traced_package_is_another_version(folder, tmp_path
     assert version(folder) != before
 
 
-def test_a_folder_is_named_by_its_own_name(folder):
-    assert model_name(str(folder)) == "my-model"
-    assert model_name(f"{folder}/") == "my-model"
-
-
-def test_a_hub_id_is_a_name_without_its_revision():
+def test_a_folder_is_named_by_its_own_name_and_a_hub_id_without_its_revision(folder):
+    assert model_name(str(folder)) == model_name(f"{folder}/") == "my-model"
     assert model_name("org/name@main") == "org/name"
 
 
@@ -268,15 +241,13 @@ def elsewhere(tmp_path) -> Path:
     return folder
 
 
-def test_a_component_that_is_a_link_is_part_of_the_version(folder, elsewhere):
-    before = version(linked(folder, "vae", elsewhere))
-    (elsewhere / "config.json").write_text('{"layers": 3}')
-    assert version(folder) != before
-
-
-def test_a_package_of_the_source_that_is_a_link_is_part_of_the_version(folder, source, elsewhere):
-    before = version(folder, linked(source, "shared", elsewhere))
-    (elsewhere / "block.py").write_text("x = 2\n")
+@pytest.mark.parametrize("changed", ["config.json", "block.py"])
+def test_a_component_or_a_package_of_the_source_that_is_a_link_is_part_of_the_version(
+    folder, source, elsewhere, changed
+):
+    linked(folder if changed == "config.json" else source, "shared", elsewhere)
+    before = version(folder, source)
+    (elsewhere / changed).write_text("changed")
     assert version(folder, source) != before
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import toxic_proxy
 from boots import boot_once, settings
+from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
 
 from compile_cache.key.cache_key import environment_for, key_for
@@ -85,13 +86,6 @@ def await_background_threads() -> None:
         if thread.name.startswith("compile-cache-"):
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), thread
-
-
-def poll(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> None:
@@ -363,7 +357,7 @@ AT_THE_EXIT: dict[str, tuple[Toxin, Callable[[Request], bool]]] = {
 def test_an_exit_takes_no_longer_than_its_budget_and_leaves_nothing_half_written(start, proxy, toxin):
     proxy.poison(*AT_THE_EXIT[toxin])
     published = start()
-    poll(lambda: proxy.spoiled)
+    wait_for(lambda: proxy.spoiled)
     before = time.monotonic()
     published.publisher.flush()
     assert time.monotonic() - before < EXIT_BUDGET_S + SLACK_S
@@ -379,9 +373,9 @@ def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, t
     monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     proxy.poison(FAILING[toxin], put_of_a_pack)
     published = start()
-    poll(lambda: proxy.spoiled)
+    wait_for(lambda: proxy.spoiled)
     proxy.heal()
-    poll(lambda: published.stored_files() == MADE)
+    wait_for(lambda: published.stored_files() == MADE)
     published.publisher.flush()
     assert len(published.healthy.list()) == 1
 
@@ -391,9 +385,9 @@ def test_a_store_that_drips_does_not_hold_the_publisher(start, proxy, half_a_sec
     monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     proxy.poison(toxic_proxy.trickle, applies)
     published = start()
-    poll(lambda: len(proxy.spoiled) > 1)
+    wait_for(lambda: len(proxy.spoiled) > 1)
     proxy.heal()
-    poll(lambda: published.stored_files() == MADE)
+    wait_for(lambda: published.stored_files() == MADE)
 
 
 # A whole boot.
