@@ -141,6 +141,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that are marked so need a GPU."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+
+
 @dataclass(frozen=True)
 class S3Bucket:
     name: str

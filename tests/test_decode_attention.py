@@ -52,7 +52,6 @@ def test_it_gathers_what_the_definition_says_and_reads_nothing_that_is_not_fille
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_kernel_gathers_the_same(case, dtype, tolerance):

@@ -44,14 +44,9 @@ def owner(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_the_first_process_gets_the_first_path(tmp_path):
-    with owner(tmp_path) as (_, name):
-        assert name == "0"
-
-
-def test_a_second_process_gets_the_next_path(tmp_path):
-    with owner(tmp_path), owner(tmp_path) as (_, second), owner(tmp_path) as (_, third):
-        assert (second, third) == ("1", "2")
+def test_each_process_gets_the_next_path(tmp_path):
+    with owner(tmp_path) as (_, first), owner(tmp_path) as (_, second), owner(tmp_path) as (_, third):
+        assert (first, second, third) == ("0", "1", "2")
 
 
 def test_the_owners_files_are_not_touched_by_another_claim(tmp_path):
@@ -70,8 +65,10 @@ def test_a_process_that_is_killed_owns_nothing_any_more(tmp_path):
     with owner(tmp_path) as (process, name):
         process.send_signal(signal.SIGKILL)
         process.wait()
+        (tmp_path / "0" / "half-written").write_text("x")
         with owner(tmp_path) as (_, next_name):
             assert next_name == name == "0"
+            assert list((tmp_path / "0").iterdir()) == []
 
 
 def test_a_child_that_outlives_the_owner_does_not_own_the_directory(tmp_path):
@@ -90,12 +87,6 @@ def test_a_claimed_directory_is_emptied_with_its_inbox_and_outbox(tmp_path):
     assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.empty_outbox())] == [
         []
     ] * 3
-
-
-def test_a_directory_that_a_killed_process_left_is_emptied(tmp_path):
-    with owner(tmp_path):
-        (tmp_path / "0" / "half-written").write_text("x")
-    assert CacheDirectory.claim(tmp_path).scan() == {}
 
 
 def test_the_folders_above_are_made(tmp_path):
@@ -301,14 +292,11 @@ def fill(directory: CacheDirectory, *paths: str) -> None:
 
 def test_a_scan_finds_every_artifact_with_its_size_and_time(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
+    assert directory.scan() == {}
     fill(directory, "fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin")
     found = directory.scan()
     assert found.keys() == {"fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"}
     assert found["x.so"] == FileStamp(4, (directory.path / "x.so").stat().st_mtime_ns)
-
-
-def test_a_scan_of_an_empty_directory_is_empty(tmp_path):
-    assert CacheDirectory.claim(tmp_path).scan() == {}
 
 
 @pytest.mark.parametrize(

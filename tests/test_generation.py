@@ -165,15 +165,11 @@ def test_layers_that_a_gpu_would_have_generate_the_same():
     assert list(made.tokens(Request(prompt(20), 20))) == expected
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
 def gpu_generator() -> Generator:
     return Generator(make("llama").cuda(), CACHE_TOKENS, BUCKETS)
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
     requests = [Request(prompt(20), 20), Request(prompt(9), 20, Sampling(1.0, 0.9, 50, 1.2, seed=3))]
     made = gpu_generator()
@@ -189,7 +185,6 @@ def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_what_any_thread_compiles_has_its_operators_joined():
     from concurrent.futures import ThreadPoolExecutor
 
@@ -206,7 +201,6 @@ def test_what_any_thread_compiles_has_its_operators_joined():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_recorded_step_runs_from_any_thread():
     from concurrent.futures import ThreadPoolExecutor
 
@@ -218,7 +212,6 @@ def test_a_recorded_step_runs_from_any_thread():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch):
     request = Request(prompt(20), 20, Sampling(1.0, seed=3))
     made = gpu_generator()
@@ -234,7 +227,6 @@ def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_prompts_that_cannot_be_recorded_keep_no_step_from_it(monkeypatch):
     request = Request(prompt(20), 20, Sampling(1.0, seed=3))
     made = gpu_generator()

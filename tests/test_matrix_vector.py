@@ -59,7 +59,6 @@ def test_a_residual_is_added_to_the_rounded_product(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_kernel_multiplies_the_same(case, dtype, tolerance):
@@ -89,7 +88,6 @@ def test_several_matrices_give_what_each_gives(rows, columns):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("rows", "columns"), TOGETHER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_several_matrices_gives_what_that_of_each_gives(rows, columns, dtype):
@@ -116,7 +114,6 @@ def test_it_multiplies_what_is_gated():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("rows", "columns"), [(14336, 4096), (300, 700), (5, 96)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_the_kernel_multiplies_what_is_gated_the_same(rows, columns, dtype, tolerance):
@@ -127,7 +124,6 @@ def test_the_kernel_multiplies_what_is_gated_the_same(rows, columns, dtype, tole
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_kernels_that_overlap_read_what_those_before_them_have_written():
     """A chain of norms and products, recorded: each reads what those before wrote a moment ago."""
     generator = torch.Generator("cuda").manual_seed(0)

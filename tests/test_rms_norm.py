@@ -31,7 +31,6 @@ def test_it_is_that_of_transformers(size, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_kernel_is_that_of_transformers(size, dtype, tolerance):

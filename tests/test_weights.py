@@ -121,16 +121,17 @@ def mapped(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_pipeline_is_what_from_pretrained_loads(folders, dtype):
+def test_a_pipeline_is_what_from_pretrained_loads(folders, dtype, device):
     """Shards, tied weights and computed buffers included; in fp16, T5 keeps some weights in fp32."""
     folder = folders[dtype]
     assert list(folder.glob("*/*.safetensors.index.json"))
     assert need_no_cast(folder, dtype)
 
-    pipeline = load_pipeline(str(folder), None, dtype, CPU)
+    pipeline = load_pipeline(str(folder), None, dtype, torch.device(device, 0) if device == "cuda" else CPU)
 
-    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(folder), dtype=dtype))
+    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, device_map=device))
     assert ties(pipeline.text_encoder_2)
     kept = {tensor.dtype for tensor in pipeline.text_encoder_2.parameters()}
     assert kept == ({dtype} if dtype is torch.bfloat16 else {dtype, torch.float32})
@@ -150,17 +151,6 @@ def test_weights_of_another_type_are_left_to_from_pretrained():
     pipeline = load_pipeline(str(DEMO), None, torch.bfloat16, CPU)
 
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(DEMO), dtype=torch.bfloat16))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_pipeline_on_the_gpu_is_what_from_pretrained_loads_there(folders, dtype):
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    pipeline = load_pipeline(str(folders[dtype]), None, dtype, device)
-
-    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(folders[dtype]), dtype=dtype, device_map="cuda"))
 
 
 def test_a_hub_id_loads_from_the_hubs_cache(folder, tmp_path, monkeypatch):
