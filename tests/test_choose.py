@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -204,27 +202,3 @@ def test_later_packs_take_no_path_away(packs, more):
 @given(packs_of(any_files))
 def test_a_union_is_always_the_same(packs):
     assert list(choose(packs).items()) == list(choose(list(packs)).items())
-
-
-CHOOSE_DEEP_PATHS = """
-from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.manifest import Manifest, PackFile
-from compile_cache.storage.choose import choose
-def peak_bytes():
-    status = open("/proc/self/status").read()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10
-key = CacheKey("e", "m", "v")
-deep = "x" * 31 + "/" + ("d" * 31 + "/") * 29 + "f"
-paths = [f"{number:05}/{deep}" for number in range(30_000)]
-packs = [Manifest(key, tuple(PackFile(path, path, 0, "") for path in paths), (), "", 0.0)]
-before = peak_bytes()
-assert len(choose(packs)) == len(paths)
-print(peak_bytes() - before)
-"""
-
-
-def test_deep_paths_cost_no_more_memory_than_they_are_long():
-    """30,000 paths of 30 MB are in folders whose paths together have 450 MB."""
-    command = [sys.executable, "-c", CHOOSE_DEEP_PATHS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) < 128 << 20

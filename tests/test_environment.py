@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from compile_cache.key.environment import (
     FORMAT_VERSION,
@@ -121,11 +121,7 @@ def detect_beside(torch_folder: Path, drivers: Path, threads: int) -> list:
     """The GPU, its capability, the instructions and the threads that a process finds beside another torch."""
     variables = {"PYTHONPATH": str(torch_folder), "LD_LIBRARY_PATH": str(drivers)}
     variables |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "false", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", DETECT_DEVICE]
-    done = subprocess.run(
-        command, cwd=PROJECT, env={**os.environ, **variables}, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    return json.loads(run_program(DETECT_DEVICE, folder=PROJECT, **variables).stdout)
 
 
 def test_a_stored_record_is_read_back(environment):
@@ -152,11 +148,7 @@ def observed() -> dict[str, tuple[bool, list[str]]]:
 
 
 def detect_and_observe(asked: str) -> tuple[bool, list[str]]:
-    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    if asked:
-        environ["OMP_NUM_THREADS"] = asked
-    command = [sys.executable, "-c", DETECT_AND_OBSERVE]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    done = run_program(DETECT_AND_OBSERVE, OMP_NUM_THREADS=asked or None, MKL_NUM_THREADS=None)
     return tuple(json.loads(done.stdout))
 
 

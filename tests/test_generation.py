@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -58,28 +59,20 @@ def test_a_model_may_be_served_again_with_a_larger_cache():
     )
 
 
-def test_a_cache_for_less_than_a_prompt_and_an_answer_is_refused():
-    with pytest.raises(ValueError, match="CACHE_TOKENS is 1"):
-        Generator(make("llama"), 1, (1,))
+@pytest.mark.parametrize(
+    ("cache_tokens", "buckets", "reason"),
+    [(1, (1,), "CACHE_TOKENS is 1"), (CACHE_TOKENS, (1, 16), "a bucket has room for 1 ")],
+)
+def test_a_cache_or_a_bucket_for_less_than_a_prompt_and_an_answer_is_refused(cache_tokens, buckets, reason):
+    with pytest.raises(ValueError, match=reason):
+        Generator(make("llama"), cache_tokens, buckets)
 
 
-def test_a_bucket_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="a bucket has room for 1 "):
-        Generator(make("llama"), CACHE_TOKENS, (1, 16))
-
-
-def test_a_request_leaves_nothing_for_the_next():
+def test_a_request_complete_or_stopped_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))
-    list(made.tokens(Request(prompt(48, seed=2), 16, Sampling(1.0, 0.9, 50, 1.5, seed=3))))
-    assert list(made.tokens(Request(prompt(20), 20))) == alone
-
-
-def test_a_request_that_is_stopped_leaves_nothing_for_the_next():
-    made = generator()
-    alone = list(made.tokens(Request(prompt(20), 20)))
-    for stopped_after in (0, 1, 5):
-        tokens = made.tokens(Request(prompt(30, seed=4), 30, Sampling(1.0, seed=1)))
+    for stopped_after in (None, 0, 1, 5):
+        tokens = made.tokens(Request(prompt(48, seed=2), 16, Sampling(1.0, 0.9, 50, 1.5, seed=3)))
         list(islice(tokens, stopped_after))
         tokens.close()
         assert list(made.tokens(Request(prompt(20), 20))) == alone
@@ -111,8 +104,6 @@ def test_the_penalty_reaches_the_tokens_that_were_generated():
 
 def test_threads_may_take_turns():
     """Cog's do: neither inference mode nor anything else is left behind in one of them."""
-    from concurrent.futures import ThreadPoolExecutor
-
     made = generator()
     expected = list(made.tokens(Request(prompt(20), 20)))
     tokens = made.tokens(Request(prompt(20), 20))
@@ -186,8 +177,6 @@ def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
 
 @pytest.mark.gpu
 def test_what_any_thread_compiles_has_its_operators_joined():
-    from concurrent.futures import ThreadPoolExecutor
-
     from torch._inductor import config
 
     made = gpu_generator()
@@ -202,8 +191,6 @@ def test_what_any_thread_compiles_has_its_operators_joined():
 
 @pytest.mark.gpu
 def test_a_recorded_step_runs_from_any_thread():
-    from concurrent.futures import ThreadPoolExecutor
-
     made = gpu_generator()
     made.record()
     expected = list(made.tokens(Request(prompt(20), 20)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from huggingface_hub import constants
+from programs import run_program
 
 from compile_cache.errors import SettingsError
 from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
@@ -196,14 +196,7 @@ def test_the_default_revision_is_main(references):
 
 
 def run_hub_commit(program: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(program, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from hostile_packs import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.format import (
@@ -324,8 +323,7 @@ def test_a_large_file_is_unpacked_in_little_memory(tmp_path):
     record["frames"] = [{"stored_bytes": len(zero), "size_bytes": MIB}] * count
     text = encode(record)
     (tmp_path / "pack").write_bytes(assemble(text, zero * count))
-    command = [sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY, tmp_path / "pack", name_of(text)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(UNPACK_WITH_LITTLE_MEMORY, tmp_path / "pack", name_of(text))
     assert done.stdout == "done\n", done.stderr
 
 

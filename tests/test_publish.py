@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from machines import write_files
 from marked_processes import wait_for
+from programs import run_program
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts
@@ -79,10 +79,7 @@ class Started:
     written: Path  # the report of the whole boot, after each attempt
 
     def write(self, files: dict[str, bytes]) -> None:
-        for path, content in files.items():
-            file = self.directory.path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        write_files(self.directory.path, files)
 
 
 @pytest.fixture
@@ -376,8 +373,7 @@ reached.wait()
 
 
 def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60) -> int:
-    command = [sys.executable, "-c", PUBLISH_AND_END + program, folder / "cache", store, str(budget_s)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(PUBLISH_AND_END + program, folder / "cache", store, budget_s)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
 

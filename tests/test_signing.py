@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_program
 from signing_keys import make_keys
 
 from compile_cache.errors import PackError, SettingsError
@@ -137,8 +135,7 @@ def test_any_text_is_a_key_or_a_settings_error(text):
 
 @pytest.mark.parametrize("statement", NEEDING_CRYPTOGRAPHY.values(), ids=NEEDING_CRYPTOGRAPHY)
 def test_without_cryptography_only_what_needs_it_is_refused_with_the_remedy(statement):
-    program = WITHOUT_CRYPTOGRAPHY.format(statement)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(WITHOUT_CRYPTOGRAPHY.format(statement))
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip install '.[signing]' in a checkout of cog-compile-cache" in done.stdout
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import toxic_proxy
 from boots import boot_once, settings
+from machines import read_files, write_files
 from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
 
@@ -88,16 +89,6 @@ def await_background_threads() -> None:
             assert not thread.is_alive(), thread
 
 
-def write(files: Mapping[str, bytes], folder: Path) -> None:
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # Restoring.
 
 
@@ -132,7 +123,7 @@ def packs(tmp_path_factory) -> Packs:
     cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
     names = []
     for files in (SMALL, LARGE):
-        write(files, directory.path)
+        write_files(directory.path, files)
         (pack,) = cache.stage((), "the test")
         cache.publish(pack)
         names.append(key.prefix + pack.name)
@@ -325,7 +316,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
 
     def make() -> Published:
         spoiled = cache(proxy.url, "spoiled")
-        write(MADE, tmp_path / "spoiled" / "0")
+        write_files(tmp_path / "spoiled" / "0", MADE)
         report = BootReport()
         publisher = Publisher(spoiled, report, Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
