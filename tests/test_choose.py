@@ -42,27 +42,18 @@ def merge(packs: Sequence[Manifest]) -> Manifest:
 # Who wins.
 
 
-def test_packs_add_up():
-    assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
-
-
-def test_nothing_adds_up_to_nothing():
+def test_packs_add_up_and_a_choice_says_which_pack_it_is_from():
     assert choose([]) == choose([pack(), pack()]) == {}
-
-
-def test_a_choice_says_which_pack_it_is_from():
+    assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
     assert {path: choice.pack for path, choice in choose([pack(file("a")), pack(), pack(file("b"))]).items()} == {
         "a": 0,
         "b": 2,
     }
 
 
-def test_of_one_logical_key_the_first_pack_wins():
+def test_of_one_logical_key_the_first_pack_wins_with_all_its_files():
     """Two cold compiles give files of different names for one key: one of them is enough."""
     assert contents(pack(file("k/one", key="k")), pack(file("k/other", key="k"))) == {"k/one": "A"}
-
-
-def test_all_files_that_the_first_pack_has_for_a_key_are_chosen():
     assert contents(pack(file("k/1", key="k"), file("k/2", key="k")), pack(file("k/3", key="k"))) == {
         "k/1": "A",
         "k/2": "A",
@@ -82,11 +73,8 @@ def test_a_key_whose_first_path_is_taken_is_chosen_from_a_later_pack():
 # What replaces what.
 
 
-def test_a_file_that_replaces_the_one_that_won_takes_its_place():
+def test_a_file_that_replaces_the_one_that_won_takes_its_place_and_one_that_replaces_another_does_not():
     assert contents(pack(file("a", "A")), pack(file("a", "B", replaces="A"))) == {"a": "B"}
-
-
-def test_a_file_that_replaces_another_one_does_not():
     assert contents(pack(file("a", "A")), pack(file("a", "C", replaces="B"))) == {"a": "A"}
 
 

@@ -178,16 +178,12 @@ def test_show_shows_packs_with_files_sizes_creator_and_logical_keys_by_kind(run,
     assert "k.cubin" not in found.out
 
 
-def test_show_with_files_lists_each(run, local, key):
+def test_show_with_files_lists_each_as_json_too(run, local, key):
     put_pack(local, key, {"ab/k.so": b"4" * 1000, "ab/l.py": b"5"})
     assert [line.split()[-1] for line in run("show", "org", "--files").lines[-2:]] == ["ab/k.so", "ab/l.py"]
-
-
-def test_show_as_json_has_every_file_if_asked(run, local, key):
-    put_pack(local, key, {"ab/k.so": b"4"})
     (pack,) = run("show", "org", "--json", "--files").json["packs"]
-    assert [(file["path"], file["size_bytes"]) for file in pack["files"]] == [("ab/k.so", 1)]
-    assert run("show", "org", "--json").json["packs"][0]["files"] == 1
+    assert [(file["path"], file["size_bytes"]) for file in pack["files"]] == [("ab/k.so", 1000), ("ab/l.py", 1)]
+    assert run("show", "org", "--json").json["packs"][0]["files"] == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
@@ -34,14 +35,17 @@ print(child.pid, flush=True)
 
 
 @contextmanager
-def owner(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process that owns a directory in `root`, and the directory's name."""
-    command = [sys.executable, "-c", CLAIM_AND_WAIT, root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def running(program: str, *arguments: object, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs a program until its standard input ends, and the first line that it prints."""
+    command, pipes = [sys.executable, "-c", program, *map(str, arguments)], {"text": True, "stdin": subprocess.PIPE}
+    with subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, **pipes) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
             process.kill()
+
+
+owner = functools.partial(running, CLAIM_AND_WAIT)  # a process that owns a directory in a folder, and its name
 
 
 def test_each_process_gets_the_next_path(tmp_path):
@@ -72,9 +76,8 @@ def test_a_process_that_is_killed_owns_nothing_any_more(tmp_path):
 
 
 def test_a_child_that_outlives_the_owner_does_not_own_the_directory(tmp_path):
-    command = [sys.executable, "-c", CLAIM_AND_LEAVE_A_CHILD, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert int(process.stdout.readline()) > 0
+    with running(CLAIM_AND_LEAVE_A_CHILD, tmp_path) as (process, child):
+        assert int(child) > 0
         process.wait()
         assert CacheDirectory.claim(tmp_path).path.name == "0"
 
@@ -235,29 +238,20 @@ sys.stdin.read()
 """
 
 
-@contextmanager
-def temporary_owner(tmp_path: Path, how: str = "alone") -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process with a temporary directory in `tmp_path`, and the directory."""
-    command, environ = [sys.executable, "-c", MAKE_TEMPORARY, how], {**os.environ, "TMPDIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environ, **pipes) as process:
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
+temporary = functools.partial(running, MAKE_TEMPORARY, "alone")  # a process with a temporary directory, and its path
 
 
 def test_a_temporary_directory_is_removed_when_its_process_ends(tmp_path):
-    with temporary_owner(tmp_path) as (process, root):
-        assert root.is_dir()
+    with temporary(TMPDIR=str(tmp_path)) as (process, root):
+        assert Path(root).is_dir()
         process.communicate()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_that_ends_does_not_remove_the_directory(tmp_path):
-    with temporary_owner(tmp_path, "with a child") as (process, root):
+    with running(MAKE_TEMPORARY, "with a child", TMPDIR=str(tmp_path)) as (process, root):
         assert process.stdout.readline() == "True\n"
-        assert root.is_dir()
+        assert Path(root).is_dir()
         process.communicate()
 
 
@@ -265,13 +259,13 @@ def test_temporary_directories_of_killed_processes_are_removed_and_no_others(tmp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "compile-cache-temporary-being-made").mkdir()
     (tmp_path / "compile-cache-mine").mkdir()
-    with temporary_owner(tmp_path) as (process, killed), temporary_owner(tmp_path) as (_, alive):
+    with temporary(TMPDIR=str(tmp_path)) as (process, killed), temporary(TMPDIR=str(tmp_path)) as (_, alive):
         process.send_signal(signal.SIGKILL)
         process.wait()
         own = CacheDirectory.temporary().path.parent
-        left = {"compile-cache-temporary-being-made", "compile-cache-mine", alive.name, own.name}
+        left = {"compile-cache-temporary-being-made", "compile-cache-mine", Path(alive).name, own.name}
         assert {path.name for path in tmp_path.iterdir()} == left
-        assert killed.name not in left
+        assert Path(killed).name not in left
 
 
 def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):

@@ -199,29 +199,18 @@ def test_a_recorded_step_runs_from_any_thread():
 
 
 @pytest.mark.gpu
-def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch):
+@pytest.mark.parametrize("what", ["step", "prompts"])
+def test_what_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch, what):
     request = Request(prompt(20), 20, Sampling(1.0, seed=3))
     made = gpu_generator()
     expected = list(made.tokens(request))
-    sampler = made.decode.sampler
-    see = sampler.see
-    monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
+    sampler, see, forward = made.decode.sampler, made.decode.sampler.see, made.prefill.forward
+    if what == "step":
+        monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
+    else:
+        monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
     made.record()
     assert not made.is_recorded
-    assert not made._prompt_graphs
+    assert (made._graph is None, len(made._prompt_graphs)) == (what == "step", 0)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert list(made.tokens(request)) == expected
-
-
-@pytest.mark.gpu
-def test_prompts_that_cannot_be_recorded_keep_no_step_from_it(monkeypatch):
-    request = Request(prompt(20), 20, Sampling(1.0, seed=3))
-    made = gpu_generator()
-    expected = list(made.tokens(request))
-    forward = made.prefill.forward
-    monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
-    made.record()
-    assert made._graph is not None
-    assert not made._prompt_graphs
-    assert not made.is_recorded
     assert [list(made.tokens(request)) for _ in range(2)] == [expected] * 2

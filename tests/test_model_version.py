@@ -153,13 +153,10 @@ def test_a_folder_is_named_by_its_own_name_and_a_hub_id_without_its_revision(fol
     assert model_name("org/name@main") == "org/name"
 
 
-def test_a_revision_stands_after_the_at_sign():
+def test_a_revision_stands_after_the_at_sign_that_is_not_of_a_folders_name(tmp_path):
     assert split_revision("org/name@v1") == ("org/name", "v1")
     assert split_revision("org/name") == ("org/name", None)
     assert split_revision("org/name@") == ("org/name", None)
-
-
-def test_a_folder_with_an_at_sign_has_no_revision(tmp_path):
     folder = tmp_path / "model@home"
     folder.mkdir()
     assert split_revision(str(folder)) == (str(folder), None)
@@ -201,11 +198,8 @@ def run_hub_commit(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_offline_an_unknown_revision_stands_for_itself(tmp_path):
+def test_offline_or_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
     assert run_hub_commit(PRINT_COMMIT, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"
-
-
-def test_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
     endpoint = f"http://127.0.0.1:{closed_port}"
     assert run_hub_commit(PRINT_COMMIT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path)) == "some-branch"
 
@@ -304,11 +298,8 @@ class Hub(ModuleType):
 
 
 @pytest.mark.parametrize("name", ["weights", "Model", "checkpoints", "src", COMMIT])
-def test_a_folder_that_is_called_as_many_are_is_told_apart(tmp_path, name):
+def test_a_folder_that_is_called_as_many_are_is_told_apart_and_a_hub_id_is_none(tmp_path, name):
     (tmp_path / name).mkdir()
     assert has_common_name(str(tmp_path / name))
     assert not has_common_name(str(tmp_path))
-
-
-def test_a_hub_id_is_no_common_name():
     assert not has_common_name(f"weights@{COMMIT}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from filled_stores import ACTIONS
 from programs import run_program
 from web_servers import forwarding, serving_folder, tls
 
@@ -367,14 +368,6 @@ def open_at(kind: str, port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStor
     if kind == "cloud-s3":
         return open_obstore_s3("bucket")
     return open_url("s3://bucket" if kind == "s3" else f"{kind}://127.0.0.1:{port}")
-
-
-ACTIONS: Mapping[str, Callable[[ObjectStore], object]] = {
-    "list": lambda store: store.list("v1/"),
-    "read": lambda store: store.read("v1/a", 0, 5),
-    "put": lambda store: store.put("v1/a", b""),
-    "delete": lambda store: store.delete("v1/a"),
-}
 
 
 # Opening

@@ -24,6 +24,7 @@ from models.weights import move, need_no_cast
 
 DEMO = Path(__file__).parents[1] / "demo" / "flux-digits"
 CPU = torch.device("cpu")
+OTHER_FILES = ("bin", "fp16.safetensors")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -168,17 +169,15 @@ def test_a_hub_id_loads_from_the_hubs_cache(folder, tmp_path, monkeypatch):
     check_same(pipeline.transformer, DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16).transformer)
 
 
-def test_a_quantised_component_is_left_to_from_pretrained(folder):
-    config = folder / "transformer" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
-
-    assert not need_no_cast(folder, torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.safetensors"])
-def test_other_files_are_left_to_from_pretrained(folder, name):
-    weights_file = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    weights_file.rename(weights_file.with_name(name))
+@pytest.mark.parametrize(
+    "name", ["quantized", "diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.safetensors"]
+)
+def test_a_quantized_component_and_other_files_are_left_to_from_pretrained(folder, name):
+    file, config = folder / "vae" / "diffusion_pytorch_model.safetensors", folder / "vae" / "config.json"
+    if name == "quantized":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
+    else:
+        file.rename(file.with_name(name))
 
     assert not need_no_cast(folder, torch.bfloat16)
 

@@ -1,12 +1,13 @@
-"""Products of matrices with one vector."""
+"""The operators for one token, as they are defined: products of matrices with one vector, the norm, attention."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from models.kernels.operators import gated_matrix_vector, matrix_vector, matrix_vectors, rms_norm
+from models.kernels.operators import decode_attention, gated_matrix_vector, matrix_vector, matrix_vectors, rms_norm
 
 # rows, columns, kind of the matrix, whether there is a bias
 CASES = [
@@ -128,8 +129,89 @@ def test_kernels_that_overlap_read_what_those_before_them_have_written():
         assert ((result[0, 0] - expected).norm() / expected.norm()).item() < 1e-5
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
-def test_torch_can_compile_it(case):
-    torch.library.opcheck(matrix_vector, inputs(case), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(gated_matrix_vector, gated_inputs(30, 70), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(matrix_vectors, vectors_inputs((3, 5), 7), test_utils=("test_schema", "test_faketensor"))
+SIZES = [4096, 5120, 96, 1]
+
+
+def norm_inputs(size: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vector = 3 * torch.randn(1, 1, size, generator=generator)
+    return vector.to(device, dtype), (torch.rand(size, generator=generator) + 0.5).to(device, dtype)
+
+
+def by_transformers(vector: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    norm = LlamaRMSNorm(len(weight), eps=1e-5)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm(vector)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_norm_is_that_of_transformers(size, dtype, tolerance, device):
+    """On a CPU, to the bit."""
+    given = norm_inputs(size, device, dtype)
+    atol, rtol = (1e-5, tolerance) if device == "cuda" else (0, 0)
+    torch.testing.assert_close(rms_norm(*given, 1e-5), by_transformers(*given), atol=atol, rtol=rtol)
+
+
+# heads, key-value heads, size, value size, tokens, position, window, softcap
+ATTENTION_CASES = [
+    (8, 2, 64, 64, 512, 300, 0, 0.0),
+    (4, 4, 32, 32, 64, 0, 0, 0.0),
+    (32, 8, 128, 128, 1024, 1023, 0, 0.0),
+    (4, 1, 24, 16, 300, 255, 40, 0.0),
+    (8, 2, 64, 64, 512, 130, 0, 5.0),
+    (8, 2, 64, 64, 2048, 1500, 1000, 3.0),
+    (8, 4, 256, 256, 512, 400, 0, 0.0),
+    (4, 1, 192, 128, 512, 400, 0, 0.0),
+    (4, 1, 512, 512, 512, 400, 100, 0.0),
+]
+
+
+def attention_inputs(case: tuple, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple:
+    """Of the operator; what is not filled yet is NaN, so that reading it shows."""
+    heads, key_heads, size, value_size, tokens, position, window, softcap = case
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, heads, 1, size, generator=generator)
+    key = torch.randn(1, key_heads, tokens, size, generator=generator)
+    value = torch.randn(1, key_heads, tokens, value_size, generator=generator)
+    key[:, :, position + 1 :] = value[:, :, position + 1 :] = float("nan")
+    tensors = [tensor.to(device, dtype) for tensor in (query, key, value)]
+    return (*tensors, torch.tensor([position], device=device), size**-0.5, window, softcap)
+
+
+def attention_by_definition(query, key, value, position, scale, window, softcap):
+    end = int(position) + 1
+    start = max(0, end - window) if window else 0
+    group = query.shape[1] // key.shape[1]
+    key = key[:, :, start:end].double().repeat_interleave(group, dim=1)
+    value = value[:, :, start:end].double().repeat_interleave(group, dim=1)
+    scores = query.double() @ key.transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    return scores.softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_attention_gathers_what_the_definition_says_and_nothing_that_is_not_filled(case, dtype, tolerance, device):
+    given = attention_inputs(case, device, dtype)
+    torch.testing.assert_close(
+        decode_attention(*given).double(), attention_by_definition(*given), atol=tolerance, rtol=tolerance
+    )
+
+
+OPERATORS = {
+    "product": (matrix_vector, inputs(CASES[2])),
+    "product of 8 bits": (matrix_vector, inputs(CASES[5])),
+    "gated": (gated_matrix_vector, gated_inputs(30, 70)),
+    "several": (matrix_vectors, vectors_inputs((3, 5), 7)),
+    "norm": (rms_norm, (*norm_inputs(96, "cpu", torch.float32), 1e-5)),
+    "attention": (decode_attention, attention_inputs(ATTENTION_CASES[0])),
+}
+
+
+@pytest.mark.parametrize(("operator", "given"), OPERATORS.values(), ids=OPERATORS)
+def test_torch_can_compile_an_operator(operator, given):
+    torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
