@@ -13,9 +13,7 @@ from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.image.files import PictureFiles
-from models.image.settings import ImageSettings
-from models.image.sizes import choose_size
+from models.image.settings import ImageSettings, choose_size
 from models.text.settings import TextSettings
 from warmup import warm_up
 
@@ -40,7 +38,7 @@ class Predictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
-                from models.image.pipeline import DiffusionModel, import_pipeline
+                from models.image.pipeline import DiffusionModel, PictureFiles, import_pipeline
 
                 import_pipeline(model, revision)
             self.boot.preload()

@@ -85,8 +85,10 @@ def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
     return all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
 
 
-def move(modules: Iterable[nn.Module], device: torch.device) -> None:
+def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:
     """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
+
+    Weights are copied in pieces of at most `piece_bytes`.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
@@ -97,7 +99,7 @@ def move(modules: Iterable[nn.Module], device: torch.device) -> None:
     # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.
     torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
     there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
-    _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device)
+    _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device, piece_bytes)
     for weight, target in zip(plain, there, strict=True):
         weight.data = target
     for module in modules:
@@ -116,13 +118,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten().view(torch.uint8)
 
 
-def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, piece_bytes: int) -> None:
     """Copy each first tensor, on the CPU, to the second, on `device`. Both hold bytes."""
-    pieces = deque(piece for pair in pairs for piece in zip(*(side.split(_PIECE_BYTES) for side in pair), strict=True))
+    pieces = deque(piece for pair in pairs for piece in zip(*(side.split(piece_bytes) for side in pair), strict=True))
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(_THREADS, "weights") as executor:
         try:
-            for worker in [executor.submit(_copy_pieces, pieces, device, stream) for _ in range(_THREADS)]:
+            workers = [executor.submit(_copy_pieces, pieces, device, stream, piece_bytes) for _ in range(_THREADS)]
+            for worker in workers:
                 worker.result()
         except BaseException:
             pieces.clear()  # the other workers end after their piece
@@ -130,14 +133,17 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.devi
 
 
 def _copy_pieces(
-    pieces: deque[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
+    pieces: deque[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    callers: torch.cuda.Stream | None,
+    piece_bytes: int,
 ) -> None:
     """Copy pieces until none is left, behind the work of the caller's stream. Reading and copying release the GIL."""
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(callers)
-    for buffer in cycle([_Buffer(stream), _Buffer(stream)]):
+    for buffer in cycle([_Buffer(piece_bytes, stream), _Buffer(piece_bytes, stream)]):
         try:
             source, target = pieces.popleft()
         except IndexError:
@@ -150,8 +156,8 @@ def _copy_pieces(
 class _Buffer:
     """Pinned memory between a file and the GPU. One buffer is filled while the GPU copies from the other."""
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
+    def __init__(self, size_bytes: int, stream: torch.cuda.Stream | None) -> None:
+        self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=stream is not None)
         self._stream = stream
         self._copied = torch.cuda.Event() if stream is not None else None
 

@@ -84,18 +84,6 @@ _LONGEST_FIRST = (
     "test_boot_s3",
     "test_stores",
     "test_cache",
-    "test_precompiled",
-    "test_artifacts",
-    "test_background_process",
-    "test_background_call",
-    "test_soak",
-    "test_hostile_memory",
-    "test_choose",
-    "test_fuzz",
-    "test_text",
-    "test_background_prepare",
-    "test_preload",
-    "test_cli",
 )
 
 _AWS_VARIABLES = {
@@ -141,6 +129,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that are marked so need a GPU."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+
+
 @dataclass(frozen=True)
 class S3Bucket:
     name: str
@@ -182,6 +179,15 @@ def _answers(url: str) -> bool:
             return True
     except (urllib.error.URLError, ConnectionError):
         return False
+
+
+@pytest.fixture
+def no_proxy(monkeypatch) -> None:
+    """No proxy of this machine's own."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from compile_cache.key.cache_key import CacheKey
@@ -14,6 +14,12 @@ from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.stores.base import ObjectStore
 
 DAY_S = 86_400.0
+ACTIONS: Mapping[str, Callable[[ObjectStore], object]] = {
+    "list": lambda store: store.list("v1/"),
+    "read": lambda store: store.read("v1/a", 0, 5),
+    "put": lambda store: store.put("v1/a", b""),
+    "delete": lambda store: store.delete("v1/a"),
+}
 GRAPH = {"fxgraph/ab/fgraph/one": b"a graph", "ab/kernel.so": b"\x7fELF" * 100}
 
 

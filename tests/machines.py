@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,7 @@ class Machine:
     directory: CacheDirectory
 
     def write(self, files: dict[str, bytes]) -> None:
-        for path, content in files.items():
-            file = self.directory.path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        write_files(self.directory.path, files)
 
     def files(self) -> dict[str, bytes]:
         return read_files(self.directory.path)
@@ -32,6 +29,11 @@ class Machine:
         fetched = self.cache.fetch()
         self.cache.install(fetched)
         return fetched
+
+    def restored(self) -> dict[str, bytes]:
+        """The directory's files, after a restore."""
+        self.restore()
+        return self.files()
 
     def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
         packs = self.cache.stage(withheld, "the test")
@@ -43,6 +45,12 @@ class Machine:
         """Publish what is new after another look at the store, as the publisher does; the packs' names."""
         self.cache.refresh()
         return [self.cache.key.prefix + pack.name for pack in self.publish()]
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

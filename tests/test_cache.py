@@ -80,6 +80,13 @@ def tick(store: ObjectStore) -> None:
         time.sleep(0.02)
 
 
+def filled(machine: Machine, files: dict[str, bytes] = COLD) -> Machine:
+    """A machine that has published these files as one pack."""
+    machine.write(files)
+    machine.publish()
+    return machine
+
+
 def published_five(publisher: Machine) -> Machine:
     """A machine that has published five packs."""
     for number in range(5):
@@ -106,11 +113,9 @@ def test_another_machine_restores_the_same_files(store, machine):
 
 def test_files_of_several_megabytes_come_through(store, machine):
     large = {"large.so": os.urandom(9 * MIB), "small.so": b"small"}
-    first, second = machine(store), machine(store)
-    first.write(large)
-    first.publish()
-    second.restore()
-    assert second.files() == large
+    filled(machine(store), large)
+    second = machine(store)
+    assert second.restored() == large
 
 
 def test_an_empty_store_restores_nothing(store, machine):
@@ -124,16 +129,14 @@ def test_an_empty_directory_publishes_nothing(local, machine):
 
 
 def test_installing_says_how_many_files(local, machine):
-    first, second = machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    second = machine(local)
     assert second.cache.install(second.cache.fetch()) == len(COLD)
 
 
 def test_fetching_alone_puts_nothing_into_the_cache_directory(local, machine):
-    first, second = machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    second = machine(local)
     second.cache.fetch()
     assert second.files() == {}
 
@@ -151,44 +154,36 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
 
 
 def test_keys_do_not_see_each_other(local, machine, key):
-    first, other = machine(local), machine(local, key=replace(key, model_version="version-2"))
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    other = machine(local, key=replace(key, model_version="version-2"))
     assert other.restore().packs == ()
     assert other.files() == {}
 
 
 def test_the_environments_record_is_stored_beside_the_packs(store, machine, key, environment):
-    first = machine(store)
-    first.write(COLD)
-    first.publish()
+    filled(machine(store))
     record = json.loads(store.read(f"{key.environment_prefix}environment.json"))
     assert environment_from_record(record) == environment
 
 
 def test_a_forged_environment_record_changes_nothing(local, machine, key):
-    first, second = machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    second = machine(local)
     local.put(f"{key.environment_prefix}environment.json", b"forged")
-    second.restore()
-    assert second.files() == COLD
+    assert second.restored() == COLD
 
 
 # Only what is new is published.
 
 
 def test_what_was_published_is_not_published_again(local, machine):
-    first = machine(local)
-    first.write(COLD)
-    first.publish()
+    first = filled(machine(local))
     assert first.publish() == ()
 
 
 def test_what_was_restored_is_not_published_again(store, machine):
-    first, second = machine(store), machine(store)
-    first.write(COLD)
-    first.publish()
+    filled(machine(store))
+    second = machine(store)
     second.restore()
     before = stored(store)
     assert second.publish() == ()
@@ -196,48 +191,39 @@ def test_what_was_restored_is_not_published_again(store, machine):
 
 
 def test_only_new_logical_keys_are_sent_the_second_time(store, machine):
-    first, second, third = machine(store), machine(store), machine(store)
-    first.write(COLD)
-    first.publish()
+    filled(machine(store))
+    second, third = machine(store), machine(store)
     second.restore()
     new = {"fxgraph/cd/fcde/one": b"another graph", "cd/kernel.so": b"another kernel"}
     second.write(new)
     packs = second.publish()
     assert sorted(packed_paths(packs)) == sorted(new)
-    third.restore()
-    assert third.files() == {**COLD, **new}
+    assert third.restored() == {**COLD, **new}
 
 
 def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine):
     """As a second cold compile makes them: the same lookup key, another file name and content."""
-    first, second = machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    second = machine(local)
     second.write({"fxgraph/ab/fabc/two": b"the same graph, other bytes", "aotautograd/aabc/two": b"other bytes"})
     assert second.publish() == ()
 
 
 def test_all_files_of_a_new_logical_key_are_published_together(local, machine):
     files = {"fxgraph/ab/fabc/one": b"for small inputs", "fxgraph/ab/fabc/two": b"for large inputs"}
-    first, second = machine(local), machine(local)
-    first.write(files)
-    first.publish()
-    second.restore()
-    assert second.files() == files
+    filled(machine(local), files)
+    second = machine(local)
+    assert second.restored() == files
 
 
 def test_a_file_touched_but_not_changed_is_not_published(local, machine):
-    first = machine(local)
-    first.write(COLD)
-    first.publish()
+    first = filled(machine(local))
     os.utime(first.directory.path / "ab/kernel.so", ns=(1, 1))
     assert first.publish() == ()
 
 
 def test_a_file_removed_after_publishing_is_not_missed(local, machine):
-    first = machine(local)
-    first.write(COLD)
-    first.publish()
+    first = filled(machine(local))
     (first.directory.path / "ab/kernel.so").unlink()
     assert first.publish() == ()
 
@@ -281,17 +267,14 @@ def test_much_is_published_as_several_packs_the_most_valuable_first(local, machi
     packs = first.publish()
     assert packed_paths(packs) == ["fxgraph/ab/fabc/one", "b.so", *(f"{number}.json" for number in range(4))]
     assert [len(pack.manifest.files) for pack in packs] == [1, 2, 3]
-    second.restore()
-    assert second.files() == first.files()
+    assert second.restored() == first.files()
 
 
 # A file that is changed in place.
 
 
 def test_a_file_changed_in_place_is_published_with_what_it_replaces(local, machine):
-    first = machine(local)
-    first.write(COLD)
-    first.publish()
+    first = filled(machine(local))
     first.write({"autotune/best.best_config": b'{"config": 1}'})
     (pack,) = first.publish()
     (file,) = pack.manifest.files
@@ -299,17 +282,15 @@ def test_a_file_changed_in_place_is_published_with_what_it_replaces(local, machi
 
 
 def test_the_newest_content_is_restored_after_any_number_of_changes(store, machine):
-    first, last = machine(store), machine(store)
-    first.write(COLD)
-    first.publish()
+    filled(machine(store))
+    last = machine(store)
     for step in range(3):
         tick(store)
         booted = machine(store)
         booted.restore()
         booted.write({"autotune/best.best_config": b"step" * (step + 1)})
         booted.publish()
-    last.restore()
-    assert last.files() == {**COLD, "autotune/best.best_config": b"step" * 3}
+    assert last.restored() == {**COLD, "autotune/best.best_config": b"step" * 3}
     assert last.publish() == ()
 
 
@@ -319,8 +300,7 @@ def test_one_machine_may_change_a_file_many_times(local, machine):
         first.write({"best.best_config": content})
         assert len(first.publish()) == 1
         tick(local)
-    second.restore()
-    assert second.files() == {"best.best_config": b"1"}
+    assert second.restored() == {"best.best_config": b"1"}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -334,14 +314,11 @@ def test_the_newest_content_wins_in_whatever_order_the_store_lists_the_packs(loc
         names.append(pack.name)
     for time_s, number in enumerate(order, start=1_000_000):
         os.utime(tmp_path / "store" / key.prefix / names[number], (time_s, time_s))
-    second.restore()
-    assert second.files() == {"best.best_config": b"333"}
+    assert second.restored() == {"best.best_config": b"333"}
 
 
 def test_of_two_changes_of_the_same_content_the_first_wins(store, machine):
-    first = machine(store)
-    first.write({"best.best_config": b"{}"})
-    first.publish()
+    filled(machine(store), {"best.best_config": b"{}"})
     tick(store)
     one, other, last = machine(store), machine(store), machine(store)
     for booted in (one, other):
@@ -350,8 +327,7 @@ def test_of_two_changes_of_the_same_content_the_first_wins(store, machine):
         booted.write({"best.best_config": content})
         booted.publish()
         tick(store)
-    last.restore()
-    assert last.files() == {"best.best_config": b"one"}
+    assert last.restored() == {"best.best_config": b"one"}
 
 
 def test_a_change_between_staging_and_publishing_is_published_next(local, machine):
@@ -362,8 +338,7 @@ def test_a_change_between_staging_and_publishing_is_published_next(local, machin
     first.cache.publish(pack)
     tick(local)
     first.publish()
-    second.restore()
-    assert second.files() == {"best.best_config": b"changed before it was published"}
+    assert second.restored() == {"best.best_config": b"changed before it was published"}
 
 
 # Two packs for the same thing.
@@ -376,8 +351,7 @@ def test_of_two_packs_with_a_logical_key_the_first_wins(store, machine):
     one.publish()
     tick(store)
     other.publish()
-    last.restore()
-    assert last.files() == {"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one", "only.so": b"other"}
+    assert last.restored() == {"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one", "only.so": b"other"}
 
 
 @pytest.mark.parametrize(("one", "other"), [("x", "x/file"), ("x/file", "x")])
@@ -388,8 +362,7 @@ def test_of_two_packs_whose_paths_exclude_each_other_the_first_wins(local, machi
     first.publish()
     tick(local)
     second.publish()
-    last.restore()
-    assert last.files() == {one: b"first", "kept.so": b"first", "also-kept.so": b"second"}
+    assert last.restored() == {one: b"first", "kept.so": b"first", "also-kept.so": b"second"}
 
 
 # What is wrong in a store costs only itself.
@@ -464,8 +437,7 @@ def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
     prefix, _, pack = published.rpartition("/")
     local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published))
     booted = machine(local)
-    booted.restore()
-    assert booted.files() == {**COLD, "more.so": b"more"}
+    assert booted.restored() == {**COLD, "more.so": b"more"}
 
 
 def test_a_pack_larger_than_allowed_is_refused_without_being_fetched(store, machine):
@@ -518,9 +490,7 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
     monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 100)
     monkeypatch.setattr("compile_cache.storage.stores.reading.READ_BYTES", 100)
-    first = machine(local)
-    first.write({"kernel.so": os.urandom(1000)})
-    first.publish()
+    first = filled(machine(local), {"kernel.so": os.urandom(1000)})
     abandoned, reads = threading.Event(), []
 
     class AbandonedOnTheThirdRead(LocalStore):
@@ -605,8 +575,7 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
     booted = machine(Merged(Path(local.location)))
     booted.restore()
     assert len(local.list("v1/")) == 2  # the merged pack and the environment's record
-    booted.restore()
-    assert booted.files() == publisher.files()
+    assert booted.restored() == publisher.files()
 
 
 def test_a_store_that_does_not_answer_makes_no_pack_a_refused_one(local, machine):
@@ -676,17 +645,15 @@ def test_with_trusted_keys_only_packs_that_they_signed_are_used(store, machine):
 
 def test_a_second_graph_compiled_beside_a_restored_one_is_published(store, machine):
     """With dynamic shapes Inductor keeps several graphs, each with its guards, under one key."""
-    first, second, third, last = machine(store), machine(store), machine(store), machine(store)
-    first.write({"fxgraph/ab/fabc/small": b"up to 64"})
-    first.publish()
+    filled(machine(store), {"fxgraph/ab/fabc/small": b"up to 64"})
+    second, third, last = machine(store), machine(store), machine(store)
     for other in (second, third):
         other.restore()
         other.write({"fxgraph/ab/fabc/large": b"from 64"})
     second.publish()
     third.cache.refresh()
     assert third.publish() == ()
-    last.restore()
-    assert last.files() == {"fxgraph/ab/fabc/small": b"up to 64", "fxgraph/ab/fabc/large": b"from 64"}
+    assert last.restored() == {"fxgraph/ab/fabc/small": b"up to 64", "fxgraph/ab/fabc/large": b"from 64"}
 
 
 # Seeding.
@@ -704,8 +671,7 @@ def test_of_another_version_only_what_was_read_is_published_and_then_it_is_not_n
     for entry in store.list(key.prefix):
         store.delete(entry.name)
     last = machine(store, key=replace(key, model_version="2"))
-    last.restore()
-    assert last.files() == {"fxgraph/ab/fabc/one": COLD["fxgraph/ab/fabc/one"], "new.so": b"new"}
+    assert last.restored() == {"fxgraph/ab/fabc/one": COLD["fxgraph/ab/fabc/one"], "new.so": b"new"}
 
 
 # Uses.
@@ -756,8 +722,7 @@ def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
 def test_merging_leaves_one_pack_with_everything(store, machine):
     publisher, booted = published_five(machine(store)), machine(store)
     assert publisher.cache.merge("the test").packs == 5
-    booted.restore()
-    assert booted.files() == publisher.files()
+    assert booted.restored() == publisher.files()
     assert len(booted.cache.pack_names) == 1
 
 
@@ -795,16 +760,13 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 
 
 def test_merging_keeps_what_was_changed_in_place(local, machine):
-    first, second, booted = machine(local), machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    first, second, booted = filled(machine(local)), machine(local), machine(local)
     published_five(first)
     second.restore()
     second.write({"autotune/best.best_config": b"better"})
     second.publish()
     assert second.cache.merge("the test").packs == 7
-    booted.restore()
-    assert booted.files() == second.files()
+    assert booted.restored() == second.files()
     assert booted.files()["autotune/best.best_config"] == b"better"
 
 
@@ -853,8 +815,7 @@ def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, mon
     first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
     first.write({f"{number}.so": os.urandom(2000) for number in range(5)})
     assert len(first.publish()) > 1
-    second.restore()
-    assert second.files() == first.files()
+    assert second.restored() == first.files()
 
 
 def test_a_read_that_breaks_off_is_tried_again(local, machine):
@@ -884,8 +845,7 @@ def test_what_was_removed_from_the_store_is_brought_back_by_a_new_boot_alone(loc
         running.write({"own.so": b"own"})
         running.cache.refresh()
         running.publish()
-    new.restore()
-    assert new.files() == {"own.so": b"own"}
+    assert new.restored() == {"own.so": b"own"}
     new.write(COLD)
     assert sorted(packed_paths(new.publish())) == sorted(COLD)
 
@@ -916,9 +876,8 @@ def test_tritons_record_of_a_kernel_is_not_restored_without_its_binary(local, ma
 
 
 def test_a_file_damaged_in_place_is_not_published_over_a_sound_one(local, machine):
-    first, second = machine(local), machine(local)
-    first.write(COLD)
-    first.publish()
+    filled(machine(local))
+    second = machine(local)
     second.restore()
     second.write({"ab/kernel.so": b"cut short"})
     assert second.publish() == ()

@@ -128,11 +128,8 @@ def test_a_record_is_read_as_it_was_written(local, environment):
     assert record_of(local, environment.to_json().encode()) == environment
 
 
-def test_an_environment_without_a_record_has_none(local):
+def test_an_environment_without_a_record_or_with_that_of_another_digest_has_none(local, environment):
     assert read_record(local, read_catalog(local), "0a") is None
-
-
-def test_a_record_of_another_digest_is_none(local, environment):
     local.put("v1/0a/environment.json", environment.to_json().encode())
     assert read_record(local, read_catalog(local), "0a") is None
 
@@ -151,10 +148,11 @@ def test_a_record_of_another_digest_is_none(local, environment):
         {"variables": [["nested"]]},
         {"variables": 1},
         {"torch": None},
+        {"gpu": "a" * (64 << 10)},
     ],
-    ids=str,
+    ids=lambda values: str(values)[:60],
 )
-def test_a_record_that_cannot_be_shown_to_people_is_none(local, environment, values):
+def test_a_record_that_cannot_be_shown_to_people_or_is_too_large_is_none(local, environment, values):
     assert record_of(local, with_value(environment, **values)) is None
 
 
@@ -164,10 +162,6 @@ def test_a_record_that_cannot_be_shown_to_people_is_none(local, environment, val
 )
 def test_a_record_that_is_no_record_is_none(local, content):
     assert record_of(local, content) is None
-
-
-def test_a_record_that_is_too_large_is_none(local, environment):
-    assert record_of(local, with_value(environment, gpu="a" * (64 << 10))) is None
 
 
 # Predecessors.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -44,27 +42,18 @@ def merge(packs: Sequence[Manifest]) -> Manifest:
 # Who wins.
 
 
-def test_packs_add_up():
-    assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
-
-
-def test_nothing_adds_up_to_nothing():
+def test_packs_add_up_and_a_choice_says_which_pack_it_is_from():
     assert choose([]) == choose([pack(), pack()]) == {}
-
-
-def test_a_choice_says_which_pack_it_is_from():
+    assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
     assert {path: choice.pack for path, choice in choose([pack(file("a")), pack(), pack(file("b"))]).items()} == {
         "a": 0,
         "b": 2,
     }
 
 
-def test_of_one_logical_key_the_first_pack_wins():
+def test_of_one_logical_key_the_first_pack_wins_with_all_its_files():
     """Two cold compiles give files of different names for one key: one of them is enough."""
     assert contents(pack(file("k/one", key="k")), pack(file("k/other", key="k"))) == {"k/one": "A"}
-
-
-def test_all_files_that_the_first_pack_has_for_a_key_are_chosen():
     assert contents(pack(file("k/1", key="k"), file("k/2", key="k")), pack(file("k/3", key="k"))) == {
         "k/1": "A",
         "k/2": "A",
@@ -84,11 +73,8 @@ def test_a_key_whose_first_path_is_taken_is_chosen_from_a_later_pack():
 # What replaces what.
 
 
-def test_a_file_that_replaces_the_one_that_won_takes_its_place():
+def test_a_file_that_replaces_the_one_that_won_takes_its_place_and_one_that_replaces_another_does_not():
     assert contents(pack(file("a", "A")), pack(file("a", "B", replaces="A"))) == {"a": "B"}
-
-
-def test_a_file_that_replaces_another_one_does_not():
     assert contents(pack(file("a", "A")), pack(file("a", "C", replaces="B"))) == {"a": "A"}
 
 
@@ -204,27 +190,3 @@ def test_later_packs_take_no_path_away(packs, more):
 @given(packs_of(any_files))
 def test_a_union_is_always_the_same(packs):
     assert list(choose(packs).items()) == list(choose(list(packs)).items())
-
-
-CHOOSE_DEEP_PATHS = """
-from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.manifest import Manifest, PackFile
-from compile_cache.storage.choose import choose
-def peak_bytes():
-    status = open("/proc/self/status").read()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10
-key = CacheKey("e", "m", "v")
-deep = "x" * 31 + "/" + ("d" * 31 + "/") * 29 + "f"
-paths = [f"{number:05}/{deep}" for number in range(30_000)]
-packs = [Manifest(key, tuple(PackFile(path, path, 0, "") for path in paths), (), "", 0.0)]
-before = peak_bytes()
-assert len(choose(packs)) == len(paths)
-print(peak_bytes() - before)
-"""
-
-
-def test_deep_paths_cost_no_more_memory_than_they_are_long():
-    """30,000 paths of 30 MB are in folders whose paths together have 450 MB."""
-    command = [sys.executable, "-c", CHOOSE_DEEP_PATHS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) < 128 << 20

@@ -7,6 +7,7 @@ import traceback
 from datetime import timedelta
 
 import pytest
+from filled_stores import ACTIONS
 from web_servers import answer, answering
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
@@ -19,13 +20,10 @@ CLOUD_VARIABLES = ("GOOGLE_", "AZURE_", "GCE_METADATA_")
 
 
 @pytest.fixture(autouse=True)
-def no_credentials(monkeypatch, tmp_path, closed_port) -> None:
+def no_credentials(monkeypatch, tmp_path, closed_port, no_proxy) -> None:
     """Of this machine there are none: neither variables, nor files, nor a metadata server."""
     for name in [name for name in os.environ if name.startswith(CLOUD_VARIABLES)]:
         monkeypatch.delenv(name)
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("HOST", "IP", "ROOT"):
         monkeypatch.setenv(f"GCE_METADATA_{name}", f"127.0.0.1:{closed_port}")
@@ -48,12 +46,6 @@ def open_at(url: str, **options: object) -> CloudStore:
     return CloudStore(objects, "s3://bucket/")
 
 
-ACTIONS = {
-    "list": lambda store: store.list("v1/"),
-    "read": lambda store: store.read("v1/a", 0, 5),
-    "put": lambda store: store.put("v1/a", b""),
-    "delete": lambda store: store.delete("v1/a"),
-}
 every_action = pytest.mark.parametrize("action", ACTIONS)
 
 

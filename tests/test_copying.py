@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from filled_stores import GRAPH, damage, put_pack, put_record
+from machines import read_files
+from programs import run_program
 
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
@@ -59,11 +58,6 @@ def copy(
     return copy_versions(source, target, lambda key: True, Rules(limits, trusted or TrustedKeys()))
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    """Every file, those still being written included."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 # What arrives.
 
 
@@ -72,7 +66,7 @@ def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path
     put_record(store, environment)
     copied = copy(store, target)
     assert (copied.versions, copied.packs, copied.present_packs, copied.refused) == (2, 2, 0, ())
-    arrived = contents(tmp_path / "target")
+    arrived = read_files(tmp_path / "target")
     assert arrived == {name: store.read(name) for name in [*names, f"v1/{environment.digest}/environment.json"]}
     assert copied.stored_bytes == sum(len(arrived[name]) for name in names)
 
@@ -142,7 +136,7 @@ def test_a_damaged_pack_is_not_copied_and_is_named_and_the_others_arrive(tmp_pat
     damage(tmp_path / "source", damaged)
     copied = copy(source, target)
     assert [(refused.name, refused.is_final) for refused in copied.refused] == [(damaged, True)]
-    assert list(contents(tmp_path / "target")) == [sound]
+    assert list(read_files(tmp_path / "target")) == [sound]
 
 
 def test_a_misplaced_pack_is_not_copied(tmp_path, source, target, key):
@@ -226,7 +220,7 @@ def test_an_interrupted_copy_leaves_whole_packs_and_no_temporary_files(tmp_path,
 
     with pytest.raises(KeyboardInterrupt):
         copy(Reads(tmp_path / "source", interrupt), target)
-    assert contents(tmp_path / "target") == {first: source.read(first)}
+    assert read_files(tmp_path / "target") == {first: source.read(first)}
     assert list(temporary.iterdir()) == []
     copied = copy(source, target)
     assert (copied.packs, copied.present_packs) == (1, 1)
@@ -264,16 +258,14 @@ copy_versions(LocalStore(Path(sys.argv[1])), Killing(Path(sys.argv[2])), lambda 
 def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source, target, key):
     for number in range(5):
         put_pack(source, key, {**GRAPH, "number": bytes([number])})
-    command = [sys.executable, "-c", KILLED, tmp_path / "source", tmp_path / "target"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, cwd=TESTS.parent, env=environ)
+    done = run_program(KILLED, tmp_path / "source", tmp_path / "target", folder=TESTS.parent, TMPDIR=str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    arrived = contents(tmp_path / "target")
+    arrived = read_files(tmp_path / "target")
     assert len(arrived) == 2
-    assert arrived.items() <= contents(tmp_path / "source").items()
+    assert arrived.items() <= read_files(tmp_path / "source").items()
     copied = copy(source, target)
     assert (copied.packs, copied.present_packs) == (3, 2)
-    assert contents(tmp_path / "target") == contents(tmp_path / "source")
+    assert read_files(tmp_path / "target") == read_files(tmp_path / "source")
 
 
 # What changes meanwhile.

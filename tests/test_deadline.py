@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import filled_stores
 import pytest
 import toxic_proxy
+from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
@@ -20,12 +23,7 @@ from compile_cache.storage.stores.deadline import limit_s, within_limit
 from compile_cache.storage.stores.s3 import S3Store
 
 MIB = 1 << 20
-ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
-    "list": lambda store: store.list("v1/"),
-    "read": lambda store: store.read("v1/object", 0, 100),
-    "put": lambda store: store.put("v1/object", bytes(100)),
-    "delete": lambda store: store.delete("v1/object"),
-}
+ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v1/a", bytes(100))}
 CALLS = [
     *((kind, action) for kind in ("s3", "cloud") for action in ACTIONS),
     *(("web", action) for action in ("list", "read")),
@@ -35,13 +33,13 @@ CALLS = [
 @pytest.fixture
 def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
     """Before a bucket that serves as a mirror, too."""
-    index = {"objects": [{"name": "v1/object", "size_bytes": 1000, "modified_s": 1}]}
-    s3_client.put_object(Bucket=s3_bucket.name, Key="v1/object", Body=bytes(1000), ACL="public-read")
+    index = {"objects": [{"name": "v1/a", "size_bytes": 1000, "modified_s": 1}]}
+    s3_client.put_object(Bucket=s3_bucket.name, Key="v1/a", Body=bytes(1000), ACL="public-read")
     s3_client.put_object(Bucket=s3_bucket.name, Key="index.json", Body=json.dumps(index).encode(), ACL="public-read")
     with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
         yield proxy
         proxy.heal()
-        poll(lambda: not calls_under_way())
+        wait_for(lambda: not calls_under_way())
 
 
 @pytest.fixture
@@ -64,20 +62,12 @@ def calls_under_way() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compile-cache-store"]
 
 
-def poll(condition: Callable[[], object]) -> None:
-    patience = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def be_impatient(monkeypatch) -> Callable[[], None]:
     """Called, it leaves every call 0.2 s."""
 
     def act() -> None:
-        monkeypatch.setattr(deadline, "_BASE_S", 0.2)
-        monkeypatch.setattr(deadline, "_LOWEST_BYTES_PER_S", 1 << 40)
+        monkeypatch.setattr(deadline, "limit_s", lambda size_bytes: 0.2)
 
     return act
 
@@ -96,19 +86,30 @@ def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
     assert proxy.spoiled
 
 
-def test_only_so_many_abandoned_calls_run_and_further_ones_are_not_begun(open_store, proxy, be_impatient, monkeypatch):
-    monkeypatch.setattr(deadline, "_running", threading.BoundedSemaphore(2))
-    store = open_store("s3")
+def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient, monkeypatch):
     be_impatient()
-    proxy.poison(toxic_proxy.trickle_the_answer)
-    for _ in range(4):
+    release, begun = threading.Event(), []
+
+    def hang(number: int) -> None:
+        begun.append(number)
+        release.wait()
+
+    for number in range(32):
+        threading.Thread(target=call_in_vain, args=(functools.partial(hang, number),)).start()
+    wait_for(lambda: len(begun) == 32)
+    for number in range(32, 34):
         with pytest.raises(StoreUnavailable, match="too slow"):
-            store.read("v1/object", 0, 100)
-    assert len(calls_under_way()) == len(proxy.spoiled) == 2
-    proxy.heal()
-    poll(lambda: not calls_under_way())
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
-    assert store.read("v1/object", 0, 100) == bytes(100)
+            within_limit("ask", 0, functools.partial(hang, number))
+    assert len(calls_under_way()) == len(begun) == 32
+    release.set()
+    wait_for(lambda: not calls_under_way())
+    monkeypatch.undo()
+    assert within_limit("ask", 0, lambda: 7) == 7
+
+
+def call_in_vain(work: Callable[[], object]) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        within_limit("ask", 0, work)
 
 
 @pytest.mark.parametrize("kind", ["s3", "cloud", "web"])
@@ -117,10 +118,10 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     be_impatient()
     proxy.poison(toxic_proxy.trickle)
     with pytest.raises(StoreUnavailable):
-        store.read("v1/object", 0, 1000)
+        store.read("v1/a", 0, 1000)
     proxy.heal()
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
-    assert store.read("v1/object", 0, 1000) == bytes(1000)
+    monkeypatch.setattr(deadline, "limit_s", limit_s)
+    assert store.read("v1/a", 0, 1000) == bytes(1000)
 
 
 def test_a_larger_transfer_has_more_time():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boots import python_path
+from boots import python_path, settings
 from cog_server import PROJECT, files
 from marked_processes import Marked, wait_for
 from outcome import headline
@@ -61,14 +61,11 @@ def serve(
 ) -> Served:
     """Boot, draw the picture, `each_digit` pictures of every digit, and whatever else is asked; then stop."""
     environ = {
+        **settings(folder, cold_start="block"),
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "96x64,64x64,64x96",
         "WARM_UP_SIZES": "64x64",
         "HF_HUB_OFFLINE": "1",
-        "COMPILE_CACHE_STORE": str(folder / "store"),
-        "COMPILE_CACHE_DIR": str(folder / "cache"),
-        "COMPILE_CACHE_REPORT": str(folder / "report.json"),
-        "COMPILE_CACHE_COLD_START": "block",
     }
     with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()
@@ -203,14 +200,11 @@ def stages(log: str) -> list[str]:
     return [said for said, _ in itertools.groupby(map(stage, ends))]
 
 
-def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
+def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled_and_that_of_a_restored_one_none(cold, restored):
     regions = [region["name"] for region in cold[1].report["regions"]]
     compiled = [text for name in regions for text in (f"compiling {name}", f"storing {name}, comparing it with eager")]
     loading = "importing torch and the model, loading the weights"
     assert stages(cold[1].log) == ["starting the server", loading, *compiled, "ready"]
-
-
-def test_the_log_of_a_restored_boot_says_that_nothing_is_compiled(restored):
     assert not [said for said in stages(restored.log) if said.startswith("compiling")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
@@ -34,24 +35,22 @@ print(child.pid, flush=True)
 
 
 @contextmanager
-def owner(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process that owns a directory in `root`, and the directory's name."""
-    command = [sys.executable, "-c", CLAIM_AND_WAIT, root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def running(program: str, *arguments: object, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs a program until its standard input ends, and the first line that it prints."""
+    command, pipes = [sys.executable, "-c", program, *map(str, arguments)], {"text": True, "stdin": subprocess.PIPE}
+    with subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, **pipes) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
             process.kill()
 
 
-def test_the_first_process_gets_the_first_path(tmp_path):
-    with owner(tmp_path) as (_, name):
-        assert name == "0"
+owner = functools.partial(running, CLAIM_AND_WAIT)  # a process that owns a directory in a folder, and its name
 
 
-def test_a_second_process_gets_the_next_path(tmp_path):
-    with owner(tmp_path), owner(tmp_path) as (_, second), owner(tmp_path) as (_, third):
-        assert (second, third) == ("1", "2")
+def test_each_process_gets_the_next_path(tmp_path):
+    with owner(tmp_path) as (_, first), owner(tmp_path) as (_, second), owner(tmp_path) as (_, third):
+        assert (first, second, third) == ("0", "1", "2")
 
 
 def test_the_owners_files_are_not_touched_by_another_claim(tmp_path):
@@ -70,14 +69,15 @@ def test_a_process_that_is_killed_owns_nothing_any_more(tmp_path):
     with owner(tmp_path) as (process, name):
         process.send_signal(signal.SIGKILL)
         process.wait()
+        (tmp_path / "0" / "half-written").write_text("x")
         with owner(tmp_path) as (_, next_name):
             assert next_name == name == "0"
+            assert list((tmp_path / "0").iterdir()) == []
 
 
 def test_a_child_that_outlives_the_owner_does_not_own_the_directory(tmp_path):
-    command = [sys.executable, "-c", CLAIM_AND_LEAVE_A_CHILD, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert int(process.stdout.readline()) > 0
+    with running(CLAIM_AND_LEAVE_A_CHILD, tmp_path) as (process, child):
+        assert int(child) > 0
         process.wait()
         assert CacheDirectory.claim(tmp_path).path.name == "0"
 
@@ -90,12 +90,6 @@ def test_a_claimed_directory_is_emptied_with_its_inbox_and_outbox(tmp_path):
     assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.empty_outbox())] == [
         []
     ] * 3
-
-
-def test_a_directory_that_a_killed_process_left_is_emptied(tmp_path):
-    with owner(tmp_path):
-        (tmp_path / "0" / "half-written").write_text("x")
-    assert CacheDirectory.claim(tmp_path).scan() == {}
 
 
 def test_the_folders_above_are_made(tmp_path):
@@ -244,29 +238,20 @@ sys.stdin.read()
 """
 
 
-@contextmanager
-def temporary_owner(tmp_path: Path, how: str = "alone") -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process with a temporary directory in `tmp_path`, and the directory."""
-    command, environ = [sys.executable, "-c", MAKE_TEMPORARY, how], {**os.environ, "TMPDIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environ, **pipes) as process:
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
+temporary = functools.partial(running, MAKE_TEMPORARY, "alone")  # a process with a temporary directory, and its path
 
 
 def test_a_temporary_directory_is_removed_when_its_process_ends(tmp_path):
-    with temporary_owner(tmp_path) as (process, root):
-        assert root.is_dir()
+    with temporary(TMPDIR=str(tmp_path)) as (process, root):
+        assert Path(root).is_dir()
         process.communicate()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_that_ends_does_not_remove_the_directory(tmp_path):
-    with temporary_owner(tmp_path, "with a child") as (process, root):
+    with running(MAKE_TEMPORARY, "with a child", TMPDIR=str(tmp_path)) as (process, root):
         assert process.stdout.readline() == "True\n"
-        assert root.is_dir()
+        assert Path(root).is_dir()
         process.communicate()
 
 
@@ -274,13 +259,13 @@ def test_temporary_directories_of_killed_processes_are_removed_and_no_others(tmp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "compile-cache-temporary-being-made").mkdir()
     (tmp_path / "compile-cache-mine").mkdir()
-    with temporary_owner(tmp_path) as (process, killed), temporary_owner(tmp_path) as (_, alive):
+    with temporary(TMPDIR=str(tmp_path)) as (process, killed), temporary(TMPDIR=str(tmp_path)) as (_, alive):
         process.send_signal(signal.SIGKILL)
         process.wait()
         own = CacheDirectory.temporary().path.parent
-        left = {"compile-cache-temporary-being-made", "compile-cache-mine", alive.name, own.name}
+        left = {"compile-cache-temporary-being-made", "compile-cache-mine", Path(alive).name, own.name}
         assert {path.name for path in tmp_path.iterdir()} == left
-        assert killed.name not in left
+        assert Path(killed).name not in left
 
 
 def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
@@ -301,14 +286,11 @@ def fill(directory: CacheDirectory, *paths: str) -> None:
 
 def test_a_scan_finds_every_artifact_with_its_size_and_time(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
+    assert directory.scan() == {}
     fill(directory, "fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin")
     found = directory.scan()
     assert found.keys() == {"fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"}
     assert found["x.so"] == FileStamp(4, (directory.path / "x.so").stat().st_mtime_ns)
-
-
-def test_a_scan_of_an_empty_directory_is_empty(tmp_path):
-    assert CacheDirectory.claim(tmp_path).scan() == {}
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import click
@@ -25,6 +22,7 @@ from documents import source_texts as texts
 from filled_stores import put_pack, set_age
 from huggingface_hub import constants
 from typer.testing import CliRunner
+from web_servers import answer, answering
 
 import compile_cache
 from compile_cache.cli.app import app
@@ -196,30 +194,10 @@ def test_the_probe_reads_the_answer_of_the_health_check(status, code):
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     scripts = {container[probe]["exec"]["command"][2] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
     (script,) = scripts
-    with answering(f'{{"status": "{status}"}}') as url, pytest.raises(SystemExit) as ended:
-        exec(compile(script.replace("http://127.0.0.1:5000", url), "probe", "exec"), {})
+    answered = answer("200 OK", f'{{"status": "{status}"}}'.encode())
+    with answering(answered) as served, pytest.raises(SystemExit) as ended:
+        exec(compile(script.replace("http://127.0.0.1:5000", served.url), "probe", "exec"), {})
     assert int(ended.value.code) == code
-
-
-@contextlib.contextmanager
-def answering(text: str) -> Iterator[str]:
-    """A server that answers everything with 200 and `text`; its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("block", of_language("python"), ids=str)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
+from programs import run_program
 
-from compile_cache.key import environment as environment_module
 from compile_cache.key.environment import (
     FORMAT_VERSION,
     Environment,
@@ -20,6 +20,7 @@ from compile_cache.key.environment import (
     environment_from_record,
 )
 
+PROJECT = Path(__file__).parent.parent
 OTHER = {
     "torch": "2.12.0+cu130",
     "triton": "",
@@ -50,14 +51,24 @@ observed = observe_environment(detected)
 print(json.dumps([torch_was_imported, detected.differences(observed)]))
 """
 
+DETECT_DEVICE = """
+import json, os
+from compile_cache.key.environment import detect_environment
+found = detect_environment("/tmp/compile-cache/0", "options", os.environ)
+print(json.dumps([found.gpu, found.capability, found.instructions, found.threads]))
+"""
+CUDA_DRIVER = """
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGet(int* device, int) { *device = 0; return 0; }
+int cuDeviceGetName(char* name, int, int) { __builtin_strcpy(name, "NVIDIA H100 80GB HBM3"); return 0; }
+int cuDeviceGetAttribute(int* number, int attribute, int) { *number = attribute == 75 ? 9 : 0; return 0; }
+}
+"""
+
 
 def detect(**environ: str) -> Environment:
     return detect_environment("/tmp/compile-cache/0", "options", environ)
-
-
-def test_the_digest_names_a_path_segment(environment):
-    assert len(environment.digest) == 32
-    assert set(environment.digest) <= set("0123456789abcdef")
 
 
 def test_the_digest_of_a_record_is_the_same_in_every_release_of_this_format(environment):
@@ -75,11 +86,8 @@ def test_the_digest_changes_with_every_field(environment, name):
     assert replace(environment, **{name: OTHER[name]}).digest != environment.digest
 
 
-def test_equal_environments_have_no_differences(environment):
-    assert environment.differences(replace(environment)) == ()
-
-
 def test_differences_name_the_field_and_both_values(environment):
+    assert environment.differences(replace(environment)) == ()
     other = replace(environment, torch="2.12.0", threads=4)
     assert environment.differences(other) == ("torch 2.11.0+cu130 → 2.12.0", "threads 0 → 4")
 
@@ -88,22 +96,28 @@ def test_another_gpu_of_the_same_host_is_named_as_torch_names_it(environment):
     assert environment.differences(replace(environment, device_index=1)) == ("current device cuda:0 → cuda:1",)
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
-def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(monkeypatch, gpu):
-    monkeypatch.setattr(environment_module, "_installed_torch", lambda: {"version": "2.13", "cuda": "13.0", "hip": ""})
-    monkeypatch.setattr(environment_module, "_cuda_device", lambda: {"gpu": gpu, "capability": "9.0"})
-    hosts = []
-    for instructions, threads in (("avx2", "2"), ("avx2 avx512f", "4")):
-        monkeypatch.setattr(environment_module, "instruction_flags", lambda flags=instructions: flags)
-        hosts.append(detect(OMP_NUM_THREADS=threads, MKL_DYNAMIC="false"))
-    assert (hosts[0] == hosts[1]) == bool(gpu)
+def test_beside_a_gpu_the_processor_and_its_threads_do_not_count(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13'\ncuda = '13.0'\n")
+    (tmp_path / "driver.cpp").write_text(CUDA_DRIVER)
+    drivers = tmp_path / "drivers"
+    drivers.mkdir()
+    subprocess.run(["g++", "-shared", "-fPIC", tmp_path / "driver.cpp", "-o", drivers / "libcuda.so.1"], check=True)
+    assert detect_beside(tmp_path, drivers, threads=2) == ["NVIDIA H100 80GB HBM3", "9.0", "", 0]
+    gpu, capability, instructions, threads = detect_beside(tmp_path, tmp_path, threads=2)
+    assert (gpu, capability, instructions != "", threads) == ("", "", True, 2)
 
 
-def test_a_stored_record_is_read_back(environment):
+def detect_beside(torch_folder: Path, drivers: Path, threads: int) -> list:
+    """The GPU, its capability, the instructions and the threads that a process finds beside another torch."""
+    variables = {"PYTHONPATH": str(torch_folder), "LD_LIBRARY_PATH": str(drivers)}
+    variables |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "false", "CUDA_VISIBLE_DEVICES": ""}
+    return json.loads(run_program(DETECT_DEVICE, folder=PROJECT, **variables).stdout)
+
+
+def test_a_stored_record_is_read_back_with_fields_of_a_later_version_too(environment):
     assert environment_from_record(json.loads(environment.to_json())) == environment
-
-
-def test_a_record_with_fields_of_a_later_version_is_still_read(environment):
     assert environment_from_record({**json.loads(environment.to_json()), "later": 1}) == environment
 
 
@@ -123,11 +137,7 @@ def observed() -> dict[str, tuple[bool, list[str]]]:
 
 
 def detect_and_observe(asked: str) -> tuple[bool, list[str]]:
-    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    if asked:
-        environ["OMP_NUM_THREADS"] = asked
-    command = [sys.executable, "-c", DETECT_AND_OBSERVE]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    done = run_program(DETECT_AND_OBSERVE, OMP_NUM_THREADS=asked or None, MKL_NUM_THREADS=None)
     return tuple(json.loads(done.stdout))
 
 
@@ -142,13 +152,10 @@ def test_detection_agrees_with_torch(observed, asked):
     assert differences == []
 
 
-def test_threads_are_those_asked_for():
-    assert cpu_threads({"OMP_NUM_THREADS": "1"}) == 1
-
-
-def test_of_threads_asked_for_level_by_level_the_first_level_counts():
+@pytest.mark.parametrize("asked", ["1", "1,4"])
+def test_threads_are_those_asked_for_and_of_several_levels_the_first_counts(asked):
     """OpenMP 5.2, section 21.1.2: OMP_NUM_THREADS is a list, of which torch uses the outermost level."""
-    assert cpu_threads({"OMP_NUM_THREADS": "1,4"}) == 1
+    assert cpu_threads({"OMP_NUM_THREADS": asked}) == 1
 
 
 def test_threads_not_asked_for_are_at_least_one_and_no_more_than_allowed_cpus():

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from boots import run_boot, stored
+from boots import run_boot, settings, stored
 from cog_server import PROJECT
 from validating_server import ValidatingServer
 
@@ -152,14 +152,11 @@ def test_the_folder_lists_its_packs_for_a_web_server(demo):
 def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
     folder, _ = demo
     environ = {
+        **settings(folder, store="off", layers=str(folder / "baked")),
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "64x64,96x64,64x96",
         "WARM_UP_SIZES": "64x64",
         "HF_HUB_OFFLINE": "1",
-        "COMPILE_CACHE_STORE": "off",
-        "COMPILE_CACHE_LAYERS": str(folder / "baked"),
-        "COMPILE_CACHE_DIR": str(folder / "cache"),
-        "COMPILE_CACHE_REPORT": str(folder / "report.json"),
     }
     with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
         server.wait_ready()

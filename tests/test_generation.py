@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
 from models.text.generation import Generator, Request
+from models.text.layers import use_token_layers
 from models.text.sampling import Sampling
-from models.text.token_layers import use_token_layers
 
 CACHE_TOKENS = 64
 BUCKETS = (16, 48)
 
 
-def generator(family: str = "llama") -> Generator:
-    return Generator(make(family), CACHE_TOKENS, BUCKETS)
+def generator(family: str = "llama", steps_ahead: int | None = None) -> Generator:
+    return Generator(make(family), CACHE_TOKENS, BUCKETS, steps_ahead)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,9 +34,7 @@ def test_greedy_tokens_are_those_of_generate(family):
 
 def test_looking_ahead_changes_no_token():
     """As on a GPU: two steps are queued before a token is looked at."""
-    made = generator()
-    made._steps_ahead = 2
-    made._readings = [type(made._readings[0])(torch.device("cpu")) for _ in range(4)]
+    made = generator(steps_ahead=2)
     for length, new_tokens in ((20, 1), (20, 2), (20, 20), (40, 24)):
         assert list(made.tokens(Request(prompt(length), new_tokens))) == greedy(
             make("llama"), prompt(length), new_tokens
@@ -60,28 +59,20 @@ def test_a_model_may_be_served_again_with_a_larger_cache():
     )
 
 
-def test_a_cache_for_less_than_a_prompt_and_an_answer_is_refused():
-    with pytest.raises(ValueError, match="CACHE_TOKENS is 1"):
-        Generator(make("llama"), 1, (1,))
+@pytest.mark.parametrize(
+    ("cache_tokens", "buckets", "reason"),
+    [(1, (1,), "CACHE_TOKENS is 1"), (CACHE_TOKENS, (1, 16), "a bucket has room for 1 ")],
+)
+def test_a_cache_or_a_bucket_for_less_than_a_prompt_and_an_answer_is_refused(cache_tokens, buckets, reason):
+    with pytest.raises(ValueError, match=reason):
+        Generator(make("llama"), cache_tokens, buckets)
 
 
-def test_a_bucket_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="a bucket has room for 1 "):
-        Generator(make("llama"), CACHE_TOKENS, (1, 16))
-
-
-def test_a_request_leaves_nothing_for_the_next():
+def test_a_request_complete_or_stopped_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))
-    list(made.tokens(Request(prompt(48, seed=2), 16, Sampling(1.0, 0.9, 50, 1.5, seed=3))))
-    assert list(made.tokens(Request(prompt(20), 20))) == alone
-
-
-def test_a_request_that_is_stopped_leaves_nothing_for_the_next():
-    made = generator()
-    alone = list(made.tokens(Request(prompt(20), 20)))
-    for stopped_after in (0, 1, 5):
-        tokens = made.tokens(Request(prompt(30, seed=4), 30, Sampling(1.0, seed=1)))
+    for stopped_after in (None, 0, 1, 5):
+        tokens = made.tokens(Request(prompt(48, seed=2), 16, Sampling(1.0, 0.9, 50, 1.5, seed=3)))
         list(islice(tokens, stopped_after))
         tokens.close()
         assert list(made.tokens(Request(prompt(20), 20))) == alone
@@ -113,8 +104,6 @@ def test_the_penalty_reaches_the_tokens_that_were_generated():
 
 def test_threads_may_take_turns():
     """Cog's do: neither inference mode nor anything else is left behind in one of them."""
-    from concurrent.futures import ThreadPoolExecutor
-
     made = generator()
     expected = list(made.tokens(Request(prompt(20), 20)))
     tokens = made.tokens(Request(prompt(20), 20))
@@ -167,15 +156,11 @@ def test_layers_that_a_gpu_would_have_generate_the_same():
     assert list(made.tokens(Request(prompt(20), 20))) == expected
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
 def gpu_generator() -> Generator:
     return Generator(make("llama").cuda(), CACHE_TOKENS, BUCKETS)
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
     requests = [Request(prompt(20), 20), Request(prompt(9), 20, Sampling(1.0, 0.9, 50, 1.2, seed=3))]
     made = gpu_generator()
@@ -191,10 +176,7 @@ def test_a_recorded_step_gives_the_tokens_that_it_gave_before():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_what_any_thread_compiles_has_its_operators_joined():
-    from concurrent.futures import ThreadPoolExecutor
-
     from torch._inductor import config
 
     made = gpu_generator()
@@ -208,10 +190,7 @@ def test_what_any_thread_compiles_has_its_operators_joined():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_recorded_step_runs_from_any_thread():
-    from concurrent.futures import ThreadPoolExecutor
-
     made = gpu_generator()
     made.record()
     expected = list(made.tokens(Request(prompt(20), 20)))
@@ -220,31 +199,18 @@ def test_a_recorded_step_runs_from_any_thread():
 
 
 @pytest.mark.gpu
-@on_gpu
-def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch):
+@pytest.mark.parametrize("what", ["step", "prompts"])
+def test_what_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch, what):
     request = Request(prompt(20), 20, Sampling(1.0, seed=3))
     made = gpu_generator()
     expected = list(made.tokens(request))
-    sampler = made.decode.sampler
-    see = sampler.see
-    monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
+    sampler, see, forward = made.decode.sampler, made.decode.sampler.see, made.prefill.forward
+    if what == "step":
+        monkeypatch.setattr(sampler, "see", lambda token: (see(token), sampler.noise.sum().item()))
+    else:
+        monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
     made.record()
     assert not made.is_recorded
-    assert not made._prompt_graphs
+    assert (made._graph is None, len(made._prompt_graphs)) == (what == "step", 0)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert list(made.tokens(request)) == expected
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_prompts_that_cannot_be_recorded_keep_no_step_from_it(monkeypatch):
-    request = Request(prompt(20), 20, Sampling(1.0, seed=3))
-    made = gpu_generator()
-    expected = list(made.tokens(request))
-    forward = made.prefill.forward
-    monkeypatch.setattr(made.prefill, "forward", lambda tokens, last: (forward(tokens, last), last.item())[0])
-    made.record()
-    assert made._graph is not None
-    assert not made._prompt_graphs
-    assert not made.is_recorded
     assert [list(made.tokens(request)) for _ in range(2)] == [expected] * 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,10 +11,12 @@ from random import Random
 
 import pytest
 from hostile_packs import OURS, assemble, digest, encode, name_of
+from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.manifest import Limits, check_paths, parse_manifest
+from compile_cache.storage.choose import choose
+from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, check_paths, parse_manifest
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 
@@ -34,8 +34,8 @@ print(json.dumps(getattr(test_hostile_memory, name)(*arguments)))
 
 
 def run_alone(function: Callable[..., object], *arguments: object) -> list[int]:
-    command = [sys.executable, "-c", MEASURE, function.__name__, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parent)
+    done = run_program(MEASURE, function.__name__, *arguments, folder=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
     print(done.stdout)
     return json.loads(done.stdout)
 
@@ -95,16 +95,21 @@ def test_a_hostile_manifest_costs_little_more_memory_than_its_text(name):
     assert run_alone(parse_and_measure, name)[0] < 8 * MB
 
 
-def check_deep_paths() -> list[int]:
+def use_deep_paths(use: str) -> list[int]:
     paths = [f"{number:05}/" + "x" * 31 + "/" + ("d" * 31 + "/") * 29 + "f" for number in range(30_000)]
+    packs = [Manifest(KEY, tuple(PackFile(path, path, 0, "") for path in paths), (), "", 0.0)]
     before = begin_measuring()
-    check_paths(paths)
+    if use == "check":
+        check_paths(paths)
+    else:
+        assert len(choose(packs)) == len(paths)
     return [memory_bytes() - before]
 
 
-def test_deep_paths_cost_no_more_memory_than_they_are_long():
+@pytest.mark.parametrize("use", ["check", "choose"])
+def test_deep_paths_cost_no_more_memory_than_they_are_long(use):
     """30,000 paths of 30 MB are in folders whose paths together have 450 MB."""
-    assert run_alone(check_deep_paths)[0] < 128 * MB
+    assert run_alone(use_deep_paths, use)[0] < 128 * MB
 
 
 # What all packs of a key may cost.

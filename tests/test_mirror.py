@@ -18,16 +18,10 @@ from compile_cache.storage.stores.base import StoredObject, open_url
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.mirror import MOST_INDEX_BYTES, parse_index, write_index
 
+pytestmark = pytest.mark.usefixtures("no_proxy")
+
 MIB = 1 << 20
 OBJECT = {"name": "v1/a.pack", "size_bytes": 1, "modified_s": 1.5}
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from huggingface_hub import constants
+from programs import run_program
 
 from compile_cache.errors import SettingsError
 from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
@@ -70,33 +70,21 @@ def test_the_version_does_not_depend_on_where_the_folder_is(folder, tmp_path):
     assert version(folder.rename(tmp_path / "elsewhere")) == before
 
 
-def test_a_changed_config_is_another_version(folder):
+CHANGES = {
+    "a changed config": lambda folder: (folder / "transformer" / "config.json").write_text('{"layers": 3}'),
+    "a new file": lambda folder: (folder / "scheduler.json").write_text("{}"),
+    "a renamed file": lambda folder: (folder / "model_index.json").rename(folder / "index.json"),
+    "weights of another size": lambda folder: (folder / "extra.bin").write_bytes(b"more weights"),
+    "another safetensors header": lambda folder: write_safetensors(
+        folder / "transformer" / "model.safetensors", HEADER.replace(b"F32", b"I32"), b"\0" * 16
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model_is_another_version(folder, change):
     before = version(folder)
-    (folder / "transformer" / "config.json").write_text('{"layers": 3}')
-    assert version(folder) != before
-
-
-def test_a_new_file_is_another_version(folder):
-    before = version(folder)
-    (folder / "scheduler.json").write_text("{}")
-    assert version(folder) != before
-
-
-def test_a_renamed_file_is_another_version(folder):
-    before = version(folder)
-    (folder / "model_index.json").rename(folder / "index.json")
-    assert version(folder) != before
-
-
-def test_weights_of_another_size_are_another_version(folder):
-    before = version(folder)
-    (folder / "extra.bin").write_bytes(b"more weights")
-    assert version(folder) != before
-
-
-def test_another_safetensors_header_is_another_version(folder):
-    before = version(folder)
-    write_safetensors(folder / "transformer" / "model.safetensors", HEADER.replace(b"F32", b"I32"), b"\0" * 16)
+    change(folder)
     assert version(folder) != before
 
 
@@ -130,23 +118,12 @@ def test_hidden_files_and_bytecode_do_not_count(folder, name):
     assert version(folder) == before
 
 
-def test_changed_source_in_a_folder_is_another_version(folder, source):
-    before = version(folder, source)
-    (source / "model.py").write_text("x = 2\n")
-    assert version(folder, source) != before
-
-
-def test_a_changed_source_file_is_another_version(folder, source):
-    before = version(folder, source / "model.py")
-    (source / "model.py").write_text("x = 2\n")
-    assert version(folder, source / "model.py") != before
-
-
-def test_a_new_source_in_a_deeper_folder_is_another_version(folder, source):
-    before = version(folder, source)
-    (source / "deeper").mkdir()
-    (source / "deeper" / "block.py").write_text("")
-    assert version(folder, source) != before
+@pytest.mark.parametrize(("given", "changed"), [("", "model.py"), ("model.py", "model.py"), ("", "deeper/block.py")])
+def test_changed_or_new_source_in_a_folder_or_file_is_another_version(folder, source, given, changed):
+    before = version(folder, source / given)
+    (source / changed).parent.mkdir(exist_ok=True)
+    (source / changed).write_text("x = 2\n")
+    assert version(folder, source / given) != before
 
 
 @pytest.mark.parametrize("name", ["__pycache__/model.cpython-312.pyc", "notes.txt", ".hidden.py"])
@@ -171,22 +148,15 @@ def test_another_version_of_a_traced_package_is_another_version(folder, tmp_path
     assert version(folder) != before
 
 
-def test_a_folder_is_named_by_its_own_name(folder):
-    assert model_name(str(folder)) == "my-model"
-    assert model_name(f"{folder}/") == "my-model"
-
-
-def test_a_hub_id_is_a_name_without_its_revision():
+def test_a_folder_is_named_by_its_own_name_and_a_hub_id_without_its_revision(folder):
+    assert model_name(str(folder)) == model_name(f"{folder}/") == "my-model"
     assert model_name("org/name@main") == "org/name"
 
 
-def test_a_revision_stands_after_the_at_sign():
+def test_a_revision_stands_after_the_at_sign_that_is_not_of_a_folders_name(tmp_path):
     assert split_revision("org/name@v1") == ("org/name", "v1")
     assert split_revision("org/name") == ("org/name", None)
     assert split_revision("org/name@") == ("org/name", None)
-
-
-def test_a_folder_with_an_at_sign_has_no_revision(tmp_path):
     folder = tmp_path / "model@home"
     folder.mkdir()
     assert split_revision(str(folder)) == (str(folder), None)
@@ -223,23 +193,13 @@ def test_the_default_revision_is_main(references):
 
 
 def run_hub_commit(program: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(program, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_offline_an_unknown_revision_stands_for_itself(tmp_path):
+def test_offline_or_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
     assert run_hub_commit(PRINT_COMMIT, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"
-
-
-def test_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
     endpoint = f"http://127.0.0.1:{closed_port}"
     assert run_hub_commit(PRINT_COMMIT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path)) == "some-branch"
 
@@ -268,15 +228,13 @@ def elsewhere(tmp_path) -> Path:
     return folder
 
 
-def test_a_component_that_is_a_link_is_part_of_the_version(folder, elsewhere):
-    before = version(linked(folder, "vae", elsewhere))
-    (elsewhere / "config.json").write_text('{"layers": 3}')
-    assert version(folder) != before
-
-
-def test_a_package_of_the_source_that_is_a_link_is_part_of_the_version(folder, source, elsewhere):
-    before = version(folder, linked(source, "shared", elsewhere))
-    (elsewhere / "block.py").write_text("x = 2\n")
+@pytest.mark.parametrize("changed", ["config.json", "block.py"])
+def test_a_component_or_a_package_of_the_source_that_is_a_link_is_part_of_the_version(
+    folder, source, elsewhere, changed
+):
+    linked(folder if changed == "config.json" else source, "shared", elsewhere)
+    before = version(folder, source)
+    (elsewhere / changed).write_text("changed")
     assert version(folder, source) != before
 
 
@@ -340,11 +298,8 @@ class Hub(ModuleType):
 
 
 @pytest.mark.parametrize("name", ["weights", "Model", "checkpoints", "src", COMMIT])
-def test_a_folder_that_is_called_as_many_are_is_told_apart(tmp_path, name):
+def test_a_folder_that_is_called_as_many_are_is_told_apart_and_a_hub_id_is_none(tmp_path, name):
     (tmp_path / name).mkdir()
     assert has_common_name(str(tmp_path / name))
     assert not has_common_name(str(tmp_path))
-
-
-def test_a_hub_id_is_no_common_name():
     assert not has_common_name(f"weights@{COMMIT}")

@@ -12,9 +12,8 @@ from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeli
 from diffusers.utils import BaseOutput
 from PIL import Image
 
-from models.image.files import PictureFiles
-from models.image.pipeline import DiffusionModel, ImageInputs, check_pipeline, ignored_inputs
-from models.image.sizes import Size
+from models.image.pipeline import DiffusionModel, ImageInputs, PictureFiles, check_pipeline, ignored_inputs
+from models.image.settings import Size
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SIZES = [Size(64, 64), Size(96, 64)]

@@ -14,14 +14,11 @@ def test_a_folder_without_a_predictor_is_no_project(tmp_path):
         read_project(tmp_path, None)
 
 
-def test_a_predictor_that_is_given_replaces_the_one_of_cog_yaml(tmp_path):
+def test_a_predictor_that_is_given_replaces_the_one_of_cog_yaml_by_either_name_of_cogs_entry(tmp_path):
     (tmp_path / "cog.yaml").write_text(CONFIGURATION)
     assert read_project(tmp_path, None).predictor == "predict.py:Predictor"
     assert read_project(tmp_path, "other.py").predictor == "other.py"
     assert read_project(tmp_path, None).variables == {"FROM_COG_YAML": "1"}
-
-
-def test_the_older_name_of_cogs_entry_is_read(tmp_path):
     (tmp_path / "cog.yaml").write_text("predict: predict.py:Runner\n")
     assert read_project(tmp_path, None).predictor == "predict.py:Runner"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from filled_stores import DAY_S, put_pack, put_record, set_age
@@ -16,7 +17,6 @@ from compile_cache.storage.catalog import Catalog, Version, catalog_of, read_cat
 from compile_cache.storage.prune import Pruned, PrunePlan, PrunePolicy, apply_prune, plan_prune
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.layered import LayeredStore
-from compile_cache.storage.stores.local import LocalStore
 
 NOW_S = 2_000_000_000.0
 
@@ -215,28 +215,21 @@ def test_objects_of_others_in_a_version_stay():
     assert list(store.entries) == [entries[1].name]
 
 
-def test_a_store_that_may_not_be_written_says_so(local_store, key):
-    local, root = local_store
-    set_age(root, put_pack(local, key), 50, NOW_S)
+def test_a_store_that_may_not_be_written_says_so(local, key):
+    set_age(Path(local.location), put_pack(local, key), 50, NOW_S)
     found = plan_prune(read_catalog(local), PrunePolicy(unused_days=30), NOW_S)
     with pytest.raises(StoreAccessDenied):
         apply_prune(LayeredStore([local]), found)
 
 
-@pytest.fixture
-def local_store(tmp_path):
-    return LocalStore(tmp_path), tmp_path
-
-
-def test_a_real_store_is_pruned_to_what_is_kept(local_store, key, environment):
-    local, root = local_store
+def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
     put_pack(local, replace(key, model_version="old"))
     new = put_pack(local, key)
     put_pack(local, replace(key, environment="0" * 32))
     put_record(local, environment)
     local.put(f"v1/{'0' * 32}/environment.json", b"{}")
-    set_age(root, "v1/", 50, NOW_S)
-    set_age(root, new, 1, NOW_S)
+    set_age(Path(local.location), "v1/", 50, NOW_S)
+    set_age(Path(local.location), new, 1, NOW_S)
     found = plan_prune(read_catalog(local), PrunePolicy(unused_days=30), NOW_S)
     pruned = apply_prune(local, found)
     assert {entry.name for entry in local.list("")} == {new, f"v1/{environment.digest}/environment.json"}

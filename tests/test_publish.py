@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from machines import write_files
+from marked_processes import wait_for
+from programs import run_program
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts
+from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
@@ -77,10 +79,7 @@ class Started:
     written: Path  # the report of the whole boot, after each attempt
 
     def write(self, files: dict[str, bytes]) -> None:
-        for path, content in files.items():
-            file = self.directory.path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        write_files(self.directory.path, files)
 
 
 @pytest.fixture
@@ -90,16 +89,17 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     monkeypatch.setattr("compile_cache.lifecycle.publish._SPREAD_S", 0.0)
     started = []
 
-    def make(store: ObjectStore, files=FILES, withheld=(), exit_budget_s: float = PATIENCE_S, begin=True) -> Started:
+    def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
         cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
         report, written = BootReport(), tmp_path / "report.json"
         settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
-        publisher = Publisher(cache, report, settings, Compiled(withheld))
+        publisher = Publisher(cache, report, settings, compiler or Compiled())
         started.append(Started(publisher, cache, directory, report.publish, written))
         started[-1].write(files)
         if begin:
             publisher.start()
+            publisher.wait(exit_budget_s)
         return started[-1]
 
     yield make
@@ -131,24 +131,11 @@ def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
     return {path: (directory.path / path).read_bytes() for path in directory.scan()}
 
 
-def poll(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_everything_is_published_at_the_start(tmp_path, start):
+def test_everything_is_published_at_the_start_and_the_report_tells_it(tmp_path, start):
     store = LocalStore(tmp_path / "store")
     started = start(store)
     assert started.publisher.wait(PATIENCE_S)
     assert restored(store, tmp_path, started) == FILES
-
-
-def test_the_report_tells_what_was_published(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
-    started = start(store)
-    started.publisher.wait(PATIENCE_S)
     (entry,) = started.cache.list()
     assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
     assert started.report.failures == []
@@ -158,7 +145,6 @@ def test_the_report_is_written_after_each_attempt(tmp_path, start):
     store = FailingStore(tmp_path / "store")
     store.failures = 1
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     assert published(started) == (0, ["the store does not answer"])
     started.publisher.flush()
     assert published(started) == (1, ["the store does not answer"])
@@ -179,8 +165,7 @@ def test_a_report_that_cannot_be_written_costs_nothing_else(tmp_path, start):
 
 
 def test_a_published_pack_takes_no_more_room_on_the_disk(tmp_path, start):
-    started = start(LocalStore(tmp_path / "store"))
-    started.publisher.wait(PATIENCE_S)
+    start(LocalStore(tmp_path / "store"))
     assert list((tmp_path / "cache" / "0.outbox").iterdir()) == []
 
 
@@ -208,8 +193,8 @@ class Arriving(Compiled):
 
 def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(tmp_path, start):
     store = LocalStore(tmp_path / "store")
-    started = start(store, begin=False)
-    started.publisher._compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
+    compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
+    started = start(store, compiler=compiler, begin=False)
     started.publisher.start()
     started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
@@ -218,8 +203,7 @@ def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_
 
 def test_withheld_files_are_counted_and_never_published(tmp_path, start):
     store = LocalStore(tmp_path / "store")
-    started = start(store, withheld={"kernel.so"})
-    started.publisher.wait(PATIENCE_S)
+    started = start(store, compiler=Compiled({"kernel.so"}))
     started.publisher.flush()
     assert started.report.withheld_files == 1
     assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
@@ -229,13 +213,13 @@ def test_withheld_files_are_counted_and_never_published(tmp_path, start):
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stopped):
     store = LocalStore(tmp_path / "store")
-    started = start(store, withheld={"kernel.so"})
-    started.publisher.wait(PATIENCE_S)
-    started.publisher._compiler.withheld = ()
+    compiler = Compiled({"kernel.so"})
+    started = start(store, compiler=compiler)
+    compiler.withheld = ()
     if is_stopped:
         started.publisher.flush()
     else:
-        poll(lambda: started.report.packs == 2)
+        wait_for(lambda: started.report.packs == 2)
     assert restored(store, tmp_path, started) == FILES
 
 
@@ -246,10 +230,9 @@ def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, s
     monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", 0.01)
     store = LocalStore(tmp_path / "store")
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     started.write({"later.so": b"later"})
     counts.graphs += 1
-    poll(lambda: started.report.packs == 2)
+    wait_for(lambda: started.report.packs == 2)
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 
 
@@ -257,10 +240,9 @@ def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_p
     monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", PATIENCE_S)
     store = LocalStore(tmp_path / "store")
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     started.write({"later.so": b"later"})
     counts.graphs += 1
-    poll(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
+    wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
     assert started.report.packs == 1
     started.publisher.flush()
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
@@ -270,7 +252,6 @@ def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(tmp_path, 
     monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", PATIENCE_S)
     store = LocalStore(tmp_path / "store")
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     started.write({"later.so": b"later"})
     counts.graphs += 1
     started.publisher.flush()
@@ -294,7 +275,7 @@ def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
     store = FailingStore(tmp_path / "store")
     store.failures = 3
     started = start(store)
-    poll(lambda: started.report.packs == 1)
+    wait_for(lambda: started.report.packs == 1)
     assert len(started.report.failures) == 1, "the same failure is one line, however often it happens"
     assert restored(store, tmp_path, started) == FILES
 
@@ -303,7 +284,6 @@ def test_what_a_store_refused_is_published_at_the_exit(tmp_path, start):
     store = FailingStore(tmp_path / "store")
     store.failures = 1
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
     assert restored(store, tmp_path, started) == FILES
 
@@ -312,7 +292,6 @@ def test_a_store_that_fails_at_the_exit_too_is_reported_once(tmp_path, start):
     store = FailingStore(tmp_path / "store")
     store.failures = 2
     started = start(store)
-    started.publisher.wait(PATIENCE_S)
     started.publisher.flush()
     assert store.failures == 0, "it was tried at the exit as well"
     assert len(started.report.failures) == 1
@@ -334,7 +313,7 @@ def test_a_staging_that_failed_is_tried_again_at_the_exit(tmp_path, start):
 
 
 def test_waiting_for_a_store_that_hangs_ends_in_false(start, hanging):
-    started = start(hanging)
+    started = start(hanging, exit_budget_s=0.2)
     assert hanging.reached.wait(PATIENCE_S)
     assert not started.publisher.wait(0)
 
@@ -349,7 +328,8 @@ def test_flushing_a_store_that_hangs_ends_within_the_budget(start, hanging):
 
 
 def test_flushing_twice_publishes_once(tmp_path, start):
-    started = start(LocalStore(tmp_path / "store"))
+    started = start(LocalStore(tmp_path / "store"), begin=False)
+    started.publisher.start()
     started.publisher.flush()
     started.publisher.flush()
     assert started.report.packs == 1
@@ -393,36 +373,19 @@ reached.wait()
 
 
 def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60) -> int:
-    command = [sys.executable, "-c", PUBLISH_AND_END + program, folder / "cache", store, str(budget_s)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(PUBLISH_AND_END + program, folder / "cache", store, budget_s)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
 
 
-def pack_files(store: ObjectStore, folder: Path, environment) -> int:
-    from compile_cache.key.cache_key import CacheKey
-
-    directory = CacheDirectory.claim(folder / "next")
+@pytest.mark.parametrize(("program", "code"), [(START, 0), (f"{START}sys.exit(3)", 3)])
+def test_a_process_that_ends_has_published_everything_and_keeps_its_code(tmp_path, environment, store, program, code):
+    url, _, _ = store.location.partition(" at ")
+    assert run_to_the_end(program, tmp_path, url) == code
+    directory = CacheDirectory.claim(tmp_path / "next")
     key = CacheKey("environment", "model", "version")
     cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-    return cache.install(cache.fetch())
-
-
-def test_a_process_that_ends_at_once_has_published_everything(tmp_path, environment):
-    assert run_to_the_end(START, tmp_path, str(tmp_path / "store")) == 0
-    assert pack_files(LocalStore(tmp_path / "store"), tmp_path, environment) == 50
-
-
-def test_a_process_that_ends_at_once_has_published_everything_into_s3(tmp_path, environment, s3_bucket):
-    from compile_cache.storage.stores.s3 import S3Store
-
-    assert run_to_the_end(START, tmp_path, f"s3://{s3_bucket.name}/a") == 0
-    assert pack_files(S3Store(s3_bucket.name, "a"), tmp_path, environment) == 50
-
-
-def test_a_process_that_ends_with_an_exit_code_keeps_it_and_has_published_everything(tmp_path, environment):
-    assert run_to_the_end(START + "sys.exit(3)", tmp_path, str(tmp_path / "store")) == 3
-    assert pack_files(LocalStore(tmp_path / "store"), tmp_path, environment) == 50
+    assert cache.install(cache.fetch()) == 50
 
 
 def test_a_store_that_hangs_does_not_keep_a_process_from_ending(tmp_path):

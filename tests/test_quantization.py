@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from boots import python_path
+from programs import run_program
 
 PROJECT = Path(__file__).parent.parent
 # Beside the virtual environment's own packages, where `make` puts it.
@@ -29,14 +27,8 @@ block = model.generator.decode.model.model.layers[0].mlp
 
 def run(quantization: str, script: str) -> list[str]:
     """What a script prints after the demo model was loaded and quantized."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD.format(quantization=quantization) + script],
-        env={**os.environ, "PYTHONPATH": python_path(TORCHAO, PROJECT, PROJECT / "demo")},
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    path = python_path(TORCHAO, PROJECT, PROJECT / "demo")
+    done = run_program(_LOAD.format(quantization=quantization) + script, folder=PROJECT, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

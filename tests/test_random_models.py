@@ -10,7 +10,7 @@ from pipelines import SHAPES, build_pipeline, check_picture, networks, save
 from transformers import AutoTokenizer
 
 from models.image.pipeline import DiffusionModel, ImageInputs
-from models.image.sizes import Size
+from models.image.settings import Size
 from models.text.generation import Request
 from models.text.model import TextInputs, TextModel
 from models.text.sampling import Sampling

@@ -323,8 +323,10 @@ def test_a_folder_without_reports_is_an_error(run, tmp_path):
     assert "COMPILE_CACHE_REPORT" in found.err
 
 
-def test_a_report_that_is_not_there_is_an_error(run, tmp_path):
+def test_a_report_that_is_not_there_or_is_a_pipe_is_an_error(run, tmp_path):
     assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is not a regular file" in run(tmp_path / "pipe").err
 
 
 @pytest.mark.parametrize(
@@ -352,11 +354,6 @@ def test_page_and_trace_replace_no_report_no_device_and_no_folder(run, tmp_path,
     assert reason in found.err
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "boot.json").read_text() == written
-
-
-def test_a_pipe_is_no_report(run, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is not a regular file" in run(tmp_path / "pipe").err
 
 
 def test_of_too_many_spans_the_first_are_drawn():

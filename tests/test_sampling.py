@@ -90,33 +90,28 @@ def test_the_test_finds_a_wrong_distribution():
     assert chisquare(counts, wanted / wanted.sum() * counts.sum()).pvalue < LEAST_P
 
 
+def chosen(sampling: Sampling, values: list[float]) -> int:
+    """The token that is drawn from these logits, after a prompt of token 0."""
+    made = Sampler(len(values), CPU)
+    made.set(sampling, torch.tensor([0]))
+    made.draw()
+    made(torch.tensor([values]))
+    assert made.chosen.shape == (1, 1)
+    return made.chosen.item()
+
+
 def test_ties_with_the_last_of_the_top_k_stay_as_in_transformers():
-    made = Sampler(4, CPU)
-    made.set(Sampling(temperature=1.0, top_k=2), torch.tensor([0]))
-    tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
-    found = set()
-    for _ in range(200):
-        made.draw()
-        made(tied)
-        found.add(made.chosen.item())
-    assert found == {0, 1, 2}
+    requests = [Sampling(temperature=1.0, top_k=2, seed=seed) for seed in range(200)]
+    assert {chosen(request, [2.0, 1.0, 1.0, 0.0]) for request in requests} == {0, 1, 2}
 
 
 def test_temperature_0_takes_the_first_of_the_likeliest():
-    made = Sampler(4, CPU)
-    made.set(Sampling(), torch.tensor([0]))
-    made.draw()
-    made(torch.tensor([[0.0, 5.0, 5.0, 1.0]]))
-    assert made.chosen.tolist() == [[1]]
+    assert chosen(Sampling(), [0.0, 5.0, 5.0, 1.0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-36, 1e-38, 1e-40])
 def test_the_smallest_temperatures_take_the_likeliest(temperature):
-    made = Sampler(4, CPU)
-    made.set(Sampling(temperature=temperature), torch.tensor([0]))
-    made.draw()
-    made(torch.tensor([[1.0, 5.0, 30.0, 20.0]]))
-    assert made.chosen.item() == 2
+    assert chosen(Sampling(temperature=temperature), [1.0, 5.0, 30.0, 20.0]) == 2
 
 
 def test_a_top_p_of_0_takes_the_likeliest_as_in_transformers():

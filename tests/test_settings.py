@@ -32,7 +32,7 @@ GOOD = [
     ("DIR", "/var/cache", "/var/cache"),
     ("MODEL_NAME", "org/name", "org/name"),
     ("MODEL_VERSION", "7", "7"),
-    ("SCOPE", "whole", "whole"),
+    ("SCOPE", " whole ", "whole"),
     ("SCOPE", "off", "off"),
     ("MODE", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
     ("DYNAMIC", "true", True),
@@ -76,9 +76,8 @@ BAD = [
     ("RESTORE_TIMEOUT_S", "-1", "must be seconds between 0 and 86400"),
     ("RESTORE_TIMEOUT_S", "nan", "must be seconds between 0 and 86400"),
     ("EXIT_BUDGET_S", "inf", "must be seconds between 0 and 86400"),
-    ("DIR", "some/folder", "is relative"),
-    ("DIR", "/tmp/my cache", "Give a path without them"),
-    ("DIR", "/tmp/it's", "Give a path without them"),
+    ("DIR", "some/folder", "absolute path that is the same in every container"),
+    *(("DIR", f"/tmp/my{character}cache", "Give a path without them") for character in " \t\n'\"\\"),
     ("STORE", "ftp://host/packs", "give a local folder"),
     ("STORE", "https://host/packs", "give a local folder"),
     ("STORE", "s3://", "give a local folder"),
@@ -130,15 +129,8 @@ def test_an_empty_variable_counts_as_not_set(name, nothing):
     assert read(**{name: nothing}) == Settings()
 
 
-def test_an_empty_unknown_variable_is_no_problem():
+def test_empty_unknown_variables_and_those_of_others_are_no_problem():
     assert read(STOER="") == Settings()
-
-
-def test_spaces_around_a_value_do_not_count():
-    assert read(SCOPE=" whole ").scope == "whole"
-
-
-def test_variables_of_others_do_not_count():
     assert Settings.from_env({"STORE": "/elsewhere", "MY_COMPILE_CACHE_STORE": "/elsewhere"}) == Settings()
 
 
@@ -148,7 +140,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_variable(name, text, reason):
         read(**{name: text})
     message = str(caught.value)
     assert PREFIX + name in message
-    assert text in message
+    assert text in message or repr(text) in message
     assert reason in message
 
 
@@ -163,16 +155,9 @@ def test_an_unknown_variable_is_refused_with_the_nearest_one(unknown, nearest):
 
 def test_all_problems_are_in_one_message():
     with pytest.raises(SettingsError) as caught:
-        read(STOER="x", SCOPE="al", EXIT_BUDGET_S="long", PUBLISH="perhaps")
-    for name in ("STOER", "SCOPE", "EXIT_BUDGET_S", "PUBLISH"):
+        read(STOER="x", SCOPE="al", EXIT_BUDGET_S="long", PUBLISH="perhaps", DIR="some/folder")
+    for name in ("STOER", "SCOPE", "EXIT_BUDGET_S", "PUBLISH", "DIR"):
         assert PREFIX + name in str(caught.value)
-
-
-def test_a_relative_folder_is_in_the_same_message_as_other_problems():
-    with pytest.raises(SettingsError) as caught:
-        read(DIR="some/folder", PUBLISH="perhaps")
-    assert PREFIX + "DIR" in str(caught.value)
-    assert PREFIX + "PUBLISH" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -201,17 +186,6 @@ def test_a_mode_without_cuda_graphs_suits_every_scope(scope, mode):
 
 def test_a_boot_that_compiles_nothing_takes_any_mode():
     assert not read(SCOPE="off", MODE="max-autotune").enabled
-
-
-def test_a_relative_cache_folder_is_refused_because_code_is_looked_up_by_path():
-    with pytest.raises(SettingsError, match="absolute path that is the same in every container"):
-        read(DIR="cache")
-
-
-@pytest.mark.parametrize("character", [" ", "\t", "\n", "'", '"', "\\"])
-def test_a_cache_folder_that_torch_cannot_pass_to_a_compiler_is_refused(character):
-    with pytest.raises(SettingsError, match=f"{PREFIX}DIR=.*has a space, quote or backslash"):
-        Settings(dir=f"/tmp/my{character}cache")
 
 
 @pytest.mark.parametrize("path", ["/tmp/$HOME", "/tmp/a(b)[c];d&e", "/tmp/naïve"])
@@ -250,31 +224,19 @@ def test_a_user_named_as_this_machine_is_not_this_machine(user):
         read(LAYERS=f"http://{user}@mirror.example/packs")
 
 
-@pytest.mark.parametrize("layer", ["http://user:secret@mirror.example/packs", "ftp://user:secret@mirror.example/packs"])
-def test_a_layer_is_refused_without_its_password(layer):
+def test_every_layer_with_a_problem_is_named_without_its_password():
     with pytest.raises(SettingsError, match=f"{PREFIX}LAYERS") as caught:
-        read(LAYERS=layer)
-    assert "mirror.example" in str(caught.value)
+        read(LAYERS="ftp://user:secret@one,/two,http://user:secret@three/packs")
+    assert "one" in str(caught.value)
+    assert "three" in str(caught.value)
+    assert "/two" not in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
-def test_a_layers_password_is_not_shown_with_the_settings():
-    assert "secret" not in repr(read(LAYERS="https://user:secret@mirror.example/packs"))
-
-
-def test_every_layer_with_a_problem_is_named():
-    with pytest.raises(SettingsError) as caught:
-        read(LAYERS="ftp://one,/two,http://three")
-    assert "ftp://one" in str(caught.value)
-    assert "http://three" in str(caught.value)
-    assert "/two" not in str(caught.value)
-
-
-# Keys
-
-
-def test_the_signing_key_is_not_shown_with_the_settings():
-    assert PRIVATE.removeprefix(PRIVATE_PREFIX) not in repr(read(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=PUBLIC))
+def test_neither_a_layers_password_nor_the_signing_key_is_shown_with_the_settings():
+    shown = repr(read(LAYERS="https://user:secret@mirror.example/packs", SIGNING_KEY=PRIVATE, TRUSTED_KEYS=PUBLIC))
+    assert "secret" not in shown
+    assert PRIVATE.removeprefix(PRIVATE_PREFIX) not in shown
 
 
 # Publishing

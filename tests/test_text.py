@@ -104,8 +104,6 @@ def test_a_system_prompt_goes_through_the_chat_template(model):
 
 def test_a_system_prompt_is_refused_where_there_is_no_chat_template(changed):
     model = changed("tokenizer_config.json", chat_template=None)
-    if model._tokenizer.chat_template is not None:  # it may be in a file of its own
-        model._tokenizer.chat_template = None
     assert text(model, TextInputs("23+45=")) == "68"
     with pytest.raises(ValueError, match="no chat template"):
         text(model, TextInputs("23+45=", system_prompt="Add."))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from boots import settings
 from cog_server import CogServer
 from sums import answer, prompt, unseen_sums
 from validating_server import ValidatingServer
@@ -40,14 +41,11 @@ class Served:
 
 def environment(folder: Path) -> dict[str, str]:
     return {
+        **settings(folder, cold_start="block"),
         "MODEL": "demo/llama-adder",
         "CACHE_TOKENS": str(CACHE_TOKENS),
         "PROMPT_BUCKETS": ",".join(map(str, BUCKETS)),
         "HF_HUB_OFFLINE": "1",
-        "COMPILE_CACHE_STORE": str(folder / "store"),
-        "COMPILE_CACHE_DIR": str(folder / "cache"),
-        "COMPILE_CACHE_REPORT": str(folder / "report.json"),
-        "COMPILE_CACHE_COLD_START": "block",
     }
 
 

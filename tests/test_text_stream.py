@@ -44,21 +44,21 @@ def test_special_tokens_are_no_text():
     assert stream.add(TOKENIZER.token_to_id("<end>")) == ""
 
 
-def test_text_before_a_stop_sequence_is_given_out_and_nothing_of_it():
-    assert "".join(pieces("one two three", ("two",))) == "one "
-
-
-def test_the_first_of_two_stop_sequences_counts():
-    assert "".join(pieces("abc def", ("def", "b"))) == "a"
+@pytest.mark.parametrize(
+    ("text", "stop", "given_out"),
+    [
+        ("one two three", ("two",), "one "),
+        ("abc def", ("def", "b"), "a"),
+        ("one tw", ("two",), "one tw"),
+        ("xaaabz", ("aab",), "xa"),  # it begins within another beginning
+    ],
+)
+def test_text_before_the_first_stop_sequence_is_given_out_and_nothing_of_it(text, stop, given_out):
+    assert "".join(pieces(text, stop)) == given_out
 
 
 def test_what_only_looked_like_a_stop_sequence_is_given_out():
     assert pieces("aab", ("aaa",)) == ["", "", "aab", ""]
-    assert "".join(pieces("one tw", ("two",))) == "one tw"
-
-
-def test_a_stop_sequence_that_begins_within_another_beginning_is_found():
-    assert "".join(pieces("xaaabz", ("aab",))) == "xa"
 
 
 def test_nothing_is_given_out_after_a_stop_sequence():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,14 +17,14 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-import models.kernels.matrix_vector
+import models.kernels
 from compile_cache.inductor.precompiled import Precompiled, compile_ahead
 from compile_cache.inductor.torch_settings import configure_torch
-from models.kernels import token_graph
-from models.kernels.matrix_vector import matrix_vector
+from models.kernels import operators, token_graph
+from models.kernels.operators import matrix_vector
 from models.kernels.token_graph import JoinOperators, join_operators
 from models.text.generation import Generator, Request
-from models.text.token_layers import use_token_layers
+from models.text.layers import use_token_layers
 
 JOINED = "text.matrix_vectors.default"
 PRODUCT = "text.matrix_vector.default"
@@ -222,7 +221,7 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
 
 def test_another_pass_has_another_name_in_torchs_cache(monkeypatch, tmp_path):
     names = {JoinOperators().uuid()}
-    for module in (token_graph, models.kernels.matrix_vector):
+    for module in (token_graph, operators):
         changed = tmp_path / "changed.py"
         changed.write_text(Path(module.__file__).read_text() + "# changed")
         with monkeypatch.context() as patch:
@@ -235,10 +234,7 @@ def test_a_torch_without_the_private_names_of_the_pass_serves_a_model_without_it
     expected = greedy(make("llama"), prompt(20), 20)
     monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
     monkeypatch.delitem(sys.modules, "models.kernels.token_graph")
-    monkeypatch.delitem(sys.modules, "models.text.generation")
     monkeypatch.delattr(models.kernels, "token_graph")
-    generation = importlib.import_module("models.text.generation")
-    generation.join_operators()
+    operators.join_operators()
     assert "torch._inductor.custom_graph_pass" in caplog.text
-    made = generation.Generator(make("llama"), 64, (48,))
-    assert list(made.tokens(generation.Request(prompt(20), 20))) == expected
+    assert list(Generator(make("llama"), 64, (48,)).tokens(Request(prompt(20), 20))) == expected

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from programs import run_program
 
 ENDING = """
 import logging, threading, time
@@ -22,8 +23,7 @@ thread.start()
 
 
 def end(wait_s: float, more_s: float) -> subprocess.CompletedProcess[str]:
-    source = ENDING.format(wait_s=wait_s, more_s=more_s)
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    return run_program(ENDING.format(wait_s=wait_s, more_s=more_s))
 
 
 def test_the_exit_stops_a_thread_and_waits_until_it_has_ended():

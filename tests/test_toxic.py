@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import toxic_proxy
 from boots import boot_once, settings
+from machines import read_files, write_files
+from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
 
 from compile_cache.key.cache_key import environment_for, key_for
@@ -66,8 +68,7 @@ def one_attempt(monkeypatch) -> None:
 @pytest.fixture
 def half_a_second(monkeypatch) -> None:
     """The time for each call."""
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._BASE_S", 0.5)
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._LOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr("compile_cache.storage.stores.deadline.limit_s", lambda size_bytes: 0.5)
 
 
 @pytest.fixture
@@ -86,23 +87,6 @@ def await_background_threads() -> None:
         if thread.name.startswith("compile-cache-"):
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), thread
-
-
-def poll(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def write(files: Mapping[str, bytes], folder: Path) -> None:
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # Restoring.
@@ -139,7 +123,7 @@ def packs(tmp_path_factory) -> Packs:
     cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
     names = []
     for files in (SMALL, LARGE):
-        write(files, directory.path)
+        write_files(directory.path, files)
         (pack,) = cache.stage((), "the test")
         cache.publish(pack)
         names.append(key.prefix + pack.name)
@@ -332,7 +316,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
 
     def make() -> Published:
         spoiled = cache(proxy.url, "spoiled")
-        write(MADE, tmp_path / "spoiled" / "0")
+        write_files(tmp_path / "spoiled" / "0", MADE)
         report = BootReport()
         publisher = Publisher(spoiled, report, Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
@@ -364,7 +348,7 @@ AT_THE_EXIT: dict[str, tuple[Toxin, Callable[[Request], bool]]] = {
 def test_an_exit_takes_no_longer_than_its_budget_and_leaves_nothing_half_written(start, proxy, toxin):
     proxy.poison(*AT_THE_EXIT[toxin])
     published = start()
-    poll(lambda: proxy.spoiled)
+    wait_for(lambda: proxy.spoiled)
     before = time.monotonic()
     published.publisher.flush()
     assert time.monotonic() - before < EXIT_BUDGET_S + SLACK_S
@@ -380,9 +364,9 @@ def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, t
     monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     proxy.poison(FAILING[toxin], put_of_a_pack)
     published = start()
-    poll(lambda: proxy.spoiled)
+    wait_for(lambda: proxy.spoiled)
     proxy.heal()
-    poll(lambda: published.stored_files() == MADE)
+    wait_for(lambda: published.stored_files() == MADE)
     published.publisher.flush()
     assert len(published.healthy.list()) == 1
 
@@ -392,9 +376,9 @@ def test_a_store_that_drips_does_not_hold_the_publisher(start, proxy, half_a_sec
     monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
     proxy.poison(toxic_proxy.trickle, applies)
     published = start()
-    poll(lambda: len(proxy.spoiled) > 1)
+    wait_for(lambda: len(proxy.spoiled) > 1)
     proxy.heal()
-    poll(lambda: published.stored_files() == MADE)
+    wait_for(lambda: published.stored_files() == MADE)
 
 
 # A whole boot.

@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
-from models.image.sizes import Size, native_sizes
+from models.image.settings import Size, native_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 _WARM_UP_STEPS = 2
@@ -28,6 +31,8 @@ _WARM_UP_STEPS = 2
 _DENOISERS = ("transformer", "unet", "prior")
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
 _OF_PICTURES = ("mask_image", "control_image", "strength")
+# Cog reads the files after run() has returned. So the folders of this prediction and of the one before stay.
+_KEPT_FOLDERS = 2
 
 log = logging.getLogger(__name__)
 
@@ -285,3 +290,25 @@ def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
     if "use_resolution_binning" in parameters:
         found.append(f"{name} may replace the requested size by a size of its training (use_resolution_binning)")
     return found
+
+
+class PictureFiles:
+    """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
+
+    def __init__(self) -> None:
+        self._folders: deque[str] = deque()
+
+    def save(self, pictures: Iterable[Image.Image], file_format: str, quality: int) -> list[Path]:
+        """Write the pictures of one prediction. Pillow ignores the quality of a png."""
+        folder = self._new_folder()
+        paths = []
+        for number, picture in enumerate(pictures):
+            paths.append(folder / f"{number}.{file_format}")
+            picture.save(paths[-1], quality=quality)
+        return paths
+
+    def _new_folder(self) -> Path:
+        while len(self._folders) >= _KEPT_FOLDERS:
+            shutil.rmtree(self._folders.popleft(), ignore_errors=True)
+        self._folders.append(tempfile.mkdtemp(prefix="pictures-"))
+        return Path(self._folders[-1])

@@ -15,8 +15,8 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from models.kernels import matrix_vector
-from models.kernels.matrix_vector import MOST_MATRICES
+from models.kernels import operators
+from models.kernels.operators import MOST_MATRICES
 
 if not hasattr(config, "post_grad_custom_pre_pass"):
     raise ImportError("torch._inductor.config has no post_grad_custom_pre_pass")
@@ -25,7 +25,7 @@ if not hasattr(config, "post_grad_custom_pre_pass"):
 def join_operators() -> None:
     """Let torch.compile apply the pass to every graph that the calling thread compiles.
 
-    The pass changes only operators of models/kernels. A pass that other code has set is kept instead. On torch 2.13,
+    The pass changes only our own operators. A pass that other code has set is kept instead. On torch 2.13,
     each thread has its own settings.
     """
     if config.post_grad_custom_pre_pass is None:
@@ -52,7 +52,7 @@ class JoinOperators(CustomGraphPass):
 
     def uuid(self) -> Any:
         """The name of this version of the pass, in the keys of compiled graphs."""
-        return get_hash_for_files((__file__, matrix_vector.__file__))
+        return get_hash_for_files((__file__, operators.__file__))
 
 
 class _Product(NamedTuple):

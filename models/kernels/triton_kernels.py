@@ -1,4 +1,4 @@
-"""The Triton kernels of matrix_vector.py, rms_norm.py and decode_attention.py.
+"""The Triton kernels of operators.py.
 
 With `OVERLAPS`, a kernel starts while its predecessor still runs. It waits for the predecessor's end before it reads
 results, and only then lets its successor start. So all earlier kernels have ended as well. Letting the successor start

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +18,15 @@ import torch
 from transformers import PreTrainedModel
 
 from compile_cache import Boot
-from models.text.rotary_table import use_rotary_tables
+from models.kernels.operators import is_compiler_imported, join_operators
+from models.text.layers import settle_rope, use_rotary_tables, use_token_layers
 from models.text.sampling import Sampler, Sampling
-from models.text.static_cache import StaticCache, use_static_cache, watch_windows
-from models.text.steps import DecodeStep, Prefill, call_model, join_operators
-from models.text.supported import check_windows, settle_rope
-from models.text.token_layers import use_token_layers
+from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
+from models.text.steps import DecodeStep, Prefill, call_model
 
 log = logging.getLogger(__name__)
 
-# The number of steps queued on the GPU while the host reads a token. After the last token, they are wasted.
-_STEPS_AHEAD = 2
+_STEPS_AHEAD_ON_GPU = 2
 # One token for the prompt, and one for the answer.
 _LEAST_TOKENS = 2
 
@@ -46,9 +43,14 @@ class Request:
 class Generator:
     """A model, its cache and its two steps. Serves one request at a time."""
 
-    def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int], steps_ahead: int | None = None
+    ) -> None:
         """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
         norms and feed-forward parts.
+
+        `steps_ahead` is the number of steps queued while the host reads a token: by default 2 on a GPU, else 0. After
+        the last token, they are wasted.
 
         Raises:
             ValueError: the model cannot be served with a static cache, or the cache or a bucket is too small.
@@ -72,8 +74,10 @@ class Generator:
         self._prompt_graphs: dict[int, _Recording] = {}
         self._prompt_recorder: _Recorder | None = None
         self._is_to_record = True
-        self._steps_ahead = _STEPS_AHEAD if device.type == "cuda" else 0
-        self._readings = [_Reading(device) for _ in range(self._steps_ahead + 2)]
+        if steps_ahead is None:
+            steps_ahead = _STEPS_AHEAD_ON_GPU if device.type == "cuda" else 0
+        self._steps_ahead = steps_ahead
+        self._readings = [_Reading(device) for _ in range(steps_ahead + 2)]
         self._requests = 0
         self.buckets = tuple(sorted(buckets))
         self._prompts = {bucket: torch.zeros(1, bucket, dtype=torch.long, device=device) for bucket in self.buckets}
@@ -198,7 +202,7 @@ class Generator:
 
     def _join_operators(self) -> None:
         """Join operators in the graphs that this thread compiles, if the compiler is imported."""
-        if self._token.is_cuda and "torch._inductor.config" in sys.modules:
+        if self._token.is_cuda and is_compiler_imported():
             join_operators()
 
     @torch.inference_mode()

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.text.generation import Generator, Request
+from models.text.layers import most_positions
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 from models.text.stream import TextStream
-from models.text.supported import most_positions
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 log = logging.getLogger(__name__)
@@ -171,15 +171,7 @@ class TextModel:
             ValueError: the model cannot take an input.
         """
         prompt = self._tokenize(inputs)
-        defaults = self._defaults
-        sampled = bool(getattr(defaults, "do_sample", False))
-        sampling = Sampling(
-            temperature=_given(inputs.temperature, getattr(defaults, "temperature", None) if sampled else 0.0, 1.0),
-            top_p=_given(inputs.top_p, getattr(defaults, "top_p", None), 1.0),
-            top_k=_given(inputs.top_k, getattr(defaults, "top_k", None), _DEFAULT_TOP_K),
-            repetition_penalty=_given(inputs.repetition_penalty, getattr(defaults, "repetition_penalty", None), 1.0),
-            seed=inputs.seed,
-        )
+        sampling = _sampling(inputs, self._defaults)
         room = self.generator.cache_tokens - len(prompt)
         request = Request(prompt, _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)), 1), sampling)
         self.generator.check(request)
@@ -268,24 +260,31 @@ def _check_defaults(defaults: Any) -> None:
     Raises:
         ValueError: another setting is out of its range.
     """
-    Sampling(
-        _given(getattr(defaults, "temperature", None), None, 0.0),
-        _given(getattr(defaults, "top_p", None), None, 1.0),
-        _given(getattr(defaults, "top_k", None), None, 0),
-        _given(getattr(defaults, "repetition_penalty", None), None, 1.0),
-    )
+    _sampling(TextInputs("", temperature=getattr(defaults, "temperature", None)), defaults)
     if ignored := [name for name in _IGNORED if getattr(defaults, name, None) not in _NEUTRAL]:
         log.warning(
             "generation_config.json sets %s, which is ignored here: answers differ from `generate`", ", ".join(ignored)
         )
 
 
+def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
+    """The inputs, and the model's defaults for those that are None.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    temperature = getattr(defaults, "temperature", None) if getattr(defaults, "do_sample", False) else 0.0
+    return Sampling(
+        temperature=_given(inputs.temperature, temperature, 1.0),
+        top_p=_given(inputs.top_p, getattr(defaults, "top_p", None), 1.0),
+        top_k=_given(inputs.top_k, getattr(defaults, "top_k", None), _DEFAULT_TOP_K),
+        repetition_penalty=_given(inputs.repetition_penalty, getattr(defaults, "repetition_penalty", None), 1.0),
+        seed=inputs.seed,
+    )
+
+
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    ends: int | Sequence[int] | None = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    if ends is None:
-        return frozenset()
+    ends = _given(model.generation_config.eos_token_id, tokenizer.eos_token_id, ())
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-from models.kernels.matrix_vector import matrix_vector
+from models.kernels.operators import matrix_vector
 
 # The first generation with float8 matrix products (Ada Lovelace).
 _LEAST_FP8_CAPABILITY = (8, 9)

@@ -1,12 +1,15 @@
 """A static key-value cache: allocated once for one sequence, written in place, reused by every request.
 
 Its attention is registered with transformers as `ATTENTION`. It builds no mask, and reads only the filled part.
+
+The checks refuse models that would silently give wrong tokens with it. Tests compare whole families of models with
+`generate`; the checks refuse the families that differed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from models.kernels.decode_attention import decode_attention
-from models.text.supported import check_model, layer_types
+from models.kernels.operators import decode_attention
 
 ATTENTION = "static_cache"
+# Layers of other types do not keep the keys and values of all tokens.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LARGEST_FLASH_SIZE = 256
 
 
@@ -152,3 +156,49 @@ def _attend_prompt(
     scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
     return weights.to(value.dtype) @ value
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer of the text part of a model."""
+    text = config.get_text_config(decoder=True)
+    return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Check that a model keeps only keys and values, and does not attend to later tokens.
+
+    Raises:
+        ValueError: it does. The message names the model and the reason.
+    """
+    text = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    kinds = set(layer_types(model.config))
+    for setting in ("block_types", "layers_block_type"):
+        kinds |= set(getattr(text, setting, None) or ()) - {"attention"}
+    if unknown := sorted(map(str, kinds - _LAYER_TYPES)):
+        raise ValueError(f"{name} has layers of type {', '.join(unknown)}, which have no static cache")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps its own state between tokens")
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
+        raise ValueError(f"{name} attends to later tokens too")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} has its own attention, which cannot use a static cache")
+
+
+def check_windows(model: PreTrainedModel, cache_tokens: int, passed: Sequence[int | None]) -> None:
+    """Check that a model's sliding window is not only in its mask. `passed` has the window that each layer passes to
+    its attention.
+
+    Raises:
+        ValueError: it is. The message names the model.
+    """
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False or not window or window >= cache_tokens:
+        return
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(passed)
+    if any(kind == "sliding_attention" and not given for kind, given in zip(kinds, passed, strict=False)):
+        raise ValueError(
+            f"{type(model).__name__} has a sliding window of {window} tokens, but does not pass it to its attention. "
+            f"Set CACHE_TOKENS to at most {window}."
+        )

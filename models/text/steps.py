@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from models.kernels.operators import join_operators
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
-
-log = logging.getLogger(__name__)
 
 
 def prepare_process() -> None:
@@ -26,17 +24,6 @@ def prepare_process() -> None:
     AttentionInterface.register(ATTENTION, attend)
     if torch.cuda.is_available():
         join_operators()
-
-
-def join_operators() -> None:
-    """Join operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
-    compiler."""
-    try:
-        from models.kernels.token_graph import join_operators as join
-    except ImportError as error:  # the module needs private names of torch
-        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
-        return
-    join()
 
 
 class Step(nn.Module):

@@ -1,14 +1,14 @@
-"""Layers for a model that serves one token at a time."""
+"""Layers for a model that serves one token at a time, and rotary embeddings that are looked up."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from random_texts import make
+from random_texts import FAMILIES, make
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from models.text.token_layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
+from models.text.layers import GatedMLP, RotaryTable, TokenLinear, TokenNorm, use_rotary_tables, use_token_layers
 
 
 def test_linear_layers_are_replaced_and_keep_their_weights():
@@ -23,16 +23,6 @@ def test_linear_layers_are_replaced_and_keep_their_weights():
     for tokens in (1, 3):
         given = torch.randn(1, tokens, 8)
         assert torch.equal(model[0](given), first(given))
-
-
-def test_classes_with_a_forward_of_their_own_are_left_alone():
-    class Doubled(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(inputs)
-
-    model = nn.Sequential(Doubled(4, 4))
-    use_token_layers(model)
-    assert type(model[0]) is Doubled
 
 
 def test_hooked_layers_are_left_alone():
@@ -72,16 +62,6 @@ def test_a_gated_mlp_is_replaced_and_computes_the_same():
         torch.testing.assert_close(model(one), result)
 
 
-@pytest.mark.parametrize("mlp", [OtherMlp(nn.SiLU()), Mlp(nn.GELU()), Mlp(nn.SiLU(), has_bias=True)], ids=str)
-def test_what_computes_something_else_is_left_alone(mlp):
-    model = nn.Sequential(mlp)
-    given = torch.randn(1, 1, 16)
-    expected = model(given)
-    use_token_layers(model)
-    assert type(model[0]) is type(mlp)
-    torch.testing.assert_close(model(given), expected)
-
-
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +82,24 @@ class OtherNorm(Norm):
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return (self.weight * hidden_states).to(input_dtype)
+
+
+class Doubled(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(inputs)
+
+
+OTHERS = [OtherMlp(nn.SiLU()), Mlp(nn.GELU()), Mlp(nn.SiLU(), has_bias=True), OtherNorm(), Doubled(16, 4)]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_what_computes_something_else_is_left_alone(other):
+    model = nn.Sequential(other)
+    given = torch.randn(1, 1, 16)
+    expected = model(given)
+    use_token_layers(model)
+    assert type(model[0]) is type(other)
+    torch.testing.assert_close(model(given), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (1, 3, 16), (1, 1, 4, 16)])
@@ -130,15 +128,105 @@ def test_vectors_without_a_batch_do_not_reach_the_operators():
     assert (model[0](given).shape, model[1](given).shape, model[2](given).shape) == ((1, 16), (1, 4), (1, 16))
 
 
-def test_a_norm_that_rounds_elsewhere_is_left_alone():
-    model = nn.Sequential(OtherNorm())
-    use_token_layers(model)
-    assert type(model[0]) is OtherNorm
-
-
 def test_the_layers_of_transformers_llama_are_among_them():
     model = make("llama")
     use_token_layers(model)
     kinds = {type(module) for module in model.modules()}
     assert {TokenLinear, GatedMLP, TokenNorm} <= kinds
     assert not {nn.Linear, LlamaMLP, LlamaRMSNorm} & kinds
+
+
+# Rotary embeddings.
+
+TOKENS = 50
+
+
+class Wrapped(nn.Module):
+    """A rotary embedding where a model has it."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary_emb = rotary
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+def tables(model: nn.Module) -> list[RotaryTable]:
+    return [module for module in model.modules() if isinstance(module, RotaryTable)]
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, "olmo2", "ernie4_5"} - {"gemma3_text"}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_gives_what_the_embedding_gives(family, dtype):
+    """The last two round to no type of their input."""
+    model = make(family)
+    rotary = model.model.rotary_emb
+    use_rotary_tables(model, TOKENS)
+    assert len(tables(model)) == 1
+    x = torch.zeros(1, 1, dtype=dtype)
+    for positions in (torch.arange(TOKENS)[None], torch.tensor([[7]])):
+        expected, found = rotary(x, positions), model.model.rotary_emb(x, positions)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0)  # and of the same type
+
+
+def test_a_second_table_replaces_the_first():
+    model = make("llama")
+    rotary = model.model.rotary_emb
+    for tokens in (10, TOKENS):
+        use_rotary_tables(model, tokens)
+        assert [len(table.cos) for table in tables(model)] == [tokens]
+        assert model.model.rotary_emb.rotary is rotary
+
+
+def test_what_a_model_reads_of_its_embedding_is_there():
+    model = make("llama")
+    rotary = model.model.rotary_emb
+    use_rotary_tables(model, TOKENS)
+    found = model.model.rotary_emb
+    assert found.config is rotary.config
+    assert (found.rope_type, found.attention_scaling) == (rotary.rope_type, rotary.attention_scaling)
+
+
+class Several(nn.Module):
+    """Positions in three dimensions, as models of pictures and text have them."""
+
+    rope_type = "default"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.rand(4))
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * self.inv_freq
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class Complex(Several):
+    """One result, as Llama 4 has it."""
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * self.inv_freq
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def test_positions_of_other_dimensions_are_computed():
+    model = Wrapped(Several())
+    rotary = model.rotary_emb
+    use_rotary_tables(model, TOKENS)
+    positions = torch.arange(5).expand(3, 1, 5)
+    expected, found = rotary(torch.zeros(1), positions), model.rotary_emb(torch.zeros(1), positions)
+    assert len(tables(model)) == 1
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def hooked() -> nn.Module:
+    model = make("llama")
+    model.model.rotary_emb.register_forward_hook(lambda module, inputs, output: output)
+    return model
+
+
+@pytest.mark.parametrize("made", [hooked, lambda: make("gemma3_text"), lambda: Wrapped(Complex())])
+def test_one_that_is_hooked_or_asks_for_the_kind_of_layer_or_gives_something_else_stays(made):
+    model = made()
+    use_rotary_tables(model, TOKENS)
+    assert not tables(model)

@@ -1,0 +1,253 @@
+"""Replacements for a model's layers: same weights, same results, fewer kernels for a single token.
+
+A class of transformers is recognised by the source of its `forward`, because models have copies of the same code.
+
+Rotary embeddings become tables of the cosines and sines of all positions. torch.compile treats a cosine as a cheap
+operation and copies it to its users, so every head of every layer would compute it again.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
+
+from models.kernels.operators import gated_matrix_vector, matrix_vector, normalize, rms_norm
+
+_GATED_MLP = """
+down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+return down_proj
+"""
+_NORM = """
+input_dtype = hidden_states.dtype
+hidden_states = hidden_states.to(torch.float32)
+variance = hidden_states.pow(2).mean(-1, keepdim=True)
+hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+return self.weight * hidden_states.to(input_dtype)
+"""
+# Types of rotary embeddings that change with the largest position of a call, which padding would raise.
+_CHANGING_ROPE = ("dynamic", "longrope")
+# An embedding whose results have the same type for both of these inputs does not round to its input's type.
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def use_token_layers(model: nn.Module) -> None:
+    """Replace the plain linear layers of `model`, the feed-forward parts with such layers, and the norms."""
+    _replace(model, _is_plain, TokenLinear)
+    _replace(model, _is_gated, GatedMLP)
+    _replace(model, _is_norm, TokenNorm)
+
+
+class TokenLinear(nn.Linear):
+    """A linear layer that uses `matrix_vector` for a single token."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs and result: [..., size]."""
+        if _is_one_token(inputs, self.in_features):
+            return matrix_vector(inputs, self.weight, None, self.bias)
+        return F.linear(inputs, self.weight, self.bias)
+
+
+class GatedMLP(nn.Module):
+    """The feed-forward part of Llama and of more than a hundred other models: two kernels for a single token."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and result: [1, tokens, size]."""
+        if _is_one_token(x, self.gate_proj.in_features):
+            gated = gated_matrix_vector(x, self.gate_proj.weight, self.up_proj.weight)
+        else:
+            gated = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        result: torch.Tensor = self.down_proj(gated)
+        return result
+
+
+class TokenNorm(nn.Module):
+    """The norm of Llama and of most later models. It uses `rms_norm` for a single token."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """inputs and result: [..., size]."""
+        if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return normalize(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
+    return inputs.numel() == size and inputs.dim() == 3
+
+
+def is_as_its_class(module: nn.Module) -> bool:
+    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`.
+
+    torch keeps the hooks of a call in private attributes such as `_forward_pre_hooks`.
+    """
+    own = vars(module)
+    hooks = [name for name in own if name.endswith("_hooks") and ("forward" in name or "backward" in name)]
+    return "forward" not in own and not any(own[name] for name in hooks)
+
+
+@cache
+def _computes(kind: type[nn.Module], argument: str, source: str) -> bool:
+    """Whether the `forward` of a class has this source and this single argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or hasattr(kind.forward, "__wrapped__"):
+        return False
+    names = [one.arg for one in function.args.args]
+    return names == ["self", argument] and ast.dump(ast.Module(function.body, [])) == ast.dump(ast.parse(source))
+
+
+def _is_plain(module: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.is_contiguous() and is_as_its_class(module)
+
+
+def _is_gated(module: Any) -> bool:
+    if (
+        not is_as_its_class(module)
+        or not _computes(type(module), "x", _GATED_MLP)
+        or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
+    ):
+        return False
+    layers = (module.gate_proj, module.up_proj)
+    return is_as_its_class(module.act_fn) and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
+
+
+def _is_norm(module: Any) -> bool:
+    return is_as_its_class(module) and _computes(type(module), "hidden_states", _NORM)
+
+
+def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if is_meant(child):
+                setattr(parent, name, make(child))
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """The number of tokens up to which a model's rotary embeddings stay the same; None if its configuration has
+    none."""
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, "max_position_embeddings", None)]
+    for parameters in _rope_parameters(text):
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def settle_rope(model: PreTrainedModel) -> None:
+    """Fix rotary embeddings to their values for up to `most_positions` tokens.
+
+    Otherwise every call would choose them by its largest position, and could not be compiled in one piece.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {name: _settled(value) for name, value in kind.items()}
+        elif isinstance(kind, str):
+            module.rope_type = _settled(kind)
+
+
+def _settled(kind: str) -> str:
+    return "default" if any(changing in kind for changing in _CHANGING_ROPE) else kind
+
+
+def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """The dictionary of all layers, or one for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (value for value in parameters.values() if isinstance(value, dict))
+
+
+class _Table(NamedTuple):
+    """cos and sin: [tokens, size], float32. With `follows_input`, the embedding rounds them to its input's type."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    follows_input: bool
+
+
+def use_rotary_tables(model: nn.Module, tokens: int) -> None:
+    """Replace the rotary embeddings of `model` that depend only on the position, for positions 0 to `tokens` - 1.
+
+    Call it when the model is on its device, and again for another number of positions.
+    """
+    for parent in list(model.modules()):
+        if isinstance(parent, RotaryTable):
+            continue
+        for name, child in parent.named_children():
+            rotary = child.rotary if isinstance(child, RotaryTable) else child
+            if _is_rotary(rotary) and (table := _table(rotary, tokens)):
+                setattr(parent, name, RotaryTable(rotary, table))
+
+
+class RotaryTable(nn.Module):
+    """Gives the same results as a rotary embedding of transformers, and has its settings, which models read."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, rotary: nn.Module, table: _Table) -> None:
+        super().__init__()
+        for name in vars(rotary).keys() - vars(self).keys():
+            setattr(self, name, getattr(rotary, name))
+        self.rotary = rotary
+        self.register_buffer("cos", table.cos, persistent=False)
+        self.register_buffer("sin", table.sin, persistent=False)
+        self._follows_input = table.follows_input
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """position_ids: [1, tokens]; both results: [1, tokens, size], of the embedding's own type."""
+        if position_ids.dim() != 2:  # some models have several positions for each token
+            return self.rotary(x, position_ids)
+        cos, sin = self.cos[position_ids], self.sin[position_ids]
+        return (cos.to(x.dtype), sin.to(x.dtype)) if self._follows_input else (cos, sin)
+
+
+def _is_rotary(module: Any) -> bool:
+    """Whether a module has the call of transformers' rotary embeddings, constant frequencies (`settle_rope`) and
+    no hooks."""
+    return (
+        isinstance(getattr(module, "rope_type", None), str)
+        and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+        and list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
+        and is_as_its_class(module)
+    )
+
+
+@torch.no_grad()
+def _table(rotary: Any, tokens: int) -> _Table | None:
+    """The cosines and sines; None if the embedding has other results."""
+    device = rotary.inv_freq.device
+    positions = torch.arange(tokens, device=device)[None]
+    exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)
+    if not isinstance(exact, tuple) or [(one.shape[:2], one.dtype) for one in exact] != [((1, tokens), _DTYPES[0])] * 2:
+        return None
+    cos, sin = (one[0].clone() for one in exact)
+    return _Table(cos, sin, follows_input=rounded[0].dtype == _DTYPES[1])
