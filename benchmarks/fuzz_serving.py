@@ -1,11 +1,18 @@
 """Modules at random, each served by the library and eager side by side: answers and states must be the same.
 
     python benchmarks/fuzz_serving.py --seed 0 --modules 100 --calls 20
+    python benchmarks/fuzz_serving.py --seed 1 --modules 500 --calls 80 --jobs 16 --limit-s 400 --out fuzz.jsonl
+    python benchmarks/fuzz_serving.py fuzz.jsonl others.jsonl
 
 Modules are made by random_modules.py. Some boots share a store: the first one finds it empty. Each call is made twice,
 of a module that the boot serves and of its twin, which is never compiled. Compared are the answer, what the call wrote
 into its inputs and its module, and the next numbers of torch's generator. Some calls are cancelled. With `--kills`,
-second processes are killed; with `--threads`, calls are made at the same time.
+second processes are killed.
+
+Most calls are made in predictions, some of which are generators that are closed half-way. A prediction calls its
+modules twice with the same inputs, and must have one code: answers of modules without state are equal to the bit.
+With `--threads`, predictions run at the same time. With `--asyncio` they are tasks, some of which are cancelled; in
+half of the batches their calls run in threads.
 
 Prints a table by feature, and each difference with the command that shows it again. Exits with 1 on any difference.
 """
@@ -27,11 +34,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from random_modules import FEATURES, WIDTH, RandomModule, make_modules, source_of
 from table import markdown
@@ -42,6 +50,8 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from torch import nn
 
+    from compile_cache.lifecycle.boot import Boot
+
 _PATIENCE_S = 900.0
 _SETTINGS = {
     "COLD_START": ("background", "background", "block"),
@@ -49,6 +59,7 @@ _SETTINGS = {
     "DYNAMIC": ("false", "false", "auto"),
 }
 _CANCELLED = 0.1
+_BARE, _CLOSED = 0.2, 0.1  # of predictions
 # The largest ‖found − expected‖ / ‖expected‖. A state adds the rounding of several calls up.
 _TOLERANCE = {"float32": 3e-3, "bfloat16": 1e-1}
 
@@ -82,21 +93,29 @@ class Subject:
         self._code = importlib.import_module("fuzzed")
         self.tally = Tally(modules=1)
         self.module, self._twin = (self._build(torch) for _ in range(2))
-        self._lock = threading.Lock()
+        # Calls that change a module come one after another.
+        self._turn = threading.Lock() if made.keeps else contextlib.nullcontext()
+        self._counting = threading.Lock()
 
     def _build(self, torch: Any) -> nn.Module:
         torch.manual_seed(self.made.number)
         built: nn.Module = getattr(self._code, self.made.name)()
         return built.eval().to(self._device)
 
-    def call(self, may_cancel: bool = True, compares_draws: bool = True) -> None:
-        """One call of both. After a difference, none."""
+    def new_number(self) -> int:
+        """The next call's number, which its inputs depend on."""
+        with self._counting:
+            self.tally.calls += 1
+            return self.tally.calls - 1
+
+    def call(self, number: int, may_cancel: bool = True, compares_draws: bool = True) -> Any:
+        """The answer of one call; None if it was cancelled. After a difference, there are no further calls."""
         import torch
 
-        if self.tally.wrong:
-            return
-        with self._lock:
-            number, self.tally.calls = self.tally.calls, self.tally.calls + 1
+        with self._turn:
+            return None if self.tally.wrong else self._call(torch, number, may_cancel, compares_draws)
+
+    def _call(self, torch: Any, number: int, may_cancel: bool, compares_draws: bool) -> Any:
         chance = random.Random(f"{self.made.seed} {self.made.number} {self._boot} {number}")
         is_armed = may_cancel and chance.random() < _CANCELLED
         cancels_at, inputs_seed = chance.randint(1, 2), chance.random()
@@ -111,8 +130,8 @@ class Subject:
             except asyncio.CancelledError:
                 found = asyncio.CancelledError
             except Exception as error:
-                self.tally.wrong.append(f"call {number} of boot {self._boot}: {type(error).__name__}: {error}")
-                return
+                self._add_wrong(number, f"{type(error).__name__}: {error}")
+                return None
             finally:
                 self._code.ARMED.left = 0
             seen = {
@@ -130,8 +149,19 @@ class Subject:
                 right = {"answer": self._twin(*given), "inputs": given, "state": _state(self._twin)}
                 right |= {"draws": torch.rand(2, device=self._device)} if compares_draws else {}
         if wrong := [what for what in right if not is_alike(seen[what], right[what])]:
-            words = "cancelled " * (found is asyncio.CancelledError)
-            self.tally.wrong.append(f"{words}call {number} of boot {self._boot}: {', '.join(wrong)}")
+            self._add_wrong(number, "cancelled: " * (found is asyncio.CancelledError) + ", ".join(wrong))
+        return None if found is asyncio.CancelledError else found
+
+    def call_again(self, number: int, before: Any, compares_draws: bool) -> None:
+        """A call with the inputs of one before in the same prediction, whose answer is the same to the bit."""
+        self.new_number()
+        found = self.call(number, compares_draws=compares_draws)
+        is_mixed = before is not None and found is not None and not is_alike(found, before, is_exact=True)
+        if is_mixed and not (self.made.keeps or self.made.draws):
+            self._add_wrong(number, "a prediction with two codes")
+
+    def _add_wrong(self, number: int, why: str) -> None:
+        self.tally.wrong.append(f"call {number} of boot {self._boot}: {why}")
 
     def _autocast(self, torch: Any) -> Any:
         return torch.autocast(self._device, torch.bfloat16, enabled="autocast" in self.made.features)
@@ -153,20 +183,20 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {**copy.deepcopy(kept), **{name: value.detach().clone() for name, value in module.named_buffers()}}
 
 
-def is_alike(found: Any, right: Any) -> bool:
+def is_alike(found: Any, right: Any, is_exact: bool = False) -> bool:
     """Whether two nested values are equal, their floats within rounding."""
     from torch.utils import _pytree as pytree
 
     (some, form), (others, other_form) = pytree.tree_flatten(found), pytree.tree_flatten(right)
-    return form == other_form and all(map(_is_near, some, others))
+    return form == other_form and all(_is_near(*pair, is_exact) for pair in zip(some, others, strict=True))
 
 
-def _is_near(one: Any, other: Any) -> bool:
+def _is_near(one: Any, other: Any, is_exact: bool) -> bool:
     if not hasattr(other, "dtype"):
         return type(one) is type(other) and bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not other.is_floating_point():
+    if is_exact or not other.is_floating_point():
         return bool((one == other).all())
     error = (one.float() - other.float()).norm()
     return bool(error <= _TOLERANCE[str(other.dtype).removeprefix("torch.")] * other.float().norm())
@@ -184,26 +214,91 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
         subjects = [Subject(made, arguments.boot, arguments.device) for made in modules]
         for subject in subjects:
             boot.compile(subject.module, whole=True)
-        boot.warm_up(lambda: [subject.call(may_cancel=False) for subject in subjects])
-    prediction = boot.prediction()
-    is_alone = arguments.threads == 1
-    with ThreadPoolExecutor(arguments.threads) as threads:
-        for number in range(arguments.calls):
-            if number in (arguments.calls // 4, arguments.calls // 2):
-                assert boot.wait_compiled(_PATIENCE_S)
-            chance.shuffle(subjects)
-            # All threads share one generator, and calls that change a module come one after another.
-            calls = [subject for subject in subjects if is_alone or not subject.made.draws]
-            calls += [subject for subject in calls if not (is_alone or subject.made.keeps)]
-            for done in [threads.submit(subject.call, compares_draws=is_alone) for subject in calls]:
-                done.result()
+        boot.warm_up(lambda: [subject.call(subject.new_number(), may_cancel=False) for subject in subjects])
+    whole = boot.prediction()
+    for number in range(arguments.calls):
+        if number in (arguments.calls // 4, arguments.calls // 2):
+            assert boot.wait_compiled(_PATIENCE_S)
+        _play(boot, subjects, arguments, chance)
     assert boot.wait_compiled(_PATIENCE_S)
     assert boot.wait_published(_PATIENCE_S)
-    served = prediction.served()
+    served = whole.served()
     for subject in subjects:
         steps = served.get(subject.made.name, {})
         subject.tally.compiled = sum(count for step, count in steps.items() if step != "eager")
-    return [subject.tally for subject in sorted(subjects, key=lambda subject: subject.made.number)]
+    return [subject.tally for subject in subjects]
+
+
+class Style(NamedTuple):
+    """How predictions are made in a boot. Calls in threads share torch's generator."""
+
+    has_threads: bool
+    is_overlapping: bool
+
+
+def _play(boot: Boot, subjects: Sequence[Subject], arguments: argparse.Namespace, chance: random.Random) -> None:
+    """A round of predictions, with one or two of each module."""
+    in_threads = arguments.threads > 1 or (arguments.asyncio and arguments.first // arguments.batch % 2 == 1)
+    style = Style(in_threads, in_threads or arguments.asyncio)
+    order = [subject for subject in subjects if not (in_threads and subject.made.draws)] * (1 + style.is_overlapping)
+    chance.shuffle(order)
+    groups = []
+    while order:
+        groups.append([order.pop() for _ in range(min(len(order), chance.randint(1, 4)))])
+    if arguments.asyncio:
+        asyncio.run(_overlap(boot, groups, style, chance))
+        return
+    with ThreadPoolExecutor(arguments.threads) as threads:
+        for done in [threads.submit(_run, boot, group, style, random.Random(chance.random())) for group in groups]:
+            done.result()
+
+
+def _run(boot: Boot, group: Sequence[Subject], style: Style, chance: random.Random) -> None:
+    """A prediction with calls of these modules, from its beginning to its end or half-way, or the calls alone."""
+    if chance.random() < _BARE:
+        for subject in group:
+            subject.call(subject.new_number(), compares_draws=not style.has_threads)
+        return
+    pieces = _generate(boot, group, style)
+    left = chance.randint(1, len(group)) if chance.random() < _CLOSED else 2 * len(group)
+    for _ in zip(range(left), pieces, strict=False):
+        pass
+    pieces.close()
+
+
+def _generate(boot: Boot, group: Sequence[Subject], style: Style) -> Generator[None]:
+    """A prediction that is a generator, as of a predictor that streams."""
+    with boot.prediction():
+        calls = []
+        for subject in group:
+            calls.append((subject, number := subject.new_number(), subject.call(number, True, not style.has_threads)))
+            yield
+        for subject, number, answer in calls:
+            # Under overlap, new code may come in the middle.
+            subject.call_again(number, None if style.is_overlapping else answer, not style.has_threads)
+            yield
+
+
+async def _overlap(boot: Boot, groups: Sequence[Sequence[Subject]], style: Style, chance: random.Random) -> None:
+    """A prediction for each group, all at the same time; a fifth of them are cancelled at random."""
+    tasks = [asyncio.ensure_future(_await(boot, group, style)) for group in groups]
+    for task in chance.sample(tasks, len(tasks) // 5):
+        await asyncio.sleep(chance.choice([0, 0, 0.01]))
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, Exception):
+            raise ended
+
+
+async def _await(boot: Boot, group: Sequence[Subject], style: Style) -> None:
+    """A prediction that lets others go on between its calls, or while they run in threads."""
+    with boot.prediction():
+        for subject in [*group, *group]:
+            if style.has_threads:
+                await asyncio.to_thread(subject.call, subject.new_number(), True, False)
+            else:
+                subject.call(subject.new_number())
+                await asyncio.sleep(0)
 
 
 class _Killer(logging.Handler):
@@ -228,54 +323,98 @@ def _kill(pid: int) -> None:
 # The campaign.
 
 
-def fuzz(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> list[list[Tally]]:
-    """The tallies of each module in each boot. All boots share a store and their settings."""
+@dataclass
+class Batch:
+    """Modules of one process, which is booted some times over one store: the tallies of each module in each boot."""
+
+    device: str
+    seed: int
+    numbers: list[int]
+    features: list[list[str]]
+    again: str
+    seconds: float
+    boots: list[list[Tally]]
+
+    @classmethod
+    def from_json(cls, line: str) -> Batch:
+        """The inverse of `json.dumps(asdict(batch))`."""
+        told = json.loads(line)
+        boots = [[Tally(**tally) for tally in tallies] for tallies in told["boots"]]
+        return cls(**{**told, "boots": boots})
+
+    def lines(self) -> list[str]:
+        """Each difference, and the command that shows them again."""
+        wrong = [
+            f"WRONG Module{number} ({', '.join(features)}), {line}"
+            for tallies in self.boots
+            for number, features, tally in zip(self.numbers, self.features, tallies, strict=True)
+            for line in tally.wrong
+        ]
+        return [*wrong, f"  again: fuzz_serving.py {self.again}"] if wrong else []
+
+
+def fuzz(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> Batch:
+    """Boot the modules some times, over a store and with settings of their own."""
     chance = random.Random(f"{modules[0].seed} {modules[0].number} settings")
     settings = {name: chance.choice(values) for name, values in _SETTINGS.items()}
     if arguments.policy:
         settings |= {"COLD_START": arguments.policy, "UNSEEN": "auto"}
+    began = time.monotonic()
+    own = [*sys_arguments(arguments), "--first", str(modules[0].number), "--modules", str(len(modules))]
     with tempfile.TemporaryDirectory(prefix="fuzz-serving-") as folder:
         Path(folder, "fuzzed.py").write_text(source_of(modules))
         settings |= {"STORE": f"{folder}/store", "DIR": f"{folder}/cache", "SETUP_BUDGET_S": "0"}
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}
+        if arguments.jobs > 1:
+            cores = max(1, (os.cpu_count() or 1) // arguments.jobs)
+            environ |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), str(cores))
         environ |= {f"COMPILE_CACHE_{name}": value for name, value in settings.items()}
-        return [_boot(folder, number, modules, arguments, environ) for number in range(arguments.boots)]
+        boots = [_boot(folder, number, len(modules), own, environ) for number in range(arguments.boots)]
+    numbers, features = [module.number for module in modules], [list(module.features) for module in modules]
+    seconds = time.monotonic() - began
+    return Batch(arguments.device, arguments.seed, numbers, features, shlex.join(own), seconds, boots)
 
 
-def _boot(
-    folder: str, number: int, modules: Sequence[RandomModule], arguments: argparse.Namespace, environ: dict[str, str]
-) -> list[Tally]:
+def _boot(folder: str, number: int, count: int, own: Sequence[str], environ: dict[str, str]) -> list[Tally]:
     """Serve the modules in a process of its own, and take its answer."""
-    command = [sys.executable, str(Path(__file__).resolve()), *sys_arguments(arguments)]
-    command += ["--boot", str(number), "--first", str(modules[0].number), "--modules", str(len(modules))]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
+    command = [sys.executable, str(Path(__file__).resolve()), *own, "--boot", str(number)]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+        if not done.returncode:
+            return [Tally(**told) for told in json.loads(done.stdout.splitlines()[-1])]
         why = f"boot {number} ended with {done.returncode}: {done.stderr[-3000:]}"
-        return [Tally(modules=1, wrong=[why]), *(Tally(modules=1) for _ in modules[1:])]
-    return [Tally(**told) for told in json.loads(done.stdout.splitlines()[-1])]
+    except subprocess.TimeoutExpired as error:
+        why = f"boot {number} took longer than {_PATIENCE_S:g} s: {str(error.stderr)[-3000:]}"
+    return [Tally(modules=1, wrong=[why]), *(Tally(modules=1) for _ in range(count - 1))]
 
 
 def sys_arguments(arguments: argparse.Namespace) -> list[str]:
     """The command line of these arguments, without which modules they are for."""
-    kept = {"seed": arguments.seed, "calls": arguments.calls, "device": arguments.device}
-    kept |= {"threads": arguments.threads, "boots": arguments.boots}
-    named = [text for name, value in kept.items() for text in (f"--{name}", str(value))]
+    names = ("seed", "calls", "device", "threads", "boots", "batch")
+    named = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
     named += [text for name in arguments.only for text in ("--only", name)]
     named += ["--policy", arguments.policy] if arguments.policy else []
-    return [*named, *["--kills"] * arguments.kills]
+    return [*named, *["--kills"] * arguments.kills, *["--asyncio"] * arguments.asyncio]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="of --out: print the table of all, and run nothing")
     parser.add_argument("--modules", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=20, help="of each module in each boot")
+    parser.add_argument("--calls", type=int, default=20, help="rounds of calls of each module in each boot")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the first module's number")
     parser.add_argument("--batch", type=int, default=10, help="modules of one process")
     parser.add_argument("--boots", type=int, default=2, help="that share a store")
+    parser.add_argument("--jobs", type=int, default=1, help="batches at the same time")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no batch after so many seconds")
+    parser.add_argument("--out", type=Path, help="file to which each batch is added as a JSON line")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--asyncio", action="store_true", help="predictions are tasks of an event loop")
     parser.add_argument("--kills", action="store_true", help="kill second processes at random")
     parser.add_argument("--policy", choices=("background", "block"), help="else at random, with other settings")
     parser.add_argument("--only", action="append", default=[], choices=FEATURES, help="modules of this feature alone")
@@ -283,36 +422,64 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def run(arguments: argparse.Namespace) -> list[Batch]:
+    """The campaign's batches, as far as the time allows."""
+    numbers = range(arguments.first, arguments.first + arguments.modules)
+    modules = make_modules(arguments.seed, numbers, arguments.only)
+    deadline = time.monotonic() + arguments.limit_s
+    batches = []
+
+    def begin(start: int) -> Batch | None:
+        is_late = time.monotonic() > deadline
+        return None if is_late else fuzz(modules[start : start + arguments.batch], arguments)
+
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        for done in as_completed([threads.submit(begin, start) for start in range(0, len(modules), arguments.batch)]):
+            if batch := done.result():
+                batches.append(batch)
+                print("\n".join(batch.lines()) or f"{batch.numbers[0]}: {batch.seconds:.0f} s", flush=True)
+                if arguments.out:
+                    with arguments.out.open("a") as file:
+                        file.write(json.dumps(asdict(batch)) + "\n")
+    return batches
+
+
+def table(batches: Sequence[Batch]) -> str:
+    """A row for each feature. A module that several batches have counts once for each device."""
+    rows: dict[str, tuple[Tally, set[tuple[Any, ...]]]] = {name: (Tally(), set()) for name in (*FEATURES, "all")}
+    for batch in batches:
+        for tallies in batch.boots:
+            for number, features, tally in zip(batch.numbers, batch.features, tallies, strict=True):
+                for total, modules in (rows["all"], *(rows[name] for name in features)):
+                    total.add(tally)
+                    modules.add((batch.device, batch.seed, number, *features))
+    header = ("feature", "modules", "calls", "served by compiled code", "cancelled", "wrong")
+    return markdown(
+        header,
+        [
+            (name, len(modules), total.calls, total.compiled, total.cancelled, len(total.wrong))
+            for name, (total, modules) in rows.items()
+            if modules
+        ],
+    )
+
+
 def main() -> int:
     """Run the campaign and print its table, or serve one batch."""
     arguments = parse()
-    numbers = range(arguments.first, arguments.first + arguments.modules)
-    modules = make_modules(arguments.seed, numbers, arguments.only)
     if arguments.boot is not None:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-        print(json.dumps([asdict(tally) for tally in serve(modules, arguments)]))
+        numbers = range(arguments.first, arguments.first + arguments.modules)
+        tallies = serve(make_modules(arguments.seed, numbers, arguments.only), arguments)
+        print(json.dumps([asdict(tally) for tally in tallies]))
         return 0
-    by_feature = {name: Tally() for name in FEATURES}
-    total = Tally()
-    for start in range(0, len(modules), arguments.batch):
-        batch = modules[start : start + arguments.batch]
-        for boot, tallies in enumerate(fuzz(batch, arguments)):
-            for module, tally in zip(batch, tallies, strict=True):
-                tally.modules = int(boot == 0)
-                for each in (total, *(by_feature[name] for name in module.features)):
-                    each.add(tally)
-                for line in tally.wrong:
-                    print(f"WRONG {module.name} ({', '.join(module.features)}), {line}", flush=True)
-            if any(tally.wrong for tally in tallies):
-                again = [*sys_arguments(arguments), "--first", str(batch[0].number), "--modules", str(len(batch))]
-                print(f"  again: fuzz_serving.py {shlex.join(again)}", flush=True)
-    rows = [(name, *_row(tally)) for name, tally in {**by_feature, "all": total}.items() if tally.modules]
-    print(markdown(["feature", "modules", "calls", "served by compiled code", "cancelled", "wrong"], rows))
-    return 1 if total.wrong else 0
-
-
-def _row(tally: Tally) -> tuple[int, ...]:
-    return tally.modules, tally.calls, tally.compiled, tally.cancelled, len(tally.wrong)
+    if arguments.files:
+        batches = [Batch.from_json(line) for file in arguments.files for line in file.read_text().splitlines()]
+        print(*(line for batch in batches for line in batch.lines()), sep="\n")
+    else:
+        batches = run(arguments)
+    print(table(batches))
+    return int(any(batch.lines() for batch in batches))
 
 
 if __name__ == "__main__":

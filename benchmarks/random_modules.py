@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
 
 WIDTH = 32
@@ -27,9 +27,30 @@ class Feature:
     keeps: bool = False
     draws: bool = False
 
+    def numbered(self, number: int) -> Feature:
+        """The feature whose block has a name of its own, beside those of the module's other features."""
+        init, forward = (text.replace("self.block", f"self.block{number}") for text in (self.init, self.forward))
+        return replace(self, init=init, forward=forward)
+
 
 def _block(line: str, call: str = "x = self.block(x)") -> Feature:
     return Feature(init=line, forward=call)
+
+
+def _decoder(package: str, name: str, sizes: str = "", has_cache: bool = False) -> Feature:
+    """A decoder layer of transformers, by its package and the start of its classes' names."""
+    past = "from transformers import StaticCache\nself.past = StaticCache(config, 64)" if has_cache else ""
+    return Feature(
+        init=f"from transformers.models.{package}.modeling_{package} import {name}Config, {name}DecoderLayer\n"
+        f"sizes = dict({sizes}hidden_size=WIDTH, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)\n"
+        f"config = {name}Config(**sizes, num_hidden_layers=1, attn_implementation='sdpa')\n"
+        f"self.block = {name}DecoderLayer(config, 0)\n{past}",
+        forward="turn = torch.ones(1, x.shape[1], 16, device=x.device)\n"
+        "with torch.autocast(x.device.type, enabled=False):\n"
+        f"    x = self.block(x.float(), None, None, {'self.past' if has_cache else None}, "
+        "position_embeddings=(0.6 * turn, 0.8 * turn))",
+        keeps=has_cache,
+    )
 
 
 FEATURES = {
@@ -44,6 +65,14 @@ FEATURES = {
         "self.register_buffer('position', torch.zeros(1, dtype=torch.long))",
         forward="self.keys[self.position % 8] = x[0, :1].to(self.keys.dtype)\nself.position.add_(1)\n"
         "x = x + torch.softmax(x @ self.keys.T, -1) @ self.keys",
+        keeps=True,
+    ),
+    "static cache": Feature(
+        init="self.register_buffer('past', torch.zeros(2, 16, WIDTH))\n"
+        "self.register_buffer('filled', torch.zeros(1, dtype=torch.long))",
+        forward="self.past.index_copy_(1, (self.filled + torch.arange(x.shape[1], device=x.device)) % 16, x.float())\n"
+        "self.filled += x.shape[1]\npast = self.past.to(x.dtype)\n"
+        "x = x + F.scaled_dot_product_attention(x, past, past)",
         keeps=True,
     ),
     "new buffer": Feature(
@@ -62,6 +91,12 @@ FEATURES = {
     "dropout": Feature(forward="x = F.dropout(x, 0.1, training=True)", draws=True),
     "write": Feature(forward="y.mul_(0.5).add_(1)\nx = x + y"),
     "alias": Feature(start="x.mul_(0.5)\ny.add_(1)\nx = x + y"),  # the caller passes views of one tensor
+    "view": Feature(forward="y[:, 0].mul_(2)\nz = y.transpose(0, 1)[..., 4:8]\nz.add_(1)\nanswer.append(z)"),
+    "own view": Feature(
+        init="self.register_buffer('table', torch.zeros(2, 4, 8))\nself.flat = self.table.view(8, 8)",
+        forward="self.flat[1].add_(x.mean())\nx = x + self.table.sum()",
+        keeps=True,
+    ),
     "views": Feature(forward="answer += [x[..., :4], y]"),
     "dictionary": Feature(forward="cache['x'] = x * 2\ncache['calls'] = cache.get('calls', 0) + 1"),
     "plain": Feature(forward="answer += [y.shape[1], 'words', None, by * 2, self.training]"),
@@ -70,6 +105,9 @@ FEATURES = {
         init="self.mode = SENTINEL", forward="answer.append('this' if self.mode is SENTINEL else 'another')"
     ),
     "enumeration": Feature(init="self.kind = Kind.ONE", forward="answer.append(1 if self.kind is Kind.ONE else 2)"),
+    "function": Feature(
+        init="self.act = F.gelu", forward="x = self.act(x)\nanswer.append('gelu' if self.act is F.gelu else 'another')"
+    ),
     "hook": Feature(init="self.register_forward_pre_hook(halve)"),
     "own hook": Feature(
         init="self.seen = []\nself.register_forward_hook(lambda module, args, output: self.seen.append(len(args)))",
@@ -87,15 +125,33 @@ FEATURES = {
     "branch": Feature(forward="x = x * 2 if y.sum() > 0 else x - 1"),
     "sizes": Feature(),  # the caller changes the length
     "modes": Feature(),  # the caller changes whether gradients are recorded
+    "resnet": _block(
+        "from diffusers.models.resnet import ResnetBlock2D\n"
+        "self.block = ResnetBlock2D(in_channels=WIDTH, temb_channels=WIDTH, groups=4)",
+        "x = self.block(x.transpose(1, 2)[..., None], y.mean(1))[..., 0].transpose(1, 2)",
+    ),
+    "flux": _block(
+        "from diffusers.models.transformers.transformer_flux import FluxTransformerBlock\n"
+        "self.block = FluxTransformerBlock(WIDTH, 2, 16)",
+        "y, x = self.block(x, y, y.mean(1))",
+    ),
+    "flux single": _block(
+        "from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock\n"
+        "self.block = FluxSingleTransformerBlock(WIDTH, 2, 16)",
+        "y, x = self.block(x, y, y.mean(1))",
+    ),
     "diffusers": _block(
         "from diffusers.models.attention import BasicTransformerBlock\nself.block = BasicTransformerBlock(WIDTH, 2, 16)"
     ),
-    "llama": _block(
-        "from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer\n"
-        "sizes = dict(hidden_size=WIDTH, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)\n"
-        "self.block = LlamaDecoderLayer(LlamaConfig(**sizes, attn_implementation='sdpa'), 0)",
-        "turn = torch.ones(1, x.shape[1], 16, device=x.device)\n"
-        "x = self.block(x, position_embeddings=(0.6 * turn, 0.8 * turn))",
+    "llama": _decoder("llama", "Llama"),
+    "qwen": _decoder("qwen2", "Qwen2"),
+    "gemma": _decoder("gemma", "Gemma", "head_dim=16, "),
+    "llama cache": _decoder("llama", "Llama", has_cache=True),
+    "bert": _block(
+        "from transformers.models.bert.modeling_bert import BertConfig, BertLayer\n"
+        "sizes = dict(hidden_size=WIDTH, intermediate_size=64, num_attention_heads=2)\n"
+        "self.block = BertLayer(BertConfig(**sizes, attn_implementation='sdpa'))",
+        "x = self.block(x)\nx = x[0] if isinstance(x, tuple) else x",
     ),
     "gpt2": _block(
         "from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config\n"
@@ -170,7 +226,7 @@ class RandomModule:
     @property
     def source(self) -> str:
         """The class."""
-        parts = [FEATURES[name] for name in self.features]
+        parts = [FEATURES[name].numbered(number) for number, name in enumerate(self.features)]
         init = ["super().__init__()", "self.mix = nn.Linear(WIDTH, WIDTH)", *(part.init for part in parts)]
         forward = [
             "if not torch.compiler.is_compiling():\n    enter()",
