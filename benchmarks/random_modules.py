@@ -39,7 +39,7 @@ def _block(line: str, call: str = "x = self.block(x)") -> Feature:
 
 def _decoder(package: str, name: str, sizes: str = "", has_cache: bool = False) -> Feature:
     """A decoder layer of transformers, by its package and the start of its classes' names."""
-    past = "from transformers import StaticCache\nself.past = StaticCache(config, 64)" if has_cache else ""
+    past = "from transformers import StaticCache\nself.past = StaticCache(config, 4096)" if has_cache else ""
     return Feature(
         init=f"from transformers.models.{package}.modeling_{package} import {name}Config, {name}DecoderLayer\n"
         f"sizes = dict({sizes}hidden_size=WIDTH, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)\n"
