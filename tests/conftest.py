@@ -78,12 +78,6 @@ _LONGEST_FIRST = (
     "test_boot_host",
     "test_quantization",
     "test_toxic",
-    "test_token_graph",
-    "test_boot_fleet",
-    "test_compiler",
-    "test_boot_s3",
-    "test_stores",
-    "test_cache",
 )
 
 _AWS_VARIABLES = {

@@ -36,14 +36,14 @@ def test_the_environment_has_settings_that_can_be(name, settings):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_torch_is_pinned(name):
+def test_torch_is_pinned_and_launches_no_overlapping_kernels(name):
+    """And kernels stay such as a warm boot loads fast.
+
+    torch cannot launch overlapping kernels statically: a warm boot then loads every candidate through Triton.
+    """
     requirements = (PROJECT / read(name)["build"]["python_requirements"]).read_text()
     assert any(line.startswith("torch==") for line in requirements.splitlines())
 
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_kernels_stay_such_as_a_warm_boot_loads_fast(name):
-    """torch cannot launch overlapping kernels statically: a warm boot then loads every candidate through Triton."""
     assert not any(variable.startswith("TORCHINDUCTOR_ENABLE_PDL") for variable in read(name)["environment"])
 
 

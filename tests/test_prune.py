@@ -46,9 +46,7 @@ def test_a_version_unused_for_longer_than_allowed_goes_and_the_reason_says_how_l
     assert removed(found) == ["old"]
     assert found.removals[0].reason == "not used for 41 days"
     assert (found.freed_bytes, found.kept_bytes) == (100, 100)
-
-
-def test_a_mark_of_use_keeps_an_old_pack():
+    # A mark of use keeps an old pack.
     assert removed(plan(PrunePolicy(unused_days=30), pack("1", 1, 41), other("1", "used-2026-11-20", 20))) == []
 
 
@@ -78,9 +76,7 @@ def test_what_was_used_longest_ago_goes_until_the_rest_fits():
 def test_what_another_rule_removes_makes_room():
     entries = [pack("old", 1, 50, 1000), pack("middle", 2, 20), pack("new", 3, 10)]
     assert removed(plan(PrunePolicy(unused_days=30, most_bytes=200), *entries)) == ["old"]
-
-
-def test_without_rules_nothing_goes():
+    # Without rules, nothing goes.
     assert plan(PrunePolicy(), pack("1", 1, 1000)).is_empty
 
 
@@ -131,9 +127,7 @@ def test_marks_without_packs_go_once_they_are_old():
     old, young = other("old", "used-2026-11-16", 5), other("young", "used-2026-11-20", 1)
     found = plan(PrunePolicy(unused_days=30), old, young)
     assert [version.key.model_version for version in found.leftovers] == ["old"]
-
-
-def test_what_is_nobodys_object_of_ours_is_no_leftover():
+    # Objects of others are no leftovers.
     assert plan(HARSH, other("1", "notes.txt", 500)).is_empty
 
 
