@@ -145,7 +145,7 @@ class Subject:
             torch.manual_seed(number)
             is_cancelled = found is asyncio.CancelledError
             self.tally.cancelled += is_cancelled
-            # A cancel before eager's work leaves everything as it was. One after it, in a comparison, leaves its effects.
+            # A cancel before eager's work leaves all as it was. A later one, in a comparison, leaves its effects.
             if is_cancelled and is_alike(seen["state"], before) and is_alike(seen["inputs"], given):
                 right = {}
             elif is_cancelled:

@@ -8,12 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from models.kernels.operators import join_operators
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
+
+# The argument's name. transformers 5.24 warns of the older one.
+_CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 def prepare_process() -> None:
@@ -82,7 +86,7 @@ def call_model(
     output = model(
         tokens,
         position_ids=places,
-        past_key_values=cache,
+        **{_CACHE: cache},
         use_cache=True,
         logits_to_keep=keep,
         position=cache.position,
