@@ -11,7 +11,7 @@ import torch
 # A private name of each place that the adapter reaches into.
 PRIVATE = (
     "torch._C._get_fp32_precision_getter",
-    "torch._C._get_cudnn_sdp_enabled",
+    "torch._C._get_sdp_priority_order",
     "torch._C._len_torch_dispatch_stack",
     "torch._dynamo.guards.CheckFunctionManager",
     "torch._dynamo.guards._get_closure_vars",

@@ -350,8 +350,8 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
 
 
 def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
-    with told(torch.backends.cuda.enable_flash_sdp, False, True):
+    with order([3, 1, 2, 0, 4]):
         state = ServerState.take(on_gpu=False)
-    monkeypatch.delattr(torch._C, "_set_sdp_use_flash")
-    with pytest.raises(StateNotMade, match=r"flash attention cannot be set .*_set_sdp_use_flash"), state.applied():
+    monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
+    with pytest.raises(StateNotMade, match=r"priority cannot be set .*_set_sdp_priority_order"), state.applied():
         raise AssertionError("the state was made")

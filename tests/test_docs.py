@@ -152,6 +152,12 @@ def test_cli_md_is_what_the_script_prints_and_has_a_section_for_every_command():
     assert [token.content for token in headings(page)][1:] == list(COMMANDS.commands)
 
 
+def test_versions_md_has_the_table_of_private_names():
+    script = [sys.executable, PROJECT / "docs" / "print_names.py"]
+    table = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert table in (PROJECT / "docs" / "versions.md").read_text(), "run python docs/print_names.py"
+
+
 def test_extras_that_pip_shall_install_exist():
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = [name for page in guides() for text in codes(page) for name in installed_extras(text)]

@@ -34,9 +34,9 @@ from compile_cache.background.tensors import (
 from compile_cache.errors import NotHandedOver, first_line
 from compile_cache.importable import find, named_objects, why_not
 from compile_cache.inductor.describe import OPERATORS
+from compile_cache.inductor.spec import COMPILED_CALL
 from compile_cache.inductor.storages import Handle, forget_freed, share
 
-_COMPILED = "_compiled_call_impl"
 # The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
 _INNER = ("_parameters", "_buffers", "_modules")
 _NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' (?:object|instances)")
@@ -209,12 +209,12 @@ class _Unpickler(pickle.Unpickler):
 
 def _without_compiled(module: nn.Module) -> Any:
     """The module's own reduction, without its compiled call, which a custom `__getstate__` may include."""
-    if _COMPILED not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
+    if COMPILED_CALL not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
         return NotImplemented
     reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
-    state = {name: value for name, value in reduced[2].items() if name != _COMPILED}
+    state = {name: value for name, value in reduced[2].items() if name != COMPILED_CALL}
     return (*reduced[:2], state, *reduced[3:])
 
 

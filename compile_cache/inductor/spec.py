@@ -5,7 +5,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 )
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where a module keeps its compiled call.
+COMPILED_CALL = "_compiled_call_impl"
 _MOST_SIZES_SHOWN = 6
 
 
@@ -201,7 +203,7 @@ def why_eager(module: nn.Module) -> str:
                 return f"{name or 'it'} has a hook"
         if "forward" in variables:
             return f"{name or 'it'} has its own `forward` attribute"
-        if part is not module and variables.get("_compiled_call_impl") is not None:
+        if part is not module and variables.get(COMPILED_CALL) is not None:
             return f"{name} is compiled by itself"
     return ""
 
@@ -240,6 +242,11 @@ def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `call(*args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
+    module._compiled_call_impl = call
 
 
 def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ import torch
 from compile_cache.inductor.spec import autocast_dtype
 
 _precision = torch._C._get_fp32_precision_getter
+_priority = torch._C._get_sdp_priority_order
 
 # An artifact's name has the versions of these packages, because they decide how a model is traced.
 VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
@@ -50,7 +51,7 @@ def _matmul_precision() -> tuple[str, str]:
 
 
 def _attention_priority() -> tuple[int, ...]:
-    return tuple(torch._C._get_sdp_priority_order())
+    return tuple(_priority())
 
 
 # The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
@@ -58,16 +59,16 @@ def _attention_priority() -> tuple[int, ...]:
 SWITCHES: Mapping[str, Callable[[], Any]] = {
     "gradients": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
-    "flash attention": torch._C._get_flash_sdp_enabled,
-    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
-    "math attention": torch._C._get_math_sdp_enabled,
-    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
+    "flash attention": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math attention": torch.backends.cuda.math_sdp_enabled,
+    "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled,
     "attention priority": _attention_priority,
     "float32 matmul precision": _matmul_precision,
     "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    "deterministic algorithms": torch._C._get_deterministic_algorithms,
-    "warnings of nondeterminism": torch._C._get_deterministic_algorithms_warn_only,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "warnings of nondeterminism": torch.is_deterministic_algorithms_warn_only_enabled,
     "autocast on CPU": functools.partial(autocast_dtype, "cpu"),
     "autocast on CUDA": functools.partial(autocast_dtype, "cuda"),
     "default dtype": torch.get_default_dtype,
@@ -82,18 +83,18 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
 SETTERS: Mapping[str, Callable[[Any], object]] = {
     "autocast on CPU": lambda value: set_autocast("cpu", value),
     "autocast on CUDA": lambda value: set_autocast("cuda", value),
-    "flash attention": lambda value: torch._C._set_sdp_use_flash(value),
-    "memory-efficient attention": lambda value: torch._C._set_sdp_use_mem_efficient(value),
-    "math attention": lambda value: torch._C._set_sdp_use_math(value),
-    "cuDNN attention": lambda value: torch._C._set_sdp_use_cudnn(value),
+    "flash attention": torch.backends.cuda.enable_flash_sdp,
+    "memory-efficient attention": torch.backends.cuda.enable_mem_efficient_sdp,
+    "math attention": torch.backends.cuda.enable_math_sdp,
+    "cuDNN attention": torch.backends.cuda.enable_cudnn_sdp,
     "attention priority": lambda value: torch._C._set_sdp_priority_order(list(value)),
     "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
     "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
     "deterministic algorithms": lambda value: torch._C._set_deterministic_algorithms(
-        value, warn_only=torch._C._get_deterministic_algorithms_warn_only()
+        value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     ),
     "warnings of nondeterminism": lambda value: torch._C._set_deterministic_algorithms(
-        torch._C._get_deterministic_algorithms(), warn_only=value
+        torch.are_deterministic_algorithms_enabled(), warn_only=value
     ),
     "default dtype": lambda value: torch.set_default_dtype(value),
     "threads": lambda value: torch.set_num_threads(value),
@@ -150,7 +151,7 @@ def precisions() -> tuple[str, ...]:
     `set_float32_matmul_precision`. It is empty if the program has also set precisions in torch's other way: then torch
     refuses to tell."""
     try:
-        of_products = str(torch._C._get_float32_matmul_precision())
+        of_products = str(torch.get_float32_matmul_precision())
     except RuntimeError:
         of_products = ""
     return of_products, *(str(_precision(*place)) for place in _PRECISIONS)
@@ -164,7 +165,7 @@ def set_precisions(values: tuple[str, ...]) -> None:
     """
     of_products, *others = values
     if of_products and of_products != precisions()[0]:
-        torch._C._set_float32_matmul_precision(of_products)  # this sets two of the others
+        torch.set_float32_matmul_precision(of_products)  # this sets two of the others
     for place, value in zip(_PRECISIONS, others, strict=True):
         if _precision(*place) != value:
             torch._C._set_fp32_precision_setter(*place, value)

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.inductor.spec import call_region
+from compile_cache.inductor.spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
@@ -28,8 +27,6 @@ from compile_cache.inductor.spec import call_region
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _PLACES = ("its answer", "what it wrote into its inputs", "what it wrote into its module")
 _SIMPLE = (str, int, float, complex, bool, bytes, type(None))
-# torch's own record of the module's compiled call, which a copy has not.
-_COMPILED = "_compiled_call_impl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,7 @@ def _parts(value: Any) -> list[Any] | None:
         parts = list(value)
     attributes = getattr(value, "__dict__", None)
     if attributes is not None:
-        attributes = {name: part for name, part in attributes.items() if name != _COMPILED}
+        attributes = {name: part for name, part in attributes.items() if name != COMPILED_CALL}
         parts = [*(parts or ()), *attributes.keys(), *attributes.values()]
     names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
     return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts

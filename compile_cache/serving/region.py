@@ -21,7 +21,7 @@ from torch import nn
 from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.inductor.spec import RECOMPILE_LIMIT, call_region, top_sizes, why_eager, with_plain_strides
+from compile_cache.inductor.spec import RECOMPILE_LIMIT, call_region, serve_by, top_sizes, why_eager, with_plain_strides
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
@@ -69,7 +69,7 @@ class Region:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
         self._serving.setdefault(module, {})
         self.report.instances = len(self._serving)
-        module._compiled_call_impl = functools.partial(self._call, module)
+        serve_by(module, functools.partial(self._call, module))
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_plain_strides(args, kwargs)

@@ -1,0 +1,93 @@
+"""Every private name of torch that this project uses, and what is lost without it.
+
+`docs/print_names.py` prints the table of docs/versions.md from this one. A test compares it with the code, and looks
+the names up in the installed torch. Private names are used in `inductor/` and `models/kernels/` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TESTED = "2.11–2.15"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateNames:
+    """Names of one place in torch, its tested releases that have them, and what is lost if one is gone."""
+
+    place: str
+    names: str
+    lost: str
+    releases: str = _TESTED
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The full names."""
+        return tuple(f"{self.place}.{name}" for name in self.names.split())
+
+
+NO_CALL = "everything: the model stays eager"
+NO_FUNCTION = "functions compiled ahead of time; `block` still compiles"
+NO_BACKGROUND = "compiling in the background"
+NO_COMPILER = "compiling in this process"
+SLOWER_BOOT = "0.1 to 1 s of a boot"
+TUNED_AGAIN = "the filter of stored kernels and the counts of replays; warm boots may tune again"
+
+PRIVATE_NAMES = (
+    PrivateNames("torch.nn.Module", "_call_impl _compiled_call_impl _parameters _buffers _modules", NO_CALL),
+    PrivateNames("torch.utils", "_pytree", NO_CALL),
+    PrivateNames("torch._ops", "OpOverload OpOverloadPacket", NO_CALL),
+    PrivateNames("torch.UntypedStorage", "_cdata _share_cuda_ _new_shared_cuda", "comparisons, so all compiled code"),
+    PrivateNames("torch.Tensor", "_make_subclass", NO_BACKGROUND),
+    PrivateNames("torch", "_neg_view", "compiling calls with negative views in the background"),
+    PrivateNames(
+        "torch._C",
+        "_get_fp32_precision_getter _get_sdp_priority_order _get_cublas_allow_fp16_reduced_precision_reduction "
+        "_get_cublas_allow_bf16_reduced_precision_reduction _len_torch_function_stack _len_torch_dispatch_stack",
+        NO_FUNCTION,
+    ),
+    PrivateNames(
+        "torch._C",
+        "_set_fp32_precision_setter _set_sdp_priority_order _set_cublas_allow_fp16_reduced_precision_reduction "
+        "_set_cublas_allow_bf16_reduced_precision_reduction _set_deterministic_algorithms",
+        "compiling in the background where the server's switch is not torch's default",
+    ),
+    PrivateNames("torch._dynamo", "config reset mark_dynamic callback utils exc", NO_COMPILER),
+    PrivateNames("torch._dynamo.guards", "CheckFunctionManager _get_closure_vars get_verbose_code_parts", NO_FUNCTION),
+    PrivateNames("torch._dynamo.types", "GuardFilterEntry", NO_FUNCTION),
+    PrivateNames("torch._dynamo", "aot_compile", NO_FUNCTION),
+    PrivateNames("torch._dynamo.aot_compile.AOTCompiledFunction", "_artifacts", NO_FUNCTION),
+    PrivateNames("torch._dynamo.config", "_config _is_default", NO_BACKGROUND),
+    PrivateNames("torch._inductor", "config", NO_COMPILER),
+    PrivateNames("torch._inductor", "list_mode_options", NO_FUNCTION),
+    PrivateNames("torch._inductor.config", "save_config_portable", NO_FUNCTION),
+    PrivateNames("torch._inductor.codecache", "torch_key", NO_FUNCTION),
+    PrivateNames("torch._inductor", "select_algorithm decomposition graph debug output_code", NO_FUNCTION),
+    PrivateNames("torch._inductor.codegen", "memory_planning", NO_FUNCTION),
+    PrivateNames("torch._inductor.utils", "_align", NO_FUNCTION),
+    PrivateNames("torch._inductor", "async_compile hooks", SLOWER_BOOT),
+    PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result", SLOWER_BOOT),
+    PrivateNames("torch._functorch._aot_autograd", "subclass_codegen", SLOWER_BOOT, "2.12–2.15"),
+    PrivateNames("torch.distributed.fsdp", "_fully_shard._fully_shard", SLOWER_BOOT),
+    PrivateNames("torch._functorch", "config", NO_BACKGROUND),
+    PrivateNames("torch.fx.experimental", "_config", NO_BACKGROUND),
+    PrivateNames("torch._inductor", "cpp_builder cpu_vec_isa", "0.5 to 10 s of a boot on a CPU: torch asks g++ again"),
+    PrivateNames("torch._inductor.cpu_vec_isa.VecISA", "_arch_flags", "the same"),
+    PrivateNames("torch._inductor.codecache", "FxGraphCache PyCodeCache", TUNED_AGAIN),
+    PrivateNames("torch._inductor.triton_bundler", "TritonBundler", TUNED_AGAIN),
+    PrivateNames("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", TUNED_AGAIN),
+    PrivateNames("torch._inductor.runtime.triton_heuristics.CachingAutotuner", "_precompile_config", TUNED_AGAIN),
+    PrivateNames("torch._inductor.runtime.autotune_cache", "AutotuneCache _load_cached_autotuning", TUNED_AGAIN),
+    PrivateNames("torch._inductor.runtime.autotune_cache.AutotuneCache", "_read", TUNED_AGAIN),
+    PrivateNames(
+        "torch._inductor.runtime.runtime_utils", "triton_config_to_hashable triton_hash_to_path_key", TUNED_AGAIN
+    ),
+    PrivateNames("torch._inductor.select_algorithm", "TritonTemplate", TUNED_AGAIN),
+    PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
+    PrivateNames("torch.cuda", "_sleep", "the accuracy of `speedup`"),
+    PrivateNames(
+        "torch._inductor.custom_graph_pass",
+        "CustomGraphPass get_hash_for_files",
+        "our joined operators: a token of a language model is slower",
+    ),
+)
