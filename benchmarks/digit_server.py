@@ -47,8 +47,8 @@ def start(work: Path, is_eager: bool, store: Path, mark: str) -> CogServer:
 
 
 def with_tini(predictor: str, log: Path, environ: Mapping[str, str], project: Path = ROOT) -> CogServer:
-    """A server as it runs in a container, under tini where that is installed; not started."""
-    wrapper = ("tini", "-s", "--") if shutil.which("tini") else ()
+    """A server as it runs in a container, under tini where that is installed; not started. It dies with tini."""
+    wrapper = ("tini", "-s", "-p", "SIGKILL", "--") if shutil.which("tini") else ()
     return CogServer(predictor, log, environ, project, wrapper)
 
 

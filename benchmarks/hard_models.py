@@ -1,12 +1,15 @@
 """Predictors with what torch.compile or a second process finds hard. hard_predictors.py serves them."""
 
 import json
+import logging
 
 import torch
 from cog import BaseRunner, Input
 from torch import nn
 
 import compile_cache
+
+logging.basicConfig(level=logging.INFO)
 
 WIDTH = 64
 
@@ -34,6 +37,21 @@ class BreakingBlock(Block):
         return torch.tanh(x)
 
 
+class Model(nn.Module):
+    """Six blocks."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([block() for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All blocks in turn."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Predictor(BaseRunner):
     """Embeds as many tokens as it is asked for."""
 
@@ -42,8 +60,7 @@ class Predictor(BaseRunner):
     def setup(self) -> None:
         """Boot, with one length warmed up."""
         with compile_cache.boot(f"hard/{type(self).__name__}@{'0' * 40}", sources=[__file__]) as self.boot:
-            torch.manual_seed(0)
-            self.model = nn.Sequential(*[self.block() for _ in range(6)]).eval()
+            self.model = Model(self.block).eval()
             self.boot.compile(self.model)
             self.boot.warm_up(lambda: self.embed(16))
 
@@ -91,7 +108,8 @@ class Hooked(Predictor):
     def embed(self, tokens: int) -> torch.Tensor:
         """As its base, with hooks for the time of the call."""
         hooks = [
-            block.register_forward_hook(lambda *call: self.kept.update({call[0]: call[2]})) for block in self.model
+            block.register_forward_hook(lambda *call: self.kept.update({call[0]: call[2]}))
+            for block in self.model.blocks
         ]
         try:
             return super().embed(tokens) + sum(answer.mean() for answer in self.kept.values())

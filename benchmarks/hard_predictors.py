@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import processes
 from digit_server import with_tini
 from fresh_boot import ROOT, boot_environment, conclude, new_log, prepare
 from table import markdown
@@ -36,6 +37,7 @@ PREDICTORS = {
 }
 _READY_S = 300.0
 _COMPILED_S = 600.0
+_EXIT_S = 15.0
 _PAUSE_S = 0.5
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
 _MADE = re.compile(r"background\.done .*reason=(.*)")
@@ -73,6 +75,7 @@ def boot(name: str, kind: str, work: Path, answers: dict[int, list[float]]) -> B
     log = new_log(work, kind)
     environ = boot_environment(work, kind, work / "store")
     environ |= {"COMPILE_CACHE_COLD_START": "background", "COMPILE_CACHE_REPORT": f"{log}.json"}
+    environ[processes.MARK] = str(log)
     lengths, _ = PREDICTORS[name]
     began = time.monotonic()
     with with_tini(f"hard_models.py:{name}", log, environ, ROOT / "benchmarks") as server:
@@ -91,6 +94,7 @@ def boot(name: str, kind: str, work: Path, answers: dict[int, list[float]]) -> B
             left -= last["compiling"] == 0
             time.sleep(_PAUSE_S)
         server.stop(signal.SIGTERM)
+        processes.wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
     report = json.loads(Path(f"{log}.json").read_text())
@@ -140,11 +144,14 @@ def main() -> None:
     for name in args.only or PREDICTORS:
         work, answers = folder / name, dict[int, list[float]]()
         work.mkdir()
-        boots = {kind: boot(name, kind, work, answers) for kind in BOOTS}
-        rows += [row(name, kind, found) for kind, found in boots.items()]
+        boots = dict[str, Boot]()
+        for kind in BOOTS:
+            boots[kind] = boot(name, kind, work, answers)
+            rows.append(row(name, kind, boots[kind]))
+            print(*rows[-1], sep=", ", flush=True)
         results |= check(name, boots)
     header = ("predictor", "boot", "restore", "READY, s", "of that CACHED, s", "served by", "made, failed", "error")
-    print(f"{markdown(header, rows)}\n")
+    print(f"\n{markdown(header, rows)}\n")
     conclude(results)
 
 
