@@ -38,6 +38,8 @@ PREDICTORS = {
 _READY_S = 300.0
 _COMPILED_S = 600.0
 _EXIT_S = 15.0
+# What could not be compared is published 60 s after it arrived.
+_PUBLISHED_S = 90.0
 _PAUSE_S = 0.5
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
 _MADE = re.compile(r"background\.done .*reason=(.*)")
@@ -93,12 +95,22 @@ def boot(name: str, kind: str, work: Path, answers: dict[int, list[float]]) -> B
                 steps |= set((last.get("served") or {}).values())
             left -= last["compiling"] == 0
             time.sleep(_PAUSE_S)
+        wait_published(log)
         server.stop(signal.SIGTERM)
         processes.wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
     report = json.loads(Path(f"{log}.json").read_text())
     return Boot(ready_s, report, last, steps, made, len(reasons) - made, error)
+
+
+def wait_published(log: Path) -> None:
+    """Wait until a pack was put after the last job, for a while."""
+    deadline = time.monotonic() + _PUBLISHED_S
+    while (told := log.read_text()).rfind("publish.put") < told.rfind("background.done"):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_PAUSE_S)
 
 
 def apart(found: list[float], right: list[float]) -> float:
