@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +41,15 @@ def start(work: Path, is_eager: bool, store: Path, mark: str) -> CogServer:
     environ = boot_environment(work, "eager" if is_eager else "cold", store)
     environ |= {"MODEL": "demo/flux-digits", "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]}
     environ |= {"COMPILE_CACHE_COLD_START": "background", MARK: mark}
-    server = CogServer("predict.py:Predictor", log, environ)
+    server = with_tini("predict.py:Predictor", log, environ)
     server.start()
     return server
+
+
+def with_tini(predictor: str, log: Path, environ: Mapping[str, str], project: Path = ROOT) -> CogServer:
+    """A server as it runs in a container, under tini where that is installed; not started. It dies with tini."""
+    wrapper = ("tini", "-s", "-p", "SIGKILL", "--") if shutil.which("tini") else ()
+    return CogServer(predictor, log, environ, project, wrapper)
 
 
 def ask(server: CogServer, size: tuple[int, int], seed: int) -> dict[str, Any]:
@@ -49,8 +59,7 @@ def ask(server: CogServer, size: tuple[int, int], seed: int) -> dict[str, Any]:
         RuntimeError: it failed, or the server stays busy.
         OSError: the server does not answer.
     """
-    picture = {"prompt": "a handwritten three", "num_inference_steps": 2, "output_format": "png"}
-    body = json.dumps({"input": {**picture, "width": size[0], "height": size[1], "seed": seed}}).encode()
+    body = json.dumps({"input": _inputs(size, seed)}).encode()
     request = urllib.request.Request(f"{server.url}/predictions", body, {"Content-Type": "application/json"})
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
@@ -66,6 +75,32 @@ def ask(server: CogServer, size: tuple[int, int], seed: int) -> dict[str, Any]:
             raise RuntimeError(f"the prediction {found['status']}: {found.get('error')}")
         return found
     raise RuntimeError(f"the server was busy for {ANSWER_S:g} s")
+
+
+def begin(server: CogServer, size: tuple[int, int], is_left: bool) -> Callable[[], None]:
+    """Begin a prediction. What breaks it off: its client hangs up if `is_left`, or cancels it.
+
+    Raises:
+        RuntimeError: the server stays busy.
+    """
+    server.wait_ready(ANSWER_S)
+    if is_left:
+        connection = HTTPConnection(server.url.removeprefix("http://"))
+        body = json.dumps({"input": _inputs(size, 0)})
+        connection.request("POST", "/predictions", body, {"Content-Type": "application/json"})
+        return connection.close
+    identity = server.predict_later(**_inputs(size, 0))["id"]
+
+    def cancel() -> None:
+        with suppress(urllib.error.HTTPError):  # it has ended
+            server.cancel(identity)
+
+    return cancel
+
+
+def _inputs(size: tuple[int, int], seed: int) -> dict[str, Any]:
+    picture = {"prompt": "a handwritten three", "num_inference_steps": 2, "output_format": "png"}
+    return {**picture, "width": size[0], "height": size[1], "seed": seed}
 
 
 def pixels(answer: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 MARK = "SOAK_LIFE"
@@ -52,9 +53,9 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def wait_gone(mark: str, timeout_s: float, but: int | None = None) -> list[int]:
+def wait_gone(mark: str, timeout_s: float, but: Collection[int] = ()) -> list[int]:
     """The marked processes that still live after so many seconds, `but` for one."""
     deadline = time.monotonic() + timeout_s
-    while (left := [pid for pid in marked(mark) if pid != but]) and time.monotonic() < deadline:
+    while (left := [pid for pid in marked(mark) if pid not in but]) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     return left

@@ -1,11 +1,15 @@
 """Thousands of predictions of servers that compile in the background, while servers and stores fail.
 
     python benchmarks/soak_predictions.py --predictions 2000 --seed 0
+    python benchmarks/soak_predictions.py --cancels 200 --lives 4
 
 A life is a real Cog server of the demo model, over a store that outlives it and mostly with a cache directory of its
 own. It predicts pictures of three sizes, of which one is warmed up. It ends by SIGTERM, or by a SIGKILL of the server
 or its worker at a random moment; its compiling process may be killed too; and the store may be out of reach for some
 time. After some lives, two more look at what is left in the store.
+
+With `--cancels`, lives have none of these faults. Before each prediction, another one is cancelled or loses its client
+at a random moment, and SIGTERM comes during a prediction.
 
 Exits with 1 if a picture is not the eager one within rounding, a request waits for a compiler, a server is stuck, a
 process outlives its server, a pack does not verify, something published is gone, or the last life, with nothing wrong,
@@ -24,14 +28,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import processes
-from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, ask, difference, make_references, pixels, start
+from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, ask, begin, difference, make_references, pixels, start
 from fresh_boot import ROOT, end
 from table import markdown
 
@@ -47,9 +51,12 @@ from cog_server import CogServer
 
 _LIVES = 10
 _PREDICTIONS = (5, 40)
+_LOADED = "stop in a prediction"
 _ENDINGS = ("stop", "stop", "kill server", "kill server", "kill worker")
 # Between predictions: a server that is never idle leaves nothing to the compiling process on two cores.
 _MOST_PAUSE_S = 0.5
+# About what a picture takes, so that a request is broken off anywhere in it.
+_MOST_BREAK_S = 0.3
 _GONE_S = 10.0
 _COMPILED_S = 600.0
 # Levels of 0 to 255. Compiled code adds in another order, and a value at the edge of two levels takes the other one.
@@ -62,7 +69,7 @@ class Life:
     """What happens to a server: its predictions, its end, whether its cache directory is the one of the life before,
     and before which predictions its compiling process is killed and its store fails and recovers; a store that fails
     before prediction 0 fails in the boot. One that `is_patient` first waits until each size is precompiled: it and the
-    lives after it serve precompiled code."""
+    lives after it serve precompiled code. With `breaks_off`, a request is broken off before each prediction."""
 
     predictions: int
     ending: str
@@ -71,11 +78,14 @@ class Life:
     kills_compiler: int | None = None
     store_fails: int | None = None
     store_recovers: int = 0
+    breaks_off: bool = False
 
 
-def make_life(chance: random.Random) -> Life:
+def make_life(chance: random.Random, breaks_off: bool = False) -> Life:
     """Any that may be."""
     predictions = chance.randint(*_PREDICTIONS)
+    if breaks_off:
+        return Life(predictions, chance.choice(["stop", _LOADED]), breaks_off=True)
     fails = chance.randint(0, predictions - 1) if chance.random() < 0.4 else None
     is_patient = chance.random() < 0.25
     return Life(
@@ -155,9 +165,11 @@ class Soak:
                 self._set_store(is_there=False)
             if number == life.store_recovers:
                 self._set_store(is_there=True)
-            if number == life.predictions - 1 and life.ending != "stop":
+            if number == life.predictions - 1 and life.ending.startswith("kill"):
                 kill = threading.Timer(self._chance.uniform(0, 0.3), self._kill, [server, mark, life.ending, doomed])
                 kill.start()
+            if life.breaks_off:
+                self._begin(server)()
             self.ask(server, self._chance.choice(SIZES), self._chance.randrange(SEEDS), doomed)
             self.epoch.counts["asked"] += 1
             time.sleep(self._chance.uniform(0, _MOST_PAUSE_S))
@@ -165,7 +177,9 @@ class Soak:
 
     def _end(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
         self.epoch.counts[ending] += 1
-        if ending == "stop":
+        if ending in ("stop", _LOADED):
+            if ending == _LOADED:
+                self._begin(server)
             try:
                 server.stop(signal.SIGTERM, ANSWER_S)
             except subprocess.TimeoutExpired:
@@ -173,8 +187,16 @@ class Soak:
             return
         doomed.wait(ANSWER_S)
         if ending == "kill worker":  # the server lives on without one
-            left = processes.wait_gone(mark, _GONE_S, but=server.pid)
+            left = processes.wait_gone(mark, _GONE_S, but=(server.pid, server.process.pid))
             self.epoch.violations += [f"process {pid} outlives its worker: {processes.command(pid)!r}" for pid in left]
+
+    def _begin(self, server: CogServer) -> Callable[[], None]:
+        """Begin a prediction, and let a random time pass. What breaks it off."""
+        way = self._chance.choice(["cancel", "hang up"])
+        self.epoch.counts[way] += 1
+        break_off = begin(server, self._chance.choice(SIZES), is_left=way == "hang up")
+        time.sleep(self._chance.uniform(0, _MOST_BREAK_S))
+        return break_off
 
     def _kill(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
         doomed.set()
@@ -262,17 +284,8 @@ def check_store(folder: Path, epoch: Epoch) -> None:
 
 def table(epochs: Sequence[Epoch]) -> str:
     """A row for each store, and their sums."""
-    names = (
-        "predictions",
-        "precompiled",
-        "eager or both",
-        "lives",
-        "stop",
-        "kill server",
-        "kill worker",
-        "kill compiler",
-    )
-    columns = (*names, "store failed")
+    columns = ("predictions", "precompiled", "eager or both", "cancel", "hang up", "lives", "stop", _LOADED)
+    columns += ("kill server", "kill worker", "kill compiler", "store failed")
     rows = [
         [number, *(epoch.counts[name] for name in columns), len(epoch.promised), epoch.largest, len(epoch.violations)]
         for number, epoch in enumerate(epochs, 1)
@@ -286,6 +299,7 @@ def main() -> int:
     """Run all lives; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predictions", type=int, default=2000)
+    parser.add_argument("--cancels", type=int, help="as many are broken off, and nothing else goes wrong")
     parser.add_argument("--lives", type=int, default=_LIVES, help="for each store, before the last two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=7200.0, help="begin no life after so many seconds")
@@ -296,8 +310,9 @@ def main() -> int:
     epochs: list[Epoch] = []
 
     def is_over() -> bool:
-        asked = sum(epoch.counts["asked"] for epoch in epochs)
-        return asked >= args.predictions or time.monotonic() > deadline
+        names = ("cancel", "hang up") if args.cancels else ("asked",)
+        done = sum(epoch.counts[name] for epoch in epochs for name in names)
+        return done >= (args.cancels or args.predictions) or time.monotonic() > deadline
 
     while not is_over():
         chance = random.Random(f"{args.seed} {len(epochs)}")
@@ -305,7 +320,7 @@ def main() -> int:
         epochs.append(soak.epoch)
         for _ in range(args.lives):
             if not is_over():
-                soak.run(make_life(chance))
+                soak.run(make_life(chance, bool(args.cancels)))
         soak.close()
         print(table(epochs[-1:]).splitlines()[2], flush=True)
         if soak.epoch.violations:

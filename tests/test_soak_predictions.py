@@ -70,7 +70,7 @@ def test_a_process_that_outlives_its_server_is_found_by_its_mark(monkeypatch):
     try:
         assert processes.marked("of this test") == [child.pid]
         assert processes.wait_gone("of this test", 0.1) == [child.pid]
-        assert processes.wait_gone("of this test", 0.1, but=child.pid) == []
+        assert processes.wait_gone("of this test", 0.1, but=[child.pid]) == []
     finally:
         child.communicate()
     assert processes.wait_gone("of this test", 10) == []
