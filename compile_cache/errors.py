@@ -27,6 +27,10 @@ Each message says what happened, where, and what to do about it. A boot raises o
 are the user's own input. Every other error costs speed, not the boot.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 
 class CompileCacheError(Exception):
     """The root of the tree."""
@@ -58,6 +62,21 @@ class ManifestTooLarge(PackForbidden):
 
 class TooManyPacks(PackForbidden):
     """The limits leave no room for a pack beside the other packs of its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedPack:
+    """A pack that counts as absent, and the reason. `is_final` is False if it could not be read or the limits left no
+    room: the next look may use it."""
+
+    name: str
+    reason: str
+    is_final: bool = True
+
+    @classmethod
+    def after(cls, name: str, error: PackError | StoreError) -> RefusedPack:
+        """The pack whose use failed with `error`."""
+        return cls(name, str(error), isinstance(error, PackError) and not isinstance(error, TooManyPacks))
 
 
 class NotPrecompilable(CompileCacheError):

@@ -13,11 +13,11 @@ import toxic_proxy
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
-from compile_cache.storage.stores import deadline
+from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
 from compile_cache.storage.stores.cloud import CloudStore
-from compile_cache.storage.stores.deadline import limit_s, within_limit
 from compile_cache.storage.stores.s3 import S3Store
+from compile_cache.storage.stores.transfer import limit_s, within_limit
 
 MIB = 1 << 20
 ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
@@ -76,8 +76,8 @@ def be_impatient(monkeypatch) -> Callable[[], None]:
     """Called, it leaves every call 0.2 s."""
 
     def act() -> None:
-        monkeypatch.setattr(deadline, "_BASE_S", 0.2)
-        monkeypatch.setattr(deadline, "_LOWEST_BYTES_PER_S", 1 << 40)
+        monkeypatch.setattr(transfer, "_BASE_S", 0.2)
+        monkeypatch.setattr(transfer, "_LOWEST_BYTES_PER_S", 1 << 40)
 
     return act
 
@@ -97,7 +97,7 @@ def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
 
 
 def test_only_so_many_abandoned_calls_run_and_further_ones_are_not_begun(open_store, proxy, be_impatient, monkeypatch):
-    monkeypatch.setattr(deadline, "_running", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(transfer, "_running", threading.BoundedSemaphore(2))
     store = open_store("s3")
     be_impatient()
     proxy.poison(toxic_proxy.trickle_the_answer)
@@ -107,7 +107,7 @@ def test_only_so_many_abandoned_calls_run_and_further_ones_are_not_begun(open_st
     assert len(calls_under_way()) == len(proxy.spoiled) == 2
     proxy.heal()
     poll(lambda: not calls_under_way())
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
+    monkeypatch.setattr(transfer, "_BASE_S", 60)
     assert store.read("v1/object", 0, 100) == bytes(100)
 
 
@@ -119,7 +119,7 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     with pytest.raises(StoreUnavailable):
         store.read("v1/object", 0, 1000)
     proxy.heal()
-    monkeypatch.setattr(deadline, "_BASE_S", 60)
+    monkeypatch.setattr(transfer, "_BASE_S", 60)
     assert store.read("v1/object", 0, 1000) == bytes(1000)
 
 
@@ -129,7 +129,7 @@ def test_a_larger_transfer_has_more_time():
 
 def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
     from compile_cache.settings import Settings
-    from compile_cache.storage.stores.reading import READ_BYTES
+    from compile_cache.storage.stores.transfer import READ_BYTES
 
     assert limit_s(READ_BYTES) < Settings().restore_timeout_s
 

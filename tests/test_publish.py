@@ -21,9 +21,9 @@ from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, Stores
 from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import Rules
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -149,7 +149,7 @@ def test_the_report_tells_what_was_published(tmp_path, start):
     store = LocalStore(tmp_path / "store")
     started = start(store)
     started.publisher.wait(PATIENCE_S)
-    (entry,) = started.cache.list()
+    (entry,) = started.cache.packs.list()
     assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
     assert started.report.failures == []
 
@@ -369,7 +369,7 @@ from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.base import open_url
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.verify import Rules
 
 folder, store_url, budget_s = sys.argv[1:]
 store = open_url(store_url)

@@ -23,10 +23,10 @@ from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.s3 import S3Store
+from compile_cache.storage.verify import Rules
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
@@ -66,8 +66,8 @@ def one_attempt(monkeypatch) -> None:
 @pytest.fixture
 def half_a_second(monkeypatch) -> None:
     """The time for each call."""
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._BASE_S", 0.5)
-    monkeypatch.setattr("compile_cache.storage.stores.deadline._LOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr("compile_cache.storage.stores.transfer._BASE_S", 0.5)
+    monkeypatch.setattr("compile_cache.storage.stores.transfer._LOWEST_BYTES_PER_S", 1 << 40)
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
-from compile_cache.storage.merge import MOST_PACKS
+from compile_cache.storage.cache import MOST_PACKS, CompileCache
 from compile_cache.storage.pack.format import Pack
 from compile_cache.timeline import note, noted
 
@@ -140,7 +139,7 @@ class Publisher:
         if self._marked_on != today:
             self._marked_on = today
             self._attempt(lambda: self._cache.mark_used(today), is_upkeep=True)
-            if len(self._cache.pack_names) > MOST_PACKS:
+            if len(self._cache.packs.known) > MOST_PACKS:
                 self._merge_at = time.monotonic() + _MERGE_AFTER_S * random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
@@ -206,7 +205,7 @@ class Publisher:
             self._drop_published()
             if not self._staged:
                 return
-            if not (self._cache.is_fully_known or self._closing.is_set()):
+            if not (self._cache.packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)

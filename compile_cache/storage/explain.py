@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from compile_cache.errors import RefusedPack
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss, predecessors, stored_versions
-from compile_cache.storage.packs import PacksOfKey, Selection
-from compile_cache.storage.refused import RefusedPack
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.selection import PacksOfKey, Selection
 from compile_cache.storage.stores.base import Stores
+from compile_cache.storage.verify import Rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from compile_cache.storage.directory import CacheDirectory, FileStamp, logical_key
 from compile_cache.storage.fetch import Fetched
 from compile_cache.storage.pack.format import Pack, Source, sha256_of
-from compile_cache.storage.packs import PacksOfKey
+from compile_cache.storage.selection import PacksOfKey
 
 # The first packs are small, so that the most valuable files are stored even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20

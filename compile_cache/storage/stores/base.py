@@ -40,7 +40,7 @@ class ObjectStore(Protocol):
     """The methods that a cache needs of a store.
 
     They are thread-safe, and raise only `StoreError` and its subclasses. A call to a remote store that takes longer
-    than `deadline.limit_s` raises `StoreUnavailable`.
+    than `transfer.limit_s` raises `StoreUnavailable`.
     """
 
     @property

@@ -18,7 +18,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line
 from compile_cache.settings import split_url, without_user
 from compile_cache.storage.stores.base import StoredObject
-from compile_cache.storage.stores.deadline import within_limit
+from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
     from obstore import GetOptions

@@ -11,8 +11,8 @@ from hostile_packs import KEY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_cache.storage.choose import choose
 from compile_cache.storage.pack.manifest import Manifest, PackFile, check_paths
+from compile_cache.storage.selection import choose
 
 
 def file(path: str, content: str = "A", key: str | None = None, replaces: str | None = None) -> PackFile:
@@ -209,7 +209,7 @@ def test_a_union_is_always_the_same(packs):
 CHOOSE_DEEP_PATHS = """
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.pack.manifest import Manifest, PackFile
-from compile_cache.storage.choose import choose
+from compile_cache.storage.selection import choose
 def peak_bytes():
     status = open("/proc/self/status").read()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
