@@ -157,7 +157,7 @@ def pull(
     Each pack is verified, also by the trusted keys, before it is stored whole. Packs that are not copied are named. An
     interrupted copy goes on where it stopped. `pull` also writes the index.json that a web server's readers need.
     """
-    from compile_cache.storage.stores.mirror import write_index
+    from compile_cache.storage.stores.local import write_index
 
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())

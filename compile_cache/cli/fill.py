@@ -19,7 +19,7 @@ from compile_cache.lifecycle.fill import FilledBoot, Problem, all_problems, fill
 from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import open_stores
-from compile_cache.storage.stores.mirror import write_index
+from compile_cache.storage.stores.local import write_index
 
 _COLUMNS = ("region", "step", "kinds>", "graphs>", "made>", "loaded>", "error", "compiled>", "eager>", "seconds>")
 

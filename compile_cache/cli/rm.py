@@ -69,7 +69,7 @@ def _confirm(what: str, yes: bool) -> None:
 
 def _renew_index(store: ObjectStore) -> None:
     """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
-    from compile_cache.storage.stores.mirror import INDEX, write_index
+    from compile_cache.storage.stores.local import INDEX, write_index
 
     if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
         write_index(Path(store.location))

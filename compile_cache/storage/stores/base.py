@@ -22,8 +22,8 @@ _OPENERS = {
     "s3": ("compile_cache.storage.stores.s3:open_s3", "s3"),
     "gs": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "az": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
-    "https": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
-    "http": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
+    "https": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),
+    "http": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),
 }
 
 
