@@ -131,5 +131,18 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     return [v for v in begins if v.key.model_version == version] or begins
 
 
+def find_pack(version: StoredVersion, text: str) -> str:
+    """The name of the only pack of `version` that begins with `text`.
+
+    Raises:
+        CompileCacheError: no pack, or several packs, begin so.
+    """
+    names = [entry.name for entry in version.packs if entry.name.rpartition("/")[2].startswith(text)]
+    if len(names) != 1:
+        found = "no pack begins" if not names else f"{len(names)} packs begin"
+        raise CompileCacheError(f"{found} with {text}: `compile-cache show {version.key.model_name}` lists the packs")
+    return names[0]
+
+
 def _has_pack(version: StoredVersion, text: str) -> bool:
     return any(entry.name.rpartition("/")[2].startswith(text) for entry in version.packs)
