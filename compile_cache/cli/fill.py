@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -63,17 +63,14 @@ def fill_store(
 
 
 def _run(reference: str, settings: Settings) -> list[FilledBoot]:
-    """Set the predictor up. Its output goes to stderr, because stdout is for the answer."""
-    with contextlib.redirect_stdout(sys.stderr), _one_line(reference):
-        predictor = load_predictor(reference, Path.cwd())
-        return fill(lambda: set_up(predictor), settings)
+    """Set the predictor up. Its output goes to stderr, because stdout is for the answer.
 
-
-@contextlib.contextmanager
-def _one_line(reference: str) -> Iterator[None]:
-    """The border to the predictor's own code: print its traceback, then one line as for all errors."""
+    This is the border to the predictor's own code: print its traceback, then one line as for all errors.
+    """
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            predictor = load_predictor(reference, Path.cwd())
+            return fill(lambda: set_up(predictor), settings)
     except CompileCacheError:
         raise
     except Exception as error:

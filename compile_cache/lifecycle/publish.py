@@ -15,10 +15,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts, read_counts
@@ -27,6 +27,9 @@ from compile_cache.settings import Settings
 from compile_cache.storage.cache import MOST_PACKS, CompileCache
 from compile_cache.storage.pack.format import Pack
 from compile_cache.timeline import note, noted
+
+if TYPE_CHECKING:
+    from compile_cache.serving.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
 
@@ -41,21 +44,6 @@ _SPREAD_S = 3.0
 _MERGE_AFTER_S = 20.0
 
 
-class CompiledFiles(Protocol):
-    """The part of the compiler that decides which files are published."""
-
-    @property
-    def withheld(self) -> Collection[str]:
-        """Files that are never published."""
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether files may be half-written now."""
-
-    def unread_files(self) -> Collection[str]:
-        """Files that no warm boot would read."""
-
-
 class Publisher:
     """Publishes for one boot. `start` begins at READY and registers the exit hook.
 
@@ -67,7 +55,7 @@ class Publisher:
         cache: CompileCache,
         report: BootReport,
         settings: Settings,
-        compiler: CompiledFiles | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._cache = cache
         self._boot_report = report
