@@ -34,14 +34,7 @@ def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Vers
         document = {"store": store.location, "versions": [version_record(v) for v in versions], "environments": known}
         out.print_json({**document, "size_bytes": size_bytes})
         return
-    rows = [
-        (
-            *_cells(version),
-            out.age_text(version.published_s),
-            out.age_text(version.used_s),
-        )
-        for version in versions
-    ]
+    rows = [(*_cells(v), out.age_text(v.published_s), out.age_text(v.used_s)) for v in versions]
     if rows:
         out.print_table(("model", "version", "environment", "packs>", "size>", "published", "last used"), rows)
         out.print_line()
@@ -198,14 +191,7 @@ def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned:
         sizes = {"freed_bytes": plan.freed_bytes, "kept_bytes": plan.kept_bytes}
         out.print_json({**document, **sizes, "environments": plan.environments, "applied": _pruned_record(pruned)})
         return
-    rows = [
-        (
-            *_cells(removal.version),
-            out.age_text(removal.version.used_s),
-            removal.reason,
-        )
-        for removal in plan.removals
-    ]
+    rows = [(*_cells(r.version), out.age_text(r.version.used_s), r.reason) for r in plan.removals]
     if rows:
         out.print_table(("model", "version", "environment", "packs>", "size>", "last used", "why"), rows)
         out.print_line()

@@ -51,11 +51,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        cache: CompileCache,
-        report: BootReport,
-        settings: Settings,
-        compiler: Compiler | None = None,
+        self, cache: CompileCache, report: BootReport, settings: Settings, compiler: Compiler | None = None
     ) -> None:
         self._cache = cache
         self._boot_report = report
