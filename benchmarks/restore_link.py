@@ -32,7 +32,7 @@ from table import markdown, spread
 from compile_cache.storage.pack.format import Source, write_pack
 from compile_cache.storage.stores.base import StoredObject, open_url
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.reading import in_daemon_threads
+from compile_cache.storage.stores.transfer import in_daemon_threads
 
 RATE_BAR = 0.8
 MEMORY_BAR_MB = 256

@@ -67,6 +67,21 @@ class TooManyPacks(PackForbidden):
     """The limits leave no room for a pack beside the other packs of its key."""
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedPack:
+    """A pack that counts as absent, and the reason. `is_final` is False if it could not be read or the limits left no
+    room: the next look may use it."""
+
+    name: str
+    reason: str
+    is_final: bool = True
+
+    @classmethod
+    def after(cls, name: str, error: PackError | StoreError) -> RefusedPack:
+        """The pack whose use failed with `error`."""
+        return cls(name, str(error), isinstance(error, PackError) and not isinstance(error, TooManyPacks))
+
+
 class NotPrecompilable(CompileCacheError):
     """A region cannot be compiled ahead of time, or its artifact might be wrong in another process."""
 

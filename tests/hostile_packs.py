@@ -39,7 +39,7 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
-from compile_cache.storage.stores.reading import ObjectReader
+from compile_cache.storage.stores.transfer import ObjectReader
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")

@@ -16,6 +16,7 @@ from torch import nn
 
 from compile_cache.inductor.artifacts import Artifacts
 from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.compiler import Compiler
 from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
@@ -40,7 +41,7 @@ def tensor(*shape: int, seed: int = 1) -> torch.Tensor:
 def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Compiler:
     """A boot's compiler, as in a new process, whose regions are `modules`."""
     torch._dynamo.reset()
-    compiler = Compiler(settings or Settings(), directory)
+    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
     _BOOTED.append(compiler)
     for module in modules:
         compiler.compile(module)
@@ -66,7 +67,7 @@ def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
-    compiler = Compiler(settings or Settings(), directory)
+    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
     assert compiler.artifacts is not None
     with compiler.watching():  # which takes note of torch's options
         return compiler.artifacts

@@ -23,9 +23,9 @@ from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
 from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import Rules
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -150,7 +150,7 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
         tick(store)
     store.put(key.prefix + "notes.txt", b"")
     store.put(f"{key.environment_prefix}another/model/{'0' * 64}.pack", b"")
-    assert [entry.name for entry in first.cache.list()] == [key.prefix + pack.name for pack in packs]
+    assert [entry.name for entry in first.cache.packs.list()] == [key.prefix + pack.name for pack in packs]
 
 
 def test_keys_do_not_see_each_other(local, machine, key):
@@ -489,7 +489,7 @@ def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
     monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 100)
-    monkeypatch.setattr("compile_cache.storage.stores.reading.READ_BYTES", 100)
+    monkeypatch.setattr("compile_cache.storage.stores.transfer.READ_BYTES", 100)
     first = filled(machine(local), {"kernel.so": os.urandom(1000)})
     abandoned, reads = threading.Event(), []
 
@@ -618,9 +618,9 @@ def test_packs_that_reach_the_limits_together_leave_the_rest_out_and_get_no_more
     assert not refused.is_final
     booted.write({"new.so": b"new"})
     assert booted.publish() == ()
-    local.delete(booted.cache.pack_names[0])
+    local.delete(next(iter(booted.cache.packs.known)))
     booted.cache.refresh()
-    assert refused.name in booted.cache.pack_names
+    assert refused.name in booted.cache.packs.known
     assert packed_paths(booted.publish()) != []
 
 
@@ -685,7 +685,7 @@ def test_a_use_is_recorded_once_a_day_as_an_empty_object(store, machine, key):
     first.write(COLD)
     first.publish()
     for day in ("2026-11-20", "2026-11-20", "2026-11-21"):
-        second.cache.list()
+        second.cache.packs.list()
         second.restore()
         second.cache.mark_used(day)
     uses = {name: content for name, content in stored(store).items() if "used-" in name}
@@ -716,19 +716,19 @@ def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
     unsigned = machine(local)
     unsigned.restore()
     assert unsigned.cache.merge("the test").packs == 0
-    assert len(unsigned.cache.list()) == 5
+    assert len(unsigned.cache.packs.list()) == 5
 
 
 def test_merging_leaves_one_pack_with_everything(store, machine):
     publisher, booted = published_five(machine(store)), machine(store)
     assert publisher.cache.merge("the test").packs == 5
     assert booted.restored() == publisher.files()
-    assert len(booted.cache.pack_names) == 1
+    assert len(booted.cache.packs.known) == 1
 
 
 def test_four_packs_are_left_as_they_are(local, machine):
     publisher = published_five(machine(local))
-    local.delete(publisher.cache.list()[0].name)
+    local.delete(publisher.cache.packs.list()[0].name)
     before = stored(local)
     assert publisher.cache.merge("the test").packs == 0
     assert stored(local) == before
@@ -741,7 +741,7 @@ def test_packs_with_a_file_that_is_not_here_or_is_another_stay(local, machine):
     booted = machine(local)
     assert publisher.cache.merge("the test").packs == 3
     booted.restore()
-    assert len(booted.cache.pack_names) == 3
+    assert len(booted.cache.packs.known) == 3
     assert sorted(booted.files()) == sorted([*publisher.files(), "3.so"])
 
 
@@ -756,7 +756,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
     for pack in staged:
         second.cache.publish(pack)
     assert first.cache.merge("the test").packs == 6
-    assert len(first.cache.list()) == 1
+    assert len(first.cache.packs.list()) == 1
 
 
 def test_merging_keeps_what_was_changed_in_place(local, machine):
@@ -790,7 +790,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
     publisher = published_five(machine(local))
     other = machine(local)
     other.restore()
-    removed = publisher.cache.list()[0].name
+    removed = publisher.cache.packs.list()[0].name
 
     class Interrupted(LocalStore):
         def put(self, name: str, content: Path | bytes) -> None:
@@ -805,7 +805,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
     assert merger.cache.merge("the test").packs == 0
     booted = machine(local)
     booted.restore()
-    assert len(booted.cache.pack_names) == (1 if is_merged else 4)
+    assert len(booted.cache.packs.known) == (1 if is_merged else 4)
     assert (booted.files() == publisher.files()) == is_merged
 
 

@@ -19,7 +19,7 @@ from filled_stores import damage, put_pack, put_record, set_age
 from programs import run_program
 
 from compile_cache.cli import terminal as output
-from compile_cache.errors import StoreUnavailable
+from compile_cache.errors import RefusedPack, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
@@ -27,7 +27,6 @@ from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.pack.signing import Signer, generate_keys
-from compile_cache.storage.refused import RefusedPack
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
 

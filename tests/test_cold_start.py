@@ -16,7 +16,7 @@ from cog_server import PROJECT
 # What a worker of Cog's server does, as far as this is about it.
 WORKER = """\
 import json, os
-from compile_cache.background.cold_start import resolve_cold_start
+from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.settings import Settings
 settings = resolve_cold_start(Settings.from_env(os.environ))
 print(json.dumps([settings.cold_start, settings.unseen]))

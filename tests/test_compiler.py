@@ -12,6 +12,7 @@ from torch import nn
 from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
 
 from compile_cache.inductor.counters import read_counts
+from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.compiler import Compiler, find_regions
 from compile_cache.settings import Settings
@@ -32,7 +33,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(directory):
-    return Compiler(Settings(), directory)
+    return Compiler(resolve_cold_start(Settings()), directory)
 
 
 def warm_up(compiler: Compiler, call) -> dict[str, str]:
@@ -131,7 +132,8 @@ def test_instances_of_a_class_share_one_graph(compiler):
 
 
 def test_dynamic_shapes_compile_one_graph_for_two_sizes(directory):
-    compiler, model = Compiler(Settings(dynamic=True), directory), Root(NormBlock).eval()
+    compiler = Compiler(resolve_cold_start(Settings(dynamic=True)), directory)
+    model = Root(NormBlock).eval()
     compiler.compile(model)
     warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
     assert only_report(compiler).graphs == 1

@@ -16,11 +16,11 @@ from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
-from compile_cache.storage.stores import deadline
+from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
 from compile_cache.storage.stores.cloud import CloudStore
-from compile_cache.storage.stores.deadline import limit_s, within_limit
 from compile_cache.storage.stores.s3 import S3Store
+from compile_cache.storage.stores.transfer import limit_s, within_limit
 
 MIB = 1 << 20
 ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v1/a", bytes(100))}
@@ -67,7 +67,7 @@ def be_impatient(monkeypatch) -> Callable[[], None]:
     """Called, it leaves every call 0.2 s."""
 
     def act() -> None:
-        monkeypatch.setattr(deadline, "limit_s", lambda size_bytes: 0.2)
+        monkeypatch.setattr(transfer, "limit_s", lambda size_bytes: 0.2)
 
     return act
 
@@ -120,7 +120,7 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     with pytest.raises(StoreUnavailable):
         store.read("v1/a", 0, 1000)
     proxy.heal()
-    monkeypatch.setattr(deadline, "limit_s", limit_s)
+    monkeypatch.setattr(transfer, "limit_s", limit_s)
     assert store.read("v1/a", 0, 1000) == bytes(1000)
 
 
@@ -130,7 +130,7 @@ def test_a_larger_transfer_has_more_time():
 
 def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
     from compile_cache.settings import Settings
-    from compile_cache.storage.stores.reading import READ_BYTES
+    from compile_cache.storage.stores.transfer import READ_BYTES
 
     assert limit_s(READ_BYTES) < Settings().restore_timeout_s
 

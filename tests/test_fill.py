@@ -16,7 +16,7 @@ from validating_server import ValidatingServer
 
 from compile_cache.cli.terminal import size_text
 from compile_cache.lifecycle.boot import observed_boots
-from compile_cache.storage.stores.mirror import INDEX, parse_index
+from compile_cache.storage.stores.local import INDEX, parse_index
 
 # Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python that
 # runs, and a server's Python is this one.

@@ -121,7 +121,7 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
     from compile_cache.storage.cache import CompileCache
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.pack.signing import TrustedKeys
-    from compile_cache.storage.rules import Rules
+    from compile_cache.storage.verify import Rules
 
     store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
 

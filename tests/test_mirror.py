@@ -15,8 +15,7 @@ from web_servers import answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.storage.stores.base import StoredObject, open_url
-from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.mirror import MOST_INDEX_BYTES, parse_index, write_index
+from compile_cache.storage.stores.local import MOST_INDEX_BYTES, LocalStore, parse_index, write_index
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_cache.cli.project import ProjectError, load_predictor, read_project, set_up
+from compile_cache.cli.fill import ProjectError, load_predictor, read_project, set_up
 
 CONFIGURATION = 'environment:\n  - FROM_COG_YAML=1\nrun: "predict.py:Predictor"\n'
 

@@ -15,8 +15,7 @@ from compile_cache.errors import SettingsError, StoreAccessDenied
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Catalog, Version, catalog_of, read_catalog
 from compile_cache.storage.prune import Pruned, PrunePlan, PrunePolicy, apply_prune, plan_prune
-from compile_cache.storage.stores.base import StoredObject
-from compile_cache.storage.stores.layered import LayeredStore
+from compile_cache.storage.stores.base import LayeredStore, StoredObject
 
 NOW_S = 2_000_000_000.0
 

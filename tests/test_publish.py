@@ -23,9 +23,9 @@ from compile_cache.lifecycle.report import BootReport, PublishReport
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, Stores
 from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import Rules
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -136,7 +136,7 @@ def test_everything_is_published_at_the_start_and_the_report_tells_it(tmp_path, 
     started = start(store)
     assert started.publisher.wait(PATIENCE_S)
     assert restored(store, tmp_path, started) == FILES
-    (entry,) = started.cache.list()
+    (entry,) = started.cache.packs.list()
     assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
     assert started.report.failures == []
 
@@ -349,7 +349,7 @@ from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.base import open_url
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.verify import Rules
 
 folder, store_url, budget_s = sys.argv[1:]
 store = open_url(store_url)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.storage.stores.reading import READ_BYTES, THREADS, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, Abandoned, ObjectReader, in_daemon_threads
 
 CONTENT = bytes(range(100))
 
@@ -35,7 +35,7 @@ def test_the_bytes_from_start_to_end_are_read_in_whatever_pieces_they_are_asked_
     beginning = CONTENT[: data.draw(st.integers(0, 100))]
     sizes = data.draw(st.lists(st.integers(0, 40), max_size=10))
     store = kind(CONTENT)
-    with mock.patch("compile_cache.storage.stores.reading.READ_BYTES", 7):
+    with mock.patch("compile_cache.storage.stores.transfer.READ_BYTES", 7):
         reader = ObjectReader(store, "name", start, end, beginning)
         parts = [reader.read(size) for size in sizes]
         rest = reader.read(100)
@@ -54,7 +54,7 @@ def test_nothing_is_requested_twice_or_that_is_known_already(data):
     end = data.draw(st.integers(start, 100))
     known = data.draw(st.integers(0, 100))
     store = OneObject(CONTENT)
-    with mock.patch("compile_cache.storage.stores.reading.READ_BYTES", 7):
+    with mock.patch("compile_cache.storage.stores.transfer.READ_BYTES", 7):
         reader = ObjectReader(store, "name", start, end, CONTENT[:known])
         while reader.read(5):
             pass

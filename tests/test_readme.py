@@ -10,7 +10,7 @@ from pathlib import Path
 from boots import Booted, assert_fully_warm
 from cog_server import PROJECT, CogServer
 
-from compile_cache.cli.project import read_project
+from compile_cache.cli.fill import read_project
 from compile_cache.settings import Settings
 from models.image.settings import ImageSettings
 

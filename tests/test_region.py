@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from compile_cache.inductor.counters import read_counts
+from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.compiler import Compiler
 from compile_cache.settings import Settings
@@ -343,7 +344,7 @@ def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_insta
         "compile_cache.serving.comparison.compare", lambda *answers: compared.append(answers) or compare(*answers)
     )
     one, another = build(Product), build(Product)
-    compiler = Compiler(Settings(), directory, is_hit)
+    compiler = Compiler(resolve_cold_start(Settings()), directory, is_hit)
     for instance in (one, another):
         compiler.compile(instance)
     warm_up(compiler, lambda: [one(tensor()), another(tensor())])
@@ -410,7 +411,7 @@ def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, 
 
 def test_a_function_is_refused_by_name(shared):
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not predict"):
-        Compiler(CACHED, shared).compile(predict)  # type: ignore[arg-type]
+        Compiler(resolve_cold_start(CACHED), shared).compile(predict)  # type: ignore[arg-type]
 
 
 class Encoding(Product):

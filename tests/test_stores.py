@@ -24,11 +24,9 @@ from web_servers import forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.storage.stores.base import ObjectStore, open_stores, open_url
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores, open_url
 from compile_cache.storage.stores.cloud import CloudStore
-from compile_cache.storage.stores.layered import LayeredStore
-from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.mirror import write_index
+from compile_cache.storage.stores.local import LocalStore, write_index
 from compile_cache.storage.stores.s3 import S3Store
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")

@@ -25,10 +25,10 @@ from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.s3 import S3Store
+from compile_cache.storage.verify import Rules
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}
@@ -68,7 +68,7 @@ def one_attempt(monkeypatch) -> None:
 @pytest.fixture
 def half_a_second(monkeypatch) -> None:
     """The time for each call."""
-    monkeypatch.setattr("compile_cache.storage.stores.deadline.limit_s", lambda size_bytes: 0.5)
+    monkeypatch.setattr("compile_cache.storage.stores.transfer.limit_s", lambda size_bytes: 0.5)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.background import cold_start
-from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.background.jobs import Done
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
+from compile_cache.lifecycle import host
+from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import region
 from compile_cache.serving.compiler import Compiler
 from compile_cache.settings import Settings
@@ -216,7 +216,7 @@ def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the
 
 
 def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
-    monkeypatch.setattr(cold_start, "_is_lasting_server", lambda: True)
+    monkeypatch.setattr(host, "_is_lasting_server", lambda: True)
     assert resolve_cold_start(Settings()).cold_start == "background"
     found = resolve_cold_start(replace(Settings(), precompile=False))
     assert (found.cold_start, found.unseen) == ("block", "block")

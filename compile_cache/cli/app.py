@@ -13,22 +13,20 @@ import typer
 from typer.core import TyperGroup
 
 from compile_cache import __version__
-from compile_cache.cli import explain as explaining
 from compile_cache.cli import options as opt
 from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
-from compile_cache.cli.rm import rm
+from compile_cache.cli.report import write_report
 from compile_cache.errors import CompileCacheError
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.explain import explain_boot
 from compile_cache.storage.pack.signing import generate_keys
-from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove_packs
 from compile_cache.storage.stores.base import ObjectStore, open_stores
-from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import PackState, verify_all, verify_heads
+from compile_cache.storage.stores.local import INDEX, LocalStore, write_index
+from compile_cache.storage.verify import PackState, Rules, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):
@@ -158,8 +156,6 @@ def pull(
     Each pack is verified, also by the trusted keys, before it is stored whole. Packs that are not copied are named. An
     interrupted copy goes on where it stopped. `pull` also writes the index.json that a web server's readers need.
     """
-    from compile_cache.storage.stores.mirror import write_index
-
     settings = opt.read_settings(source)
     target = LocalStore(to.absolute())
     selection = opt.Selection(model, version, environment)
@@ -236,7 +232,52 @@ def prune(
     printing.print_plan(writing, plan, policy, apply_prune(writing, plan) if apply else None, json)
 
 
-app.command()(rm)
+@app.command()
+def rm(
+    key: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="The beginning of model/version.")],
+    pack: Annotated[str | None, typer.Argument(metavar="[PACK]", help="The beginning of a pack's name.")] = None,
+    store: opt.Store = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    json: opt.Json = False,
+) -> None:
+    """Delete a version's packs, or one of them. No running container brings them back; a new boot may make them
+    anew."""
+    writing = opt.open_writing(opt.read_settings(store))
+    version = opt.find_version(read_catalog(writing).versions, key)
+    names = None if pack is None else {opt.find_pack(version, pack)}
+    chosen = [entry for entry in version.packs if names is None or entry.name in names]
+    size = out.size_text(sum(entry.size_bytes for entry in chosen))
+    model = f"{version.key.model_name}/{out.short_version(version.key.model_version)}"
+    where = f"{model} in environment {out.short(version.key.environment)} in {writing.location}"
+    _confirm(f"{out.count_text(len(chosen), 'pack')}, {size}, of {where}", yes)
+    removed = remove_packs(writing, version, names)
+    _renew_index(writing)
+    if json:
+        out.print_json({"store": writing.location, "removed": [entry.name for entry in removed]})
+        return
+    for entry in removed:
+        out.print_line(f"removed {entry.name}")
+
+
+def _confirm(what: str, yes: bool) -> None:
+    """Ask, unless `yes`.
+
+    Raises:
+        CompileCacheError: nobody answers.
+        Exit: the answer is no.
+    """
+    try:
+        if not (yes or typer.confirm(f"Delete {what}?", err=True)):
+            raise typer.Exit(1)
+    except typer.Abort as error:
+        raise CompileCacheError("nobody answered, so nothing was deleted. Without a terminal, give --yes.") from error
+
+
+def _renew_index(store: ObjectStore) -> None:
+    """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
+    if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
+        write_index(Path(store.location))
+        out.print_note(f"renewed {store.location}/{INDEX}")
 
 
 @app.command()
@@ -259,13 +300,13 @@ def explain(
         out.print_note("error: give a MODEL, or a boot's report with --report FILE")
         raise typer.Exit(2)
     if report is not None:
-        explaining.print_report(report, json)
+        printing.print_report(report, json)
     elif model is not None:
         settings = opt.read_settings(store)
         stores = open_stores(settings)
         explanation = explain_boot(settings, stores, model, source or (), os.environ)
         opt.warn_of_problems(stores.reading)
-        explaining.print_explanation(settings, stores.reading, explanation, json)
+        printing.print_explanation(settings, stores.reading, explanation, json)
 
 
 @app.command()
@@ -291,8 +332,6 @@ def report(
     regions do in the warm-up; `preload` loads restored functions; `restore` fetches; `publish` packs and stores;
     `second process` compiles after READY.
     """
-    from compile_cache.cli.report import write_report
-
     write_report(reports or (), store, output, trace)
 
 

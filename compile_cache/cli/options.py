@@ -123,7 +123,7 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     parts = text.removeprefix("v1/").rstrip("/").split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:
-        begins = [v for v in stored if v.key.model_name.startswith(text) or _has_pack(v, text)]
+        begins = [v for v in stored if v.key.model_name.startswith(text) or _packs(v, text)]
         return [v for v in begins if v.key.model_name == text] or begins
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
@@ -131,5 +131,19 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     return [v for v in begins if v.key.model_version == version] or begins
 
 
-def _has_pack(version: StoredVersion, text: str) -> bool:
-    return any(entry.name.rpartition("/")[2].startswith(text) for entry in version.packs)
+def find_pack(version: StoredVersion, text: str) -> str:
+    """The name of the only pack of `version` that begins with `text`.
+
+    Raises:
+        CompileCacheError: no pack, or several packs, begin so.
+    """
+    names = _packs(version, text)
+    if len(names) != 1:
+        found = "no pack begins" if not names else f"{len(names)} packs begin"
+        raise CompileCacheError(f"{found} with {text}: `compile-cache show {version.key.model_name}` lists the packs")
+    return names[0]
+
+
+def _packs(version: StoredVersion, text: str) -> list[str]:
+    """The names of the version's packs that begin with `text`."""
+    return [entry.name for entry in version.packs if entry.name.rpartition("/")[2].startswith(text)]

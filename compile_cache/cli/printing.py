@@ -1,20 +1,27 @@
-"""Prints the answers of the commands about stores, for people and as JSON (`explain` has its own module)."""
+"""Prints the answers of commands, for people and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from compile_cache.cli import terminal as out
+from compile_cache.cli.report import read_report
+from compile_cache.settings import Settings
 from compile_cache.storage.catalog import Catalog, Version, read_record
 from compile_cache.storage.copy import Copied
+from compile_cache.storage.explain import Explanation
 from compile_cache.storage.prune import Pruned, PrunePlan, PrunePolicy
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.verify import PackState, VerifiedPack
+
+_MOST_VERSIONS = 5
 
 
 def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Version], as_json: bool) -> None:
@@ -27,14 +34,7 @@ def print_versions(store: ObjectStore, catalog: Catalog, versions: Sequence[Vers
         document = {"store": store.location, "versions": [version_record(v) for v in versions], "environments": known}
         out.print_json({**document, "size_bytes": size_bytes})
         return
-    rows = [
-        (
-            *_cells(version),
-            out.age_text(version.published_s),
-            out.age_text(version.used_s),
-        )
-        for version in versions
-    ]
+    rows = [(*_cells(v), out.age_text(v.published_s), out.age_text(v.used_s)) for v in versions]
     if rows:
         out.print_table(("model", "version", "environment", "packs>", "size>", "published", "last used"), rows)
         out.print_line()
@@ -191,14 +191,7 @@ def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned:
         sizes = {"freed_bytes": plan.freed_bytes, "kept_bytes": plan.kept_bytes}
         out.print_json({**document, **sizes, "environments": plan.environments, "applied": _pruned_record(pruned)})
         return
-    rows = [
-        (
-            *_cells(removal.version),
-            out.age_text(removal.version.used_s),
-            removal.reason,
-        )
-        for removal in plan.removals
-    ]
+    rows = [(*_cells(r.version), out.age_text(r.version.used_s), r.reason) for r in plan.removals]
     if rows:
         out.print_table(("model", "version", "environment", "packs>", "size>", "last used", "why"), rows)
         out.print_line()
@@ -228,6 +221,50 @@ def _print_dry_run(store: ObjectStore, plan: PrunePlan) -> None:
 
 def _pruned_record(pruned: Pruned | None) -> dict[str, Any] | None:
     return None if pruned is None else {**asdict(pruned), "skipped": [key.prefix for key in pruned.skipped]}
+
+
+def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:
+    """Print the answer of `explain MODEL`."""
+    if as_json:
+        out.print_json({"store": store.location, **asdict(found)})
+        return
+    out.print_line(f"model        {found.key.model_name}")
+    out.print_line(f"version      {found.key.model_version}")
+    if found.assumes_no_sources:
+        out.print_line(
+            "sources      none given: if the predictor names sources, give them with --source, because they change "
+            "the version"
+        )
+    out.print_line(f"environment  {found.key.environment}: {out.environment_text(found.environment)}")
+    out.print_line(f"store        {store.location}")
+    if versions := [out.short_version(version) for version in found.stored_versions]:
+        more = f" and {len(versions) - _MOST_VERSIONS} more" if len(versions) > _MOST_VERSIONS else ""
+        out.print_line(f"stored       for this environment: {', '.join(versions[:_MOST_VERSIONS])}{more}")
+    for refused in found.refused:
+        out.print_line(f"refused      {refused.name}: {refused.reason}")
+    usable = f"{out.count_text(found.packs, 'pack')}, {out.size_text(found.stored_bytes)}"
+    said = {"hit": usable, "seeded": f"from version {found.seeded_from}, {usable}; {found.reason}"}
+    out.print_line(f"{found.outcome}: {said.get(found.outcome, found.reason)}")
+    if not settings.enabled:
+        out.print_note("warning: COMPILE_CACHE_SCOPE=off, so a boot restores nothing")
+
+
+def print_report(path: Path, as_json: bool) -> None:
+    """Print the answer of `explain --report`.
+
+    Raises:
+        CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
+    """
+    report = read_report(path)
+    if as_json:
+        out.print_json(json.loads(path.read_bytes()))
+        return
+    out.print_line(f"model {report.model_name}, version {report.model_version}, environment {report.environment}")
+    for line in report.lines():
+        out.print_line(line)
+    for failure in report.publish.failures:
+        out.print_line(f"not published: {failure}")
+    out.print_line("nothing was compiled anew" if report.fully_cached else "not all of it came from the cache")
 
 
 def print_keys(private: str, public: str) -> None:

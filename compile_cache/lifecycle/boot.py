@@ -12,16 +12,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import CompileCacheError, SettingsError
-from compile_cache.inductor.counters import read_counts
+from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.lifecycle.report import BootReport, RestoreReport
-from compile_cache.lifecycle.serving import Serving
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
 
@@ -55,9 +54,11 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
     """
+    from compile_cache.lifecycle.host import resolve_cold_start
+
     settings = resolve_cold_start(Settings.from_env(environ))
     if settings.signing_key or settings.trusted_keys:
-        from compile_cache.storage.rules import Rules
+        from compile_cache.storage.verify import Rules
 
         Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
     if missing := [str(source) for source in sources if not Path(source).exists()]:
@@ -79,7 +80,7 @@ def observed_boots() -> Iterator[list[Boot]]:
         _observed = outer
 
 
-class Boot(Serving):
+class Boot:
     """A boot in progress, and its report. `boot` makes one."""
 
     def __init__(
@@ -88,8 +89,8 @@ class Boot(Serving):
         from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user
 
         self._started = time.perf_counter()
-        super().__init__(BootReport(store=settings.store, scope=settings.scope, mode=settings.mode))
         self._timeline = Timeline()
+        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
         self._directory: CacheDirectory | None = None
@@ -98,6 +99,9 @@ class Boot(Serving):
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: Preloading | None = None
+        self._compiler: Compiler | None = None
+        self._demoted: set[str] = set()
+        self._counted_before = read_counts()
         self._preparing = threading.RLock()
         self._has_tried_compiler = False
         self._publisher: Publisher | None = None
@@ -253,6 +257,36 @@ class Boot(Serving):
                 if after.misses == before.misses:
                     return
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles; so may predictions")
+
+    def prediction(self) -> Prediction:
+        """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
+        return Prediction(self.report, self._compiler)
+
+    def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
+        """Add the calls that `Prediction.served` counted once more, after a replay of their recording, such as a CUDA
+        graph."""
+        for region in self._compiler.regions.values() if self._compiler else ():
+            region.served.update(served.get(region.report.name, {}))
+
+    @property
+    def waiting(self) -> int:
+        """How many kinds of calls are served eager until the second process has compiled them."""
+        return self._compiler.waiting if self._compiler else 0
+
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Wait until the second process has answered for every call so far; False after `timeout_s`."""
+        return self._compiler is None or self._compiler.wait(timeout_s)
+
+    def name_demoted(self) -> None:
+        """Log each region that is served eager for good, once, with the reason."""
+        for region in self.report.regions:
+            if region.settled == "eager" and region.name not in self._demoted:
+                self._demoted.add(region.name)
+                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
+
+    def counts(self) -> CompileCounts:
+        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
+        return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
         """Wait until the warm-up's artifacts are in the store, or publishing them failed; False after `timeout_s`."""

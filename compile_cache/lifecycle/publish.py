@@ -15,19 +15,21 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
-from compile_cache.storage.merge import MOST_PACKS
+from compile_cache.storage.cache import MOST_PACKS, CompileCache
 from compile_cache.storage.pack.format import Pack
 from compile_cache.timeline import note, noted
+
+if TYPE_CHECKING:
+    from compile_cache.serving.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
 
@@ -42,21 +44,6 @@ _SPREAD_S = 3.0
 _MERGE_AFTER_S = 20.0
 
 
-class CompiledFiles(Protocol):
-    """The part of the compiler that decides which files are published."""
-
-    @property
-    def withheld(self) -> Collection[str]:
-        """Files that are never published."""
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether files may be half-written now."""
-
-    def unread_files(self) -> Collection[str]:
-        """Files that no warm boot would read."""
-
-
 class Publisher:
     """Publishes for one boot. `start` begins at READY and registers the exit hook.
 
@@ -64,11 +51,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        cache: CompileCache,
-        report: BootReport,
-        settings: Settings,
-        compiler: CompiledFiles | None = None,
+        self, cache: CompileCache, report: BootReport, settings: Settings, compiler: Compiler | None = None
     ) -> None:
         self._cache = cache
         self._boot_report = report
@@ -140,7 +123,7 @@ class Publisher:
         if self._marked_on != today:
             self._marked_on = today
             self._attempt(lambda: self._cache.mark_used(today), is_upkeep=True)
-            if len(self._cache.pack_names) > MOST_PACKS:
+            if len(self._cache.packs.known) > MOST_PACKS:
                 self._merge_at = time.monotonic() + _MERGE_AFTER_S * random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
@@ -206,7 +189,7 @@ class Publisher:
             self._drop_published()
             if not self._staged:
                 return
-            if not (self._cache.is_fully_known or self._closing.is_set()):
+            if not (self._cache.packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compile_cache.errors import RefusedPack
 from compile_cache.files import replacing
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.serving.report import RegionReport
-from compile_cache.storage.refused import RefusedPack
 from compile_cache.timeline import Span
 
 

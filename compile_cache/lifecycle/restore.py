@@ -18,8 +18,8 @@ from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.catalog import explain_miss, predecessors
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores, open_stores
+from compile_cache.storage.verify import Rules
 from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.background.cold_start import resolve_cold_start
 from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
 from compile_cache.inductor.autotuner import unread_files
 from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
@@ -54,7 +53,7 @@ class Compiler:
     """
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
-        self._settings = settings = resolve_cold_start(settings)
+        self._settings = settings
         self._directory = directory
         self._is_hit = is_hit
         self.moment = Moment()

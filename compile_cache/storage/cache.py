@@ -1,30 +1,41 @@
 """CompileCache: moves one key's artifacts between an object store and a cache directory.
 
 The store's listing, in the order of the store's own time, is the only index. All packs of a key add up. A pack's head
-names its content, so a boot reads only the frames that it needs, and a publisher uploads only new files.
+names its content, so a boot reads only the frames that it needs, and a publisher uploads only new files. If a key has
+too many packs, a publisher merges them into one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.errors import StoreError
+from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched, fetch
-from compile_cache.storage.heads import HEAD_READ_BYTES, StoredPack
 from compile_cache.storage.ledger import Ledger
-from compile_cache.storage.merge import Merged, merge
-from compile_cache.storage.pack.format import Head, Pack, write_pack
-from compile_cache.storage.packs import USED, PacksOfKey
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.pack.format import Head, Pack, Source, sha256_of, write_pack
+from compile_cache.storage.pack.manifest import PackFile
+from compile_cache.storage.selection import USED, PacksOfKey, choose
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
+from compile_cache.storage.verify import HEAD_READ_BYTES, Rules, StoredPack, verify_pack
 
 log = logging.getLogger("compile_cache")
+
+MOST_PACKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """How many packs were merged and deleted, and the length of the pack that was stored instead, if any."""
+
+    packs: int = 0
+    stored_bytes: int = 0
 
 
 class CompileCache:
@@ -53,16 +64,6 @@ class CompileCache:
         return CompileCache(Stores(self.writing, self.writing), key, self.environment, self._directory, self.rules)
 
     @property
-    def directory(self) -> CacheDirectory:
-        """The directory into which artifacts are restored, and from which they are published."""
-        return self._directory
-
-    @property
-    def staging(self) -> Path:
-        """The folder into which packs are unpacked."""
-        return self._directory.inbox
-
-    @property
     def writing(self) -> ObjectStore:
         """The store that is written.
 
@@ -73,24 +74,10 @@ class CompileCache:
             raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
         return self.stores.writing
 
-    def list(self) -> Sequence[StoredObject]:
-        """The packs of this key, oldest first. Raises StoreError if the store cannot be listed."""
-        return self.packs.list()
-
-    @property
-    def pack_names(self) -> tuple[str, ...]:
-        """The usable packs, as far as their heads tell, in the order of their listing."""
-        return tuple(self.packs.known)
-
     @property
     def is_empty(self) -> bool:
         """Whether the store has no usable pack of this key. True before the first listing."""
         return not self.packs.known
-
-    @property
-    def is_fully_known(self) -> bool:
-        """Whether the store has answered for every listed pack, with its head or with a final refusal."""
-        return self.packs.is_fully_known
 
     def refresh(self, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of new packs. Raises StoreError if it cannot be listed, or `abandoned` was
@@ -156,15 +143,46 @@ class CompileCache:
             store.put(self.key.environment_prefix + "environment.json", self.environment.to_json().encode())
 
     def merge(self, creator: str) -> Merged:
-        """Merge the packs of the written store into one, if there are too many (merge.py).
+        """If the written store has more than four packs of this key, merge those whose files the directory has. The new
+        pack is read back before the others are deleted.
+
+        Any number of processes may merge at once, and each may be killed at any moment. Whoever deletes a pack has
+        stored its files in a later one, and has then seen that all merged packs were still there. If one of them is
+        gone, somebody else has merged or removed it, and the new pack is deleted instead.
 
         Raises:
             StoreError: the store failed. Nothing is lost.
             PackError: the merged pack is damaged. Nothing was deleted.
             OSError: the staging folder cannot be written.
         """
-        packs = PacksOfKey(self.writing, self.key, self.rules)
-        return merge(packs, self._directory.path, self._directory.empty_outbox(), creator)
+        store, directory = self.writing, self._directory.path
+        packs = PacksOfKey(store, self.key, self.rules)
+        packs.refresh()
+        if len(packs.known) <= MOST_PACKS:
+            return Merged()
+        merged, files = _mergeable(packs, directory)
+        if len(merged) < 2:
+            return Merged()
+        sources = [Source(directory / path, path, file.key) for path, file in files.items()]
+        pack = write_pack(self._directory.empty_outbox(), self.key, sources, creator, self.rules.signer)
+        if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:
+            return Merged()  # torch has just rewritten a file
+        name = self.key.prefix + pack.name
+        store.put(name, pack.local)
+        pack.local.unlink()
+        try:
+            verify_pack(store, name, pack.stored_bytes, self.rules)
+        except ObjectNotFound:  # somebody else has merged it already
+            return Merged()
+        except PackError:
+            store.delete(name)
+            raise
+        if not merged.keys() <= {entry.name for entry in packs.list()}:
+            store.delete(name)
+            return Merged()
+        for old in merged:
+            store.delete(old)
+        return Merged(len(merged), pack.stored_bytes)
 
     def mark_used(self, today: str) -> None:
         """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.
@@ -182,3 +200,26 @@ class CompileCache:
         for older in [use for use in self.packs.uses if use < name]:
             store.delete(self.key.prefix + older)
         self.packs.uses = {name}
+
+
+def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
+    """The packs of this signer (unsigned ones, if there is none) of which every file is here, or has a logical key that
+    comes from another of these packs; and the files to put into the merged pack, by path."""
+    signer = packs.rules.signer
+    own = signer.public_key if signer else None
+    found = {name: pack for name, pack in packs.known.items() if pack.head.signed_by == own}
+    while True:
+        chosen = {path: choice.file for path, choice in choose([p.head.manifest for p in found.values()]).items()}
+        missing = {file.key for path, file in chosen.items() if not _is_here(directory / path, file)}
+        keys = {file.key for file in chosen.values()} - missing
+        whole = {name: p for name, p in found.items() if all(file.key in keys for file in p.head.manifest.files)}
+        if len(whole) == len(found):
+            return whole, chosen
+        found = whole
+
+
+def _is_here(local: Path, file: PackFile) -> bool:
+    try:
+        return local.stat().st_size == file.size_bytes and sha256_of(local) == file.sha256
+    except FileNotFoundError:
+        return False

@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, StoreError
+from compile_cache.errors import ObjectNotFound, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
-from compile_cache.storage.refused import RefusedPack
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.reading import READ_BYTES, in_daemon_threads
-from compile_cache.storage.verify import PackState, Progress, verify_heads, verify_whole
+from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads
+from compile_cache.storage.verify import PackState, Progress, Rules, verify_heads, verify_whole
 
 _MOST_LISTINGS = 3
 
@@ -49,7 +47,7 @@ def copy_versions(
         StoreError: a store cannot be listed, or `target` cannot be written.
         OSError: the temporary folder cannot be written.
     """
-    copy = _Copy(source, target, rules, _Counter(progress))
+    copy = _Copy(source, target, rules, progress)
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
@@ -66,34 +64,21 @@ def copy_versions(
     )
 
 
-class _Counter:
-    """Adds up the bytes that several threads have read, and calls `progress`."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.done_bytes = 0
-        self.total_bytes = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, size_bytes: int) -> None:
-        """Count bytes read."""
-        with self._lock:
-            self.done_bytes += size_bytes
-            self._progress(self.done_bytes, self.total_bytes)
-
-
 @dataclass(slots=True)
 class _Copy:
-    """One copy in progress."""
+    """One copy in progress. Several threads add to `done_bytes`, the bytes that were read."""
 
     source: ObjectStore
     target: ObjectStore
     rules: Rules
-    counter: _Counter
+    progress: Progress
     present: set[str] = field(default_factory=set)
     refused: dict[str, RefusedPack] = field(default_factory=dict)
     vanished: dict[str, RefusedPack] = field(default_factory=dict)
     copied: dict[str, int] = field(default_factory=dict)
+    done_bytes: int = 0
+    total_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def packs(self, versions: Sequence[Version]) -> None:
         """Copy missing packs, oldest first, so that the target lists them in the same order."""
@@ -102,7 +87,7 @@ class _Copy:
         packs = [pack for version in versions for pack in version.packs if pack.name not in self.copied]
         self.present |= {pack.name for pack in packs if (pack.name, pack.size_bytes) in there}
         missing = [pack for pack in packs if pack.name not in self.present and pack.name not in self.refused]
-        self.counter.total_bytes = self.counter.done_bytes + sum(pack.size_bytes for pack in missing)
+        self.total_bytes = self.done_bytes + sum(pack.size_bytes for pack in missing)
         for pack in missing:
             with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
                 self._copy_pack(pack, Path(folder))
@@ -116,11 +101,9 @@ class _Copy:
                     return
         try:
             self._read(pack, local)
-        except ObjectNotFound as error:
-            self.vanished[pack.name] = RefusedPack(pack.name, str(error), is_final=False)
-            return
         except StoreError as error:
-            self.refused[pack.name] = RefusedPack(pack.name, str(error), is_final=False)
+            failed = self.vanished if isinstance(error, ObjectNotFound) else self.refused
+            failed[pack.name] = RefusedPack.after(pack.name, error)
             return
         verified = verify_whole(LocalStore(folder), pack, self.rules)
         assert verified is not None  # it was written just now
@@ -140,7 +123,9 @@ class _Copy:
             with local.open("r+b") as file:
                 file.seek(start)
                 file.write(part)
-            self.counter.add(len(part))
+            with self.lock:
+                self.done_bytes += len(part)
+                self.progress(self.done_bytes, self.total_bytes)
 
         in_daemon_threads(read_part, range(0, pack.size_bytes, READ_BYTES))
 
@@ -154,7 +139,7 @@ class _Copy:
             try:
                 content = self.source.read(entry.name, 0, MOST_RECORD_BYTES)
             except StoreError as error:
-                self.refused[entry.name] = RefusedPack(entry.name, str(error), is_final=False)
+                self.refused[entry.name] = RefusedPack.after(entry.name, error)
                 continue
             if names_record(digest, content):
                 self.target.put(entry.name, content)

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from compile_cache.errors import RefusedPack
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss, predecessors, stored_versions
-from compile_cache.storage.packs import PacksOfKey, Selection
-from compile_cache.storage.refused import RefusedPack
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.selection import PacksOfKey
 from compile_cache.storage.stores.base import Stores
+from compile_cache.storage.verify import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,11 @@ def explain_boot(
         selection = packs.select()
         refused += selection.refused
         if selection.files:
-            return _with_packs(replace(found, refused=tuple(refused)), candidate, selection)
+            used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+            size_bytes = sum(entry.size_bytes for entry in used)
+            found = replace(found, packs=len(used), stored_bytes=size_bytes, refused=tuple(refused))
+            if candidate == key:
+                return replace(found, outcome="hit")
+            reason = f"nothing in {key.prefix}"
+            return replace(found, outcome="seeded", reason=reason, seeded_from=candidate.model_version)
     return replace(found, reason=explain_miss(store, key, environment), refused=tuple(refused))
-
-
-def _with_packs(found: Explanation, candidate: CacheKey, selection: Selection) -> Explanation:
-    used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
-    found = replace(found, packs=len(used), stored_bytes=sum(entry.size_bytes for entry in used))
-    if candidate == found.key:
-        return replace(found, outcome="hit")
-    reason = f"nothing in {found.key.prefix}"
-    return replace(found, outcome="seeded", reason=reason, seeded_from=candidate.model_version)

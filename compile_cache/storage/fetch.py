@@ -9,14 +9,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, StoreError
-from compile_cache.storage.heads import WHOLE_PACK_BYTES, StoredPack
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
 from compile_cache.storage.pack.format import Run, runs, unpack_run
 from compile_cache.storage.pack.manifest import PackFile
-from compile_cache.storage.packs import PacksOfKey
-from compile_cache.storage.refused import RefusedPack
+from compile_cache.storage.selection import PacksOfKey
 from compile_cache.storage.stores.base import ObjectStore
-from compile_cache.storage.stores.reading import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.verify import WHOLE_PACK_BYTES, StoredPack
 
 _MOST_LISTINGS = 5
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from compile_cache.storage.directory import CacheDirectory, FileStamp, logical_key
 from compile_cache.storage.fetch import Fetched
 from compile_cache.storage.pack.format import Pack, Source, sha256_of
-from compile_cache.storage.packs import PacksOfKey
+from compile_cache.storage.selection import PacksOfKey
 
 # The first packs are small, so that the most valuable files are stored even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
@@ -26,12 +26,10 @@ class Ledger:
     def __init__(self, directory: CacheDirectory, packs: PacksOfKey) -> None:
         self._directory = directory
         self._packs = packs
-        self._stored: dict[
-            str, tuple[str, FileStamp]
-        ] = {}  # by path: the digest of the stored content, and the file's stamp
-        self._seeded: dict[
-            str, tuple[FileStamp, str]
-        ] = {}  # by path: the stamp and the logical key of another version's file
+        # By path: the digest of the stored content, and the file's stamp.
+        self._stored: dict[str, tuple[str, FileStamp]] = {}
+        # By path: the stamp and the logical key of another version's file.
+        self._seeded: dict[str, tuple[FileStamp, str]] = {}
         self._staged: dict[str, FileStamp] = {}  # the stamps from before the files were read into packs
 
     def install(self, fetched: Fetched) -> int:
@@ -100,17 +98,14 @@ class Ledger:
         sha256 = sha256_of(local)
         if sha256 == stored_sha256:
             self._stored[path] = (sha256, stamp)
+            return
         # Any other changed file is damaged. If there are several successors, the first one is used.
-        elif path.endswith(_TUNED) and self._has(path, stored_sha256) and not self._has_successor(path, stored_sha256):
+        if not path.endswith(_TUNED):
+            return
+        packed = [f for pack in self._packs.known.values() for f in pack.head.manifest.files if f.path == path]
+        has_successor = any(file.replaces == stored_sha256 for file in packed)
+        if not has_successor and any(file.sha256 == stored_sha256 for file in packed):
             yield Source(local, path, key, replaces=stored_sha256)
-
-    def _has(self, path: str, sha256: str) -> bool:
-        files = (file for pack in self._packs.known.values() for file in pack.head.manifest.files)
-        return any(file.path == path and file.sha256 == sha256 for file in files)
-
-    def _has_successor(self, path: str, sha256: str) -> bool:
-        files = (file for pack in self._packs.known.values() for file in pack.head.manifest.files)
-        return any(file.path == path and file.replaces == sha256 for file in files)
 
 
 def _variant(key: str, siblings: Iterable[str]) -> str:

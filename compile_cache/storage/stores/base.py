@@ -1,4 +1,4 @@
-"""The protocol of a store of packs, and the table of URLs that open one.
+"""The protocol of a store of packs, the table of URLs that open one, and several stores read as one.
 
 A new kind of store needs a module here with a class that satisfies `ObjectStore`, a line in `_OPENERS`, a scheme in the
 settings, and a line in the tests that all stores share (tests/test_stores.py).
@@ -7,14 +7,17 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, cast
 
-from compile_cache.errors import SettingsError, StoreAccessDenied
+from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError
 from compile_cache.settings import PREFIX, Settings, split_url, without_user
+
+log = logging.getLogger("compile_cache")
 
 # For each scheme: the function that opens a URL, and the extra that installs its package.
 _OPENERS = {
@@ -22,8 +25,8 @@ _OPENERS = {
     "s3": ("compile_cache.storage.stores.s3:open_s3", "s3"),
     "gs": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "az": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
-    "https": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
-    "http": ("compile_cache.storage.stores.mirror:open_mirror", "clouds"),
+    "https": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),
+    "http": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),
 }
 
 
@@ -40,7 +43,7 @@ class ObjectStore(Protocol):
     """The methods that a cache needs of a store.
 
     They are thread-safe, and raise only `StoreError` and its subclasses. A call to a remote store that takes longer
-    than `deadline.limit_s` raises `StoreUnavailable`.
+    than `transfer.limit_s` raises `StoreUnavailable`.
     """
 
     @property
@@ -91,6 +94,74 @@ class ReadOnly(abc.ABC):
         return StoreAccessDenied(f"cannot {verb} {name}: {self.location} is only read; set COMPILE_CACHE_STORE")
 
 
+class LayeredStore(ReadOnly):
+    """Reads several stores as one: a layer in the image, a mirror, then the store that is written.
+
+    A layer that fails is left out, and `problems` names it.
+    """
+
+    def __init__(self, layers: Sequence[ObjectStore]) -> None:
+        self._layers = layers
+        self._origins: dict[str, ObjectStore] = {}
+        self._problems: dict[str, str] = {}
+
+    @property
+    def location(self) -> str:
+        """The locations of all layers."""
+        return " + ".join(layer.location for layer in self._layers)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why layers were left out of the last listing."""
+        return tuple(self._problems.values())
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """All objects whose names begin with `prefix`, layer by layer, oldest first in each layer. An object in several
+        layers is listed once, with the first layer.
+
+        Raises:
+            StoreError: no layer could be listed.
+        """
+        found: dict[str, StoredObject] = {}
+        failure: StoreError | None = None
+        failures = 0
+        for layer in self._layers:
+            try:
+                entries = layer.list(prefix)
+            except StoreError as error:
+                log.warning("layer.failed layer=%s error=%s", layer.location, error)
+                self._problems[layer.location] = str(error)
+                failure, failures = failure or error, failures + 1
+                continue
+            self._problems.pop(layer.location, None)
+            for entry in entries:
+                if entry.name not in found:
+                    found[entry.name] = entry
+                    self._origins[entry.name] = layer
+        if failure is not None and failures == len(self._layers):
+            raise failure
+        return list(found.values())
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """The object's bytes, from the layer that listed it, else from the first layer that has it.
+
+        Raises:
+            StoreError: the error of the layer that listed the object. If no layer listed it, `ObjectNotFound` means
+                that no layer has it.
+        """
+        origin = self._origins.get(name)
+        layers = [origin] if origin is not None else []
+        layers += [layer for layer in self._layers if layer is not origin]
+        failure: StoreError | None = None
+        for layer in layers:
+            try:
+                return layer.read(name, start, size_bytes)
+            except StoreError as error:
+                if failure is None or (origin is None and isinstance(failure, ObjectNotFound)):
+                    failure = error
+        raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
+
+
 def open_stores(settings: Settings) -> Stores:
     """The layers and the store that `settings` name. Connects to nothing yet.
 
@@ -98,8 +169,6 @@ def open_stores(settings: Settings) -> Stores:
         StoreError: an endpoint is not a URL, or credentials cannot be read.
         SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
     """
-    from compile_cache.storage.stores.layered import LayeredStore
-
     writing = None if settings.store == "off" else open_url(settings.store)
     layers = [open_url(layer) for layer in settings.layers]
     if not layers and writing is not None:

@@ -1,5 +1,4 @@
-"""A store in Google Cloud Storage, in Azure Blob Storage or behind a web server. The class works with all of obstore's
-stores."""
+"""Stores in Google Cloud Storage, in Azure Blob Storage and behind a web server: all that obstore reaches."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line
 from compile_cache.settings import split_url, without_user
-from compile_cache.storage.stores.base import StoredObject
-from compile_cache.storage.stores.deadline import within_limit
+from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject
+from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
+from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -119,6 +119,34 @@ class CloudStore:
                     raise
 
 
+class Mirror(ReadOnly):
+    """A folder behind a web server or a content delivery network: the objects that the `index.json` of `files`
+    lists."""
+
+    def __init__(self, files: ObjectStore) -> None:
+        self._files = files
+
+    @property
+    def location(self) -> str:
+        """The URL, without user and password."""
+        return self._files.location
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        """All objects of the index whose names begin with `prefix`, oldest first."""
+        try:
+            content = self._files.read(INDEX, 0, MOST_INDEX_BYTES + 1)
+            found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
+        except ObjectNotFound as error:
+            raise ObjectNotFound(f"{error}; make it with `compile-cache pull --to FOLDER`") from error
+        except ValueError as error:
+            raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
+        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """At most `size_bytes` of the object's bytes, from `start` on."""
+        return self._files.read(name, start, size_bytes)
+
+
 def open_cloud(url: str) -> CloudStore:
     """The store at `gs://bucket/prefix` or `az://container/prefix`. Connects to nothing yet.
 
@@ -139,8 +167,8 @@ def open_cloud(url: str) -> CloudStore:
     return CloudStore(objects, f"{scheme}://{bucket}/{prefix}/" if prefix else f"{scheme}://{bucket}/", uploads)
 
 
-def open_web(url: str) -> CloudStore:
-    """The folder at `https://user:password@host/path`, without a listing. Connects to nothing yet.
+def open_mirror(url: str) -> Mirror:
+    """The mirror at `https://user:password@host/path`. Connects to nothing yet.
 
     Redirects from https:// lead to https:// only. A redirect to another host does not get the user and password.
 
@@ -154,7 +182,8 @@ def open_web(url: str) -> CloudStore:
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             options["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
-        return CloudStore(HTTPStore(folder, client_options=options, retry_config=_RETRIES), f"{folder}/")
+        objects = HTTPStore(folder, client_options=options, retry_config=_RETRIES)
+    return Mirror(CloudStore(objects, f"{folder}/"))
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""A store in a local folder: the default, for `cog run` and `cog predict` on one machine."""
+"""A store in a local folder: the default, for `cog run` and `cog predict` on one machine.
+
+Web servers list folders in many ways or not at all, so a folder behind one has its listing in a file:
+
+<folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
@@ -20,6 +27,15 @@ log = logging.getLogger("compile_cache")
 
 # A temporary file that was not written for so long has no writer left, on this host or another.
 _LEFTOVER_AGE_S = 24 * 60 * 60
+
+INDEX = "index.json"
+MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
+_MOST_SIZE_BYTES = 1 << 63
+_LATEST_S = 1 << 53
+
+
+class _Index(msgspec.Struct):
+    objects: list[StoredObject]
 
 
 class LocalStore:
@@ -92,6 +108,44 @@ class LocalStore:
 def open_local(url: str) -> LocalStore:
     """The store in a folder, given by its path or its `file://` URL."""
     return LocalStore(Path(split_url(url)[1]).absolute())
+
+
+def write_index(folder: Path) -> int:
+    """List a local store's objects in its `index.json`, so that a web server can serve the folder.
+
+    Returns the number of objects. Objects that are stored later need a new index.
+
+    Raises:
+        StoreError: the folder is missing, or cannot be read or written.
+    """
+    if not folder.is_dir():
+        raise ObjectNotFound(f"cannot list {folder}: it is not there")
+    store = LocalStore(folder)
+    entries = [entry for entry in store.list("") if entry.name != INDEX]
+    store.put(INDEX, msgspec.json.encode(_Index(entries)))
+    return len(entries)
+
+
+def parse_index(content: bytes) -> list[StoredObject]:
+    """The objects of an index, which anybody may have written.
+
+    Raises:
+        ValueError: `content` is not an index. The message says why.
+    """
+    if len(content) > MOST_INDEX_BYTES:
+        raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+    try:
+        found = msgspec.json.decode(content, type=_Index).objects
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    for entry in found:
+        if not entry.name.isprintable() or {"", ".", ".."} & set(entry.name.split("/")):
+            raise ValueError(f"one of its objects has the name {entry.name!r:.100}")
+        if not 0 <= entry.size_bytes < _MOST_SIZE_BYTES or not abs(entry.modified_s) < _LATEST_S:
+            raise ValueError(f"{entry.name[:100]!r} in it has an impossible size or time")
+    if len({entry.name for entry in found}) < len(found):
+        raise ValueError("it has two objects with the same name")
+    return found
 
 
 def _open_at_once(path: str, flags: int) -> int:

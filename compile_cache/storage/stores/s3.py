@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import split_url, without_user
 from compile_cache.storage.stores.base import StoredObject
-from compile_cache.storage.stores.deadline import within_limit
+from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -1,28 +1,31 @@
-"""Decides which packs of a key are restored, from their heads, for boots and for `explain`."""
+"""The packs of one key, and the files that a boot takes from them: all packs of a key add up."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable, TooManyPacks
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.choose import Choice, choose
-from compile_cache.storage.heads import HEAD_READ_BYTES, HeadReader, StoredPack
 from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.refused import RefusedPack
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.stores.reading import Abandoned, in_daemon_threads
-
-log = logging.getLogger("compile_cache")
+from compile_cache.storage.stores.transfer import Abandoned, in_daemon_threads
+from compile_cache.storage.verify import HEAD_READ_BYTES, HeadReader, Rules, StoredPack
 
 # A key with more packs has mostly small packs. Their first read takes only the head.
 _MANY_PACKS = 16
 _MOST_LISTINGS = 5
 USED = "used-"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A file, and the number of the pack from which it is taken."""
+
+    pack: int
+    file: PackFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,7 @@ class PacksOfKey:
         self._refuse(entry, error)
 
     def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:
-        is_final = isinstance(error, PackError) and not isinstance(error, TooManyPacks)
-        self._refused[entry.name] = RefusedPack(entry.name, str(error), is_final)
+        self._refused[entry.name] = RefusedPack.after(entry.name, error)
         if isinstance(error, StoreUnavailable):
             self._unavailable.add(entry.name)
         elif isinstance(error, TooManyPacks):
@@ -184,3 +186,34 @@ def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
         return False
     kernel = name.removeprefix("__grp__").rpartition(".")[0]
     return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))
+
+
+def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
+    """The chosen file for each path. The packs are in the order of their listing.
+
+    For each logical key, the first pack that has it wins. Then the first file that replaces the winner wins, and so on:
+    a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a chosen one
+    (file against folder, case) are skipped.
+    """
+    chosen: dict[str, Choice] = {}
+    owners: dict[str, int] = {}
+    folded: set[str] = set()
+    folders: set[str] = set()
+    # Keep each folded path in memory once, because there may be many long paths.
+    paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
+    successors: dict[tuple[str, str | None], list[Choice]] = {}
+    for number, manifest in enumerate(manifests):
+        for file in manifest.files:
+            path = paths[file.path.casefold()]
+            parents = {paths[folder] for folder in folders_of(path) if folder in paths}
+            is_free = path not in folded and path not in folders and not parents & folded
+            if is_free and owners.setdefault(file.key, number) == number:
+                chosen[file.path] = Choice(number, file)
+                folded.add(path)
+                folders |= parents
+            else:
+                successors.setdefault((file.path, file.replaces), []).append(Choice(number, file))
+    for path in chosen:
+        while following := successors.get((path, chosen[path].file.sha256)):
+            chosen[path] = following.pop(0)
+    return chosen

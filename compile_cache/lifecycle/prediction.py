@@ -1,60 +1,16 @@
-"""A boot after READY: predictions, between which new code is taken, and what serves them."""
+"""A prediction: new code is taken between two of them, and the calls in it are counted."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.report import BootReport
 
 if TYPE_CHECKING:
     from compile_cache.serving.compiler import Compiler
-
-log = logging.getLogger("compile_cache")
-
-
-class Serving:
-    """The methods of a boot for a predictor that serves. `Boot` inherits them."""
-
-    def __init__(self, report: BootReport) -> None:
-        self.report = report
-        self._compiler: Compiler | None = None
-        self._named: set[str] = set()
-        self._counted_before = read_counts()
-
-    def prediction(self) -> Prediction:
-        """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
-        return Prediction(self.report, self._compiler)
-
-    def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
-        """Add the calls that `Prediction.served` counted once more, after a replay of their recording, such as a CUDA
-        graph."""
-        for region in self._compiler.regions.values() if self._compiler else ():
-            region.served.update(served.get(region.report.name, {}))
-
-    @property
-    def waiting(self) -> int:
-        """How many kinds of calls are served eager until the second process has compiled them."""
-        return self._compiler.waiting if self._compiler else 0
-
-    def wait_compiled(self, timeout_s: float) -> bool:
-        """Wait until the second process has answered for every call so far; False after `timeout_s`."""
-        return self._compiler is None or self._compiler.wait(timeout_s)
-
-    def name_demoted(self) -> None:
-        """Log each region that is served eager for good, once, with the reason."""
-        for region in self.report.regions:
-            if region.settled == "eager" and region.name not in self._named:
-                self._named.add(region.name)
-                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
-
-    def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
-        return read_counts().since(self._counted_before)
 
 
 class Prediction:
