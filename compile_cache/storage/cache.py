@@ -85,7 +85,7 @@ class CompileCache:
         self.packs.refresh(HEAD_READ_BYTES, abandoned)
 
     def fetch(self, abandoned: threading.Event | None = None, left_alone: Collection[str] = ()) -> Fetched:
-        """Fetch the sum of this key's packs, without packs `left_alone`, into `staging` (fetch.py).
+        """Fetch the sum of this key's packs, without packs `left_alone`, into the staging folder.
 
         Raises:
             StoreError: the store cannot be listed, or `abandoned` was set.
