@@ -546,7 +546,9 @@ def test_explain_says_what_differs_where_a_boot_would_miss(run, local):
     assert run("explain", MODEL).lines[-1] == f"miss: stored for another environment: torch 2.0.0 → {torch}"
 
 
-@pytest.mark.parametrize(("setting", "key"), zip(("SIGNING_KEY", "TRUSTED_KEYS"), generate_keys(), strict=True))
+@pytest.mark.parametrize(
+    ("setting", "key"), zip(("SIGNING_KEY", "TRUSTED_KEYS"), generate_keys(), strict=True), ids=["private", "public"]
+)
 def test_explain_and_verify_refuse_what_a_boot_would_refuse(run, local, variables, setting, key):
     """A signer without trusted keys trusts itself alone."""
     name = put_pack(local, explained_key(run))

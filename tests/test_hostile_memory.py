@@ -15,8 +15,8 @@ from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.choose import choose
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, check_paths, parse_manifest
+from compile_cache.storage.selection import choose
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 
