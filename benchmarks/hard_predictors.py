@@ -42,7 +42,7 @@ _EXIT_S = 15.0
 _PUBLISHED_S = 90.0
 _PAUSE_S = 0.5
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
-_MADE = re.compile(r"background\.done .*reason=(.*)")
+_MADE = re.compile(r'background\.done .*reason=([^"]*)')
 _LATE, _LATE_S = 1.1, 2.0
 
 
@@ -125,6 +125,9 @@ def check(name: str, boots: Mapping[str, Boot]) -> dict[str, bool]:
     limit_s = _LATE * eager.ready_s + _LATE_S
     return {
         f"{name}: answers are eager's": all(found.error <= PREDICTORS[name][1] for found in boots.values()),
+        f"{name}: compiled answers differ by rounding": all(
+            found.error or found.steps <= {"eager"} for found in (second, third)
+        ),
         f"{name}: nothing waits for a compiler": not any(
             found.last["waited_s"] or found.last["compiled_now"] for found in boots.values()
         ),
