@@ -42,7 +42,7 @@ _EXIT_S = 15.0
 _PUBLISHED_S = 90.0
 _PAUSE_S = 0.5
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
-_MADE = re.compile(r"background\.done .*reason=(.*)")
+_MADE = re.compile(r'background\.done .*reason=([^"]*)')
 _LATE, _LATE_S = 1.1, 2.0
 
 

@@ -54,6 +54,7 @@ _LOADED = "stop in a prediction"
 _ENDINGS = ("stop", "stop", "kill server", "kill server", "kill worker")
 # Between predictions: a server that is never idle leaves nothing to the compiling process on two cores.
 _MOST_PAUSE_S = 0.5
+_PATIENT_PAUSE_S = 1.5
 # About what a picture takes, so that a request is broken off anywhere in it.
 _MOST_BREAK_S = 0.3
 _GONE_S = 10.0
@@ -84,7 +85,7 @@ def make_life(chance: random.Random, breaks_off: bool = False) -> Life:
     """Any that may be."""
     predictions = chance.randint(*_PREDICTIONS)
     if breaks_off:
-        return Life(predictions, chance.choice(["stop", _LOADED]), breaks_off=True)
+        return Life(predictions, chance.choice(["stop", _LOADED]), is_patient=chance.random() < 0.5, breaks_off=True)
     fails = chance.randint(0, predictions - 1) if chance.random() < 0.4 else None
     is_patient = chance.random() < 0.25
     return Life(
@@ -127,7 +128,7 @@ class Soak:
         with self._server(life.keeps_directory) as (server, mark):
             if self._is_ready(server):
                 if life.is_patient:
-                    self._wait_precompiled(server, is_there=False)
+                    self._wait_precompiled(server, False, life.breaks_off)
                 self._predict(server, mark, life)
         self._set_store(is_there=True)
         left = processes.wait_gone(mark, _GONE_S)
@@ -251,8 +252,9 @@ class Soak:
                     self._end(server, mark, "stop", threading.Event())
             check_store(self.store, self.epoch)
 
-    def _wait_precompiled(self, server: CogServer, is_there: bool) -> None:
-        """Ask for each size until it is precompiled; once, if its code `is_there`."""
+    def _wait_precompiled(self, server: CogServer, is_there: bool, breaks_off: bool = False) -> None:
+        """Ask for each size until it is precompiled; once, if its code `is_there`. With `breaks_off`, a request is
+        broken off between two."""
         deadline = time.monotonic() + (0 if is_there else _COMPILED_S)
         for size in SIZES:
             while not self.ask(server, size, 0):
@@ -260,7 +262,9 @@ class Soak:
                     when = "at once" if is_there else "in time"
                     self.epoch.violations.append(f"{size} is not precompiled {when}; see {server.log}")
                     break
-                time.sleep(_MOST_PAUSE_S)
+                if breaks_off:
+                    self._begin(server)()
+                time.sleep(_PATIENT_PAUSE_S if breaks_off else _MOST_PAUSE_S)
 
 
 def check_store(folder: Path, epoch: Epoch) -> None:
