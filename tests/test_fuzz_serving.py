@@ -17,7 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 # One module each, by policy.
 FEATURES = {
     "background": (
-        *("none", "count", "attribute", "draw", "write", "alias", "views", "dictionary", "plain", "sentinel"),
+        *(
+            "none",
+            "count",
+            "attribute",
+            "draw",
+            "write",
+            "alias",
+            "views",
+            "own view",
+            "dictionary",
+            "plain",
+            "sentinel",
+        ),
         *("enumeration", "hook", "autocast", "break"),
     ),
     "block": ("attribute", "plain", "own hook", "break"),

@@ -63,6 +63,7 @@ class Compiled:
     withheld: Collection[str] = ()
     unread: Collection[str] = ()
     is_compiling: bool = False
+    arrived: int = 0
 
     def unread_files(self) -> Collection[str]:
         return self.unread
@@ -221,6 +222,17 @@ def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stop
     else:
         wait_for(lambda: started.report.packs == 2)
     assert restored(store, tmp_path, started) == FILES
+
+
+@pytest.mark.usefixtures("counts")
+def test_a_record_of_the_second_process_is_published_although_this_process_has_compiled_nothing(tmp_path, start):
+    store = LocalStore(tmp_path / "store")
+    started = start(store, compiler=(compiler := Compiled()))
+    assert started.publisher.wait(PATIENCE_S)
+    started.write({"graphs.cached": b"{}"})
+    compiler.arrived += 1
+    assert started.publisher.wait(PATIENCE_S)
+    assert restored(store, tmp_path, started) == {**FILES, "graphs.cached": b"{}"}
 
 
 # What is compiled later.

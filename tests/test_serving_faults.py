@@ -106,10 +106,9 @@ def made_nothing_of(told: Told) -> None:
     assert told["waiting"] == told.processes == 0
 
 
-@pytest.mark.parametrize("name", ["Broken", "Autocast"])
-@pytest.mark.parametrize("first", ["block", "background"])
+@pytest.mark.parametrize(("name", "first"), [("Broken", "block"), ("Broken", "background"), ("Autocast", "background")])
 def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(booted, first, name):
-    told = booted("Broken", "Autocast", cold_start=first, then="background")
+    told = booted(name, cold_start=first, then="background")
     counts = told["ready"]["counts"]
     assert told["pairs"][name]["wrong"] == []
     assert "eager" not in told["pairs"][name]["steps"][-3:]

@@ -64,6 +64,17 @@ def test_views_of_one_storage_and_one_object_in_two_places_stay_so():
     assert base.sum() == 0
 
 
+def test_a_view_that_overlaps_another_tensor_keeps_its_base_as_code_for_both_depends_on_it():
+    module = Stateful()
+    module.state = torch.zeros(2, 4, 8)
+    module.flat = module.state.view(8, 8)[2:]
+    copied = Shadow(module, (), {}).copy().module
+    assert copied.flat._base is copied.state
+    assert (copied.flat.shape, copied.flat.storage_offset()) == ((6, 8), 16)
+    copied.flat[0].fill_(1)
+    assert (copied.state.sum(), module.state.sum()) == (8, 0)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_copy_is_an_inference_tensor_where_the_original_is_one(inference):
     with torch.inference_mode(inference):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -114,14 +114,31 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 def _pickled(
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]], shared: Callable[[torch.Tensor], bool] | None
 ) -> tuple[bytes, list[UsedStorage]]:
-    file = BytesIO()
-    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.begin(call[0], shared)
     try:
-        pickler.dump(call)
+        file, pickler = pickled(CallPickler, call, shared)
     except Exception as error:
         raise NotHandedOver(_obstacle(call, error)) from error
     return file.getvalue(), pickler.tensors.storages
+
+
+def pickled(
+    kind: type[_Kind],
+    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]],
+    shared: Callable[[torch.Tensor], bool] | None = None,
+) -> tuple[BytesIO, _Kind]:
+    """A call in bytes, and the pickler that wrote it. If tensors overlap, views are pickled as views of their bases.
+
+    Raises:
+        Exception: whatever an object's own methods raise.
+    """
+    for keeps_bases in (False, True):
+        file = BytesIO()
+        pickler = kind(file, pickle.HIGHEST_PROTOCOL)
+        pickler.begin(call[0], shared, keeps_bases)
+        pickler.dump(call)
+        if not pickler.tensors.has_overlapping_views:
+            break
+    return file, pickler
 
 
 def _joined(content: bytes, storages: list[UsedStorage], handles: dict[int, Handle]) -> bytes:
@@ -133,9 +150,11 @@ class Reductions:
     """Reduces the objects that pickle would refuse, or would copy although they belong to this process, or although
     the model may ask which object they are."""
 
-    def begin(self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None) -> None:
-        """Begin with a call of `module`. `shared` is for `hand_over_shared`."""
-        self.tensors = TensorDescriber(shared)
+    def begin(
+        self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False
+    ) -> None:
+        """Begin with a call of `module`. `shared` is for `hand_over_shared`. With `keeps_bases`, views stay views."""
+        self.tensors = TensorDescriber(shared, keeps_bases)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()
         for kind in {type(part) for part in module.modules()}:
@@ -176,8 +195,11 @@ class Reductions:
         return NotImplemented
 
 
-class _Pickler(Reductions, pickle.Pickler):
-    pass
+class CallPickler(Reductions, pickle.Pickler):
+    """Pickles a call. `begin` comes first."""
+
+
+_Kind = TypeVar("_Kind", bound=CallPickler)
 
 
 class _TracingPickler(Reductions, pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.background.call import Reductions
+from compile_cache.background.call import CallPickler, pickled
 from compile_cache.background.tensors import MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver
 
@@ -49,10 +49,8 @@ class Shadow:
             NotHandedOver: an object cannot be copied.
             MemoryError, torch.OutOfMemoryError: the copies do not fit.
         """
-        file = BytesIO()
-        pickler = _Pickler(file, module)
         try:
-            pickler.dump((module, args, dict(kwargs)))
+            file, pickler = pickled(_Pickler, (module, args, dict(kwargs)))
             file.seek(0)
             self.module, self.args, self.kwargs = _Unpickler(file, pickler).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
@@ -81,12 +79,12 @@ def _value_of(clone: _Clone) -> Any:
     return clone.value
 
 
-class _Pickler(Reductions, pickle.Pickler):
+class _Pickler(CallPickler):
     """Pickles a call. `shared` has what is not pickled."""
 
-    def __init__(self, file: BytesIO, module: nn.Module) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.begin(module)
+    def begin(self, module: nn.Module, *options: Any) -> None:
+        """Begin with a call of `module`."""
+        super().begin(module, *options)
         self.shared: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._inside = {id(part) for part in module.modules()}

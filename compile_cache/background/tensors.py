@@ -10,6 +10,7 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from compile_cache.errors import NotHandedOver
-from compile_cache.inductor.storages import Handle, mapped, negative_view, storage_key, with_class
+from compile_cache.inductor.storages import Handle, base_of, mapped, negative_view, storage_key, with_class
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64
@@ -87,8 +88,11 @@ class StorageLayout:
 class TensorDescriber:
     """Describes the tensors of one call for a pickler, and collects their storages."""
 
-    def __init__(self, is_shared: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def __init__(self, is_shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False) -> None:
         self._is_shared = is_shared
+        self._keeps_bases = keeps_bases
+        # By storage, the first and last byte of each tensor, and whether it is a view.
+        self._spans: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
         self._used: dict[int, UsedStorage] = {}
         # The parts of shared tensors, by identity.
         self._shared_parts: set[int] = set()
@@ -97,6 +101,16 @@ class TensorDescriber:
     def storages(self) -> list[UsedStorage]:
         """The storages of all described tensors, by index."""
         return list(self._used.values())
+
+    @property
+    def has_overlapping_views(self) -> bool:
+        """Whether two tensors of a storage overlap, and one of its tensors is a view whose base torch keeps."""
+        return any(
+            one_high > other_low
+            for spans in self._spans.values()
+            if any(is_view for _, _, is_view in spans)
+            for (_, one_high, _), (other_low, _, _) in itertools.pairwise(sorted(spans))
+        )
 
     def reduce(self, tensor: torch.Tensor) -> Reduced:
         """The function and arguments that make a tensor again.
@@ -109,6 +123,11 @@ class TensorDescriber:
             return self._reduce_parts(tensor)
         _check(tensor)
         flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
+        if self._keeps_bases and (base := base_of(tensor)) is not None:
+            distance = tensor.storage_offset() - base.storage_offset()
+            return _with_attributes(
+                (make_view, (base, tuple(tensor.shape), tensor.stride(), distance)), tensor.__dict__
+            )
         place = self._use(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
 
@@ -118,6 +137,7 @@ class TensorDescriber:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
         used = self._used.get(key := storage_key(tensor))
+        self._spans[key].append((low, high, base_of(tensor) is not None))
         if used is None:
             used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared, is_weight)
             self._used[key] = used
@@ -211,6 +231,12 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         if kind is not torch.Tensor:
             return with_class(kind, tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)
+
+
+def make_view(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], distance: int) -> torch.Tensor:
+    """A view of `base` that begins `distance` items after it, as torch keeps it: with a base."""
+    with torch.inference_mode(False), torch.no_grad():
+        return base.as_strided(shape, strides, base.storage_offset() + distance)
 
 
 def make_of_parts(

@@ -79,7 +79,7 @@ class Precompiled:
         self._switches: tuple[Any, ...] | None = None
         self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
         self._forward: Any = None
-        self._overlaps: tuple[int, ...] | None = None
+        self._overlaps: tuple[int | str, ...] | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
         self._record = record
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe
-from compile_cache.inductor.storages import storage_key
+from compile_cache.inductor.storages import base_of, storage_key
 
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
@@ -70,7 +70,7 @@ class CallSpec:
 
     nesting: str
     leaves: tuple[TensorSpec | str, ...]
-    overlaps: tuple[int, ...]
+    overlaps: tuple[int | str, ...]
     training: tuple[bool, ...]
     modes: tuple[Hashable, ...]
 
@@ -152,20 +152,32 @@ def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size
     return tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
 
 
-def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
+def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
     """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
+    Where it is another one, the layout of a view's base is added.
 
-    torch's guards see when two inputs are one object, and do not see when they are views of the same memory.
+    torch's guards see when two inputs are one object. They see neither whether inputs overlap, nor the base of a view,
+    which the code gets in place of inputs that overlap and are written (torch/_functorch, `merge_view_inputs`).
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return tuple(range(len(storages)))
     spans = [(storage, *_span(tensor)) for storage, tensor in zip(storages, tensors, strict=True)]
-    return tuple(next(number for number, other in enumerate(spans) if _is_overlap(span, other)) for span in spans)
+    numbers = [next(number for number, other in enumerate(spans) if _is_overlap(span, other)) for span in spans]
+    return tuple(
+        _with_base(number, tensor) if numbers.count(number) > 1 else number
+        for number, tensor in zip(numbers, tensors, strict=True)
+    )
 
 
-def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def _with_base(number: int, tensor: torch.Tensor) -> int | str:
+    if (base := base_of(tensor)) is None:
+        return number
+    return f"{number} of {tuple(base.shape)} {base.stride()} {tensor.storage_offset() - base.storage_offset()}"
+
+
+def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, ...]:
     """The `overlaps` of a call's inputs."""
     values = (*args, *kwargs.values())
     is_nested = any(isinstance(value, list | tuple | dict) for value in values)

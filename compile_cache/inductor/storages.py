@@ -64,6 +64,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor of the same type that this one is a view of, if torch keeps it. Compiled code for tensors that
+    overlap depends on it."""
+    base = tensor._base
+    if base is None or type(tensor) is not torch.Tensor or type(base) is not torch.Tensor or tensor.requires_grad:
+        return None
+    return None if base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() else base
+
+
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor that torch reads with the opposite sign."""
     return torch._neg_view(tensor)

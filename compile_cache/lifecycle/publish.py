@@ -63,7 +63,8 @@ class Publisher:
         self._marked_on = ""
         self._merge_at: float | None = None
         self._staged: list[Pack] = []
-        self._staged_at: CompileCounts | None = None
+        # torch's counts and the records of the second process, when the artifacts were staged.
+        self._staged_at: tuple[CompileCounts, int] | None = None
         self._withheld: set[str] = set()
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
@@ -75,6 +76,8 @@ class Publisher:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is left to publish, or the last attempt failed; False after `timeout_s`."""
+        if self._staged_at is not None and self._is_to_stage():  # the thread has not noticed it yet
+            self._idle.clear()
         return self._idle.wait(timeout_s)
 
     def flush(self) -> None:
@@ -106,15 +109,18 @@ class Publisher:
 
     def _is_to_stage(self) -> bool:
         if self._compiler is None:
-            return self._staged_at != read_counts()
-        is_changed = self._staged_at != read_counts() or not self._withheld <= set(self._compiler.withheld)
+            return self._staged_at != self._now()
+        is_changed = self._staged_at != self._now() or not self._withheld <= set(self._compiler.withheld)
         return is_changed and not self._compiler.is_compiling
+
+    def _now(self) -> tuple[CompileCounts, int]:
+        return read_counts(), self._compiler.arrived if self._compiler else 0
 
     def _quiet_s(self) -> float:
         """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""
         if self._staged_at is None:
             return 0.0
-        return _QUIET_S if read_counts().since(self._staged_at).misses else _ARRIVED_QUIET_S
+        return _QUIET_S if read_counts().since(self._staged_at[0]).misses else _ARRIVED_QUIET_S
 
     def _tend(self) -> None:
         """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
@@ -161,7 +167,7 @@ class Publisher:
         return None
 
     def _stage(self) -> None:
-        counts = read_counts()
+        now = self._now()
         self._staged, self._staged_at = [], None  # staging empties the outbox first; after a failure it is due again
         withheld, unread = self._left_out()
         with noted("publish", "pack"):
@@ -169,7 +175,7 @@ class Publisher:
             while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
                 withheld |= late  # arrived meanwhile, and not compared yet
                 staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-        self._staged, self._staged_at, self._withheld = staged, counts, withheld
+        self._staged, self._staged_at, self._withheld = staged, now, withheld
         self._report.withheld_files = len(withheld)
         self._report.unread_files = len(unread)
 

@@ -253,6 +253,11 @@ class Compiler:
         new, self._seen = now - self._seen, now
         return new
 
+    @property
+    def arrived(self) -> int:
+        """How many records the second process has made so far."""
+        return len(self._orders.arrived_s) if self._orders else 0
+
     def unread_files(self) -> set[str]:
         """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
         another version that this boot's model did not use."""
