@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from compile_cache.background.tensors import (
-    MadeStorage,
     TensorDescriber,
     UsedStorage,
     layout,
@@ -102,8 +101,8 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     """
     file = BytesIO(content)
     try:
-        unpickler = _Unpickler(file, make_storages(pickle.load(file)))
-        module, args, kwargs = unpickler.load()
+        storages = make_storages(pickle.load(file))
+        module, args, kwargs = CallUnpickler(file, storages.__getitem__).load()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -170,16 +169,14 @@ class Reductions:
             self._homes.add(home)
             self._names |= named_objects(home)
 
-    def persistent_id(self, value: Any) -> int | None:
-        """The number of a storage."""
-        return value.index if type(value) is UsedStorage else None
-
     def reducer_override(self, value: Any) -> Any:
         """How to make `value` again; NotImplemented where pickle knows how.
 
         Raises:
             NotHandedOver: `value` cannot be made again.
         """
+        if type(value) is UsedStorage:
+            return known_object, (value.index,)
         if type(value) is OrderedDict:  # every module has ten for its hooks, and nearly all are empty
             return NotImplemented if value or vars(value) else (OrderedDict, ())
         if isinstance(value, torch.Tensor):
@@ -219,14 +216,22 @@ class _TracingPickler(Reductions, pickle._Pickler):  # type: ignore[misc, name-d
         self.chain.pop()
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BytesIO, storages: list[MadeStorage]) -> None:
-        super().__init__(file)
-        self._storages = storages
+def known_object(key: Any) -> Any:
+    """In a pickled call, the object that `CallUnpickler` has under `key`. pickle's own persistent ids would call Python
+    for each text and number of a call."""
+    raise LookupError(f"{key!r} belongs to another call")
 
-    def persistent_load(self, pid: int) -> MadeStorage:
-        """A storage, by its number."""
-        return self._storages[pid]
+
+class CallUnpickler(pickle.Unpickler):
+    """Builds a pickled call. `known` gives the storages, by number, and what else is not pickled."""
+
+    def __init__(self, file: BytesIO, known: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickled call stands for."""
+        return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
 
 
 def _without_compiled(module: nn.Module) -> Any:

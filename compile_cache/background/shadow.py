@@ -5,18 +5,15 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_cache.background.call import CallPickler, pickled
+from compile_cache.background.call import CallPickler, CallUnpickler, known_object, pickled
 from compile_cache.background.tensors import MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver
 
@@ -29,7 +26,6 @@ _OF_PROCESS = (
     type(threading.Lock()),
     type(threading.RLock()),
 )
-_PLAIN = frozenset({str, int, float, complex, bool, bytes, type(None), dict, list, tuple, set, frozenset})
 # No view of a vector load begins elsewhere: a copy of a part of a storage begins at such an address of the original.
 _ALIGNMENT_BYTES = 64
 
@@ -52,7 +48,13 @@ class Shadow:
         try:
             file, pickler = pickled(_Pickler, (module, args, dict(kwargs)))
             file.seek(0)
-            self.module, self.args, self.kwargs = _Unpickler(file, pickler).load()
+            with torch.inference_mode(False), torch.no_grad():
+                storages = [_copied(used) for used in pickler.tensors.storages]
+
+            def known(key: Any) -> Any:
+                return storages[key] if isinstance(key, int) else pickler.shared[key[1]]
+
+            self.module, self.args, self.kwargs = CallUnpickler(file, known).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
@@ -68,17 +70,6 @@ class Shadow:
         return Shadow(self.module, self.args, self.kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Clone:
-    """A copy that was made while the call was pickled."""
-
-    value: Any
-
-
-def _value_of(clone: _Clone) -> Any:
-    return clone.value
-
-
 class _Pickler(CallPickler):
     """Pickles a call. `shared` has what is not pickled."""
 
@@ -86,22 +77,7 @@ class _Pickler(CallPickler):
         """Begin with a call of `module`."""
         super().begin(module, *options)
         self.shared: list[Any] = []
-        self._numbers: dict[int, int] = {}
         self._inside = {id(part) for part in module.modules()}
-
-    def persistent_id(self, value: Any) -> Any:
-        """The number of a storage, or of an object that is shared."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return None
-        if kind is UsedStorage:
-            return "storage", value.index
-        if kind is not _Clone and not self._is_shared(value):
-            return None
-        number = self._numbers.setdefault(id(value), len(self.shared))
-        if number == len(self.shared):
-            self.shared.append(value)
-        return "shared", number
 
     def reducer_override(self, value: Any) -> Any:
         """How to make `value` again; NotImplemented where pickle knows how.
@@ -109,32 +85,29 @@ class _Pickler(CallPickler):
         Raises:
             NotHandedOver: `value` cannot be made again.
         """
+        if value is known_object:
+            return NotImplemented
+        if self._is_shared(value):
+            return self._kept(value)
         if isinstance(value, torch.Generator):
-            return _value_of, (_Clone(value.clone_state()),)
+            return self._kept(value.clone_state())
         try:
             return super().reducer_override(value)
         except NotHandedOver:
             if isinstance(value, torch.Tensor):  # without a plain storage
-                return _value_of, (_Clone(value.detach().clone().requires_grad_(value.requires_grad)),)
+                return self._kept(value.detach().clone().requires_grad_(value.requires_grad))
             raise
+
+    def _kept(self, value: Any) -> Any:
+        self.shared.append(value)
+        return known_object, (("shared", len(self.shared) - 1),)
 
     def _is_shared(self, value: Any) -> bool:
         if isinstance(value, nn.Module):
             return id(value) not in self._inside
-        return isinstance(value, (*_OF_PROCESS, nn.Parameter)) or bool(self.name(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BytesIO, pickler: _Pickler) -> None:
-        super().__init__(file)
-        self._shared = pickler.shared
-        with torch.inference_mode(False), torch.no_grad():
-            self._storages = [_copied(used) for used in pickler.tensors.storages]
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What `persistent_id` named."""
-        kind, number = pid
-        return self._storages[number] if kind == "storage" else self._shared[number]
+        if isinstance(value, torch.Tensor):
+            return isinstance(value, nn.Parameter)
+        return isinstance(value, _OF_PROCESS) or bool(self.name(value))
 
 
 def _copied(used: UsedStorage) -> MadeStorage:

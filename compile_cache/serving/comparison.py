@@ -9,6 +9,7 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -84,12 +85,13 @@ class Comparison:
         return _generators_at(_generator_states())
 
     def check(self, function: Callable[..., Any]) -> tuple[Check, int | None]:
-        """Run `function(module, args, kwargs)` on a copy, and compare. Returns the peak of device memory in bytes too.
+        """Run `function(module, args, kwargs)` on the copy, once, and compare. Returns the peak of device memory in
+        bytes too.
 
         Raises:
             Exception: the function failed, or the memory is full.
         """
-        shadow = self.pristine.copy()
+        shadow = self.pristine
         with _generators_at(self._generators), PeakMemory() as peak:
             answer = function(shadow.module, shadow.args, shadow.kwargs)
         module, args, kwargs = self._call
@@ -157,17 +159,21 @@ def _parts(value: Any) -> list[Any] | None:
         parts = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | deque):
         parts = list(value)
+    if type(value) in (dict, list, tuple):  # most of a module's values
+        return parts
     attributes = getattr(value, "__dict__", None)
     if attributes is not None:
         attributes = {name: part for name, part in attributes.items() if name != COMPILED_CALL}
         parts = [*(parts or ()), *attributes.keys(), *attributes.values()]
-    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    names = [name for name in _slots(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    """The names of the slots of a class and of those that it inherits from."""
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
