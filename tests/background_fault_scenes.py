@@ -41,7 +41,7 @@ def faulty() -> dict[str, Any]:
     jobs._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._compiler._orders._jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._compiler._orders.jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from test_quantization import TORCHAO
 from torch import nn
 
-from compile_cache.background.call import hand_over, hand_over_shared, receive
+from compile_cache.background.call import hand_over, receive
 from compile_cache.inductor.spec import call_region
 
 PROJECT = Path(__file__).parent.parent
@@ -214,11 +214,12 @@ def test_a_buffer_stays_one_that_is_not_saved():
     assert "table" not in made.state_dict()
 
 
-def test_memory_of_a_cpu_is_not_shared_and_the_answer_says_so():
+def test_memory_of_a_cpu_is_not_shared_and_the_log_says_so(caplog):
+    caplog.set_level("INFO", "compile_cache")
     module = nn.Linear(4, 4)
-    call = hand_over_shared(module, (), {}, lambda tensor: isinstance(tensor, nn.Parameter))
-    assert (call.shared_bytes, call.unshared) == (0, "it is on the device cpu")
-    assert not receive(call.content)[0].weight.any()
+    content = hand_over(module, (), {}, lambda tensor: isinstance(tensor, nn.Parameter))
+    assert "background.unshared reason=it is on the device cpu" in caplog.text
+    assert not receive(content)[0].weight.any()
     assert module.weight.all()
 
 
@@ -262,9 +263,8 @@ def test_weights_on_a_gpu_can_be_shared_and_the_rest_is_random():
     nn.init.constant_(module.bias, 1.0)
     before = module.weight.data_ptr()
     inputs = (torch.ones(2, 16, device="cuda"),)
-    call = hand_over_shared(module, inputs, {}, lambda tensor: tensor is module.weight)
-    assert (call.shared_bytes > 0, call.unshared) == (True, "")
-    done = subprocess.run([sys.executable, "-c", _RECEIVE_SHARED], input=call.content, capture_output=True, cwd=PROJECT)
+    content = hand_over(module, inputs, {}, lambda tensor: tensor is module.weight)
+    done = subprocess.run([sys.executable, "-c", _RECEIVE_SHARED], input=content, capture_output=True, cwd=PROJECT)
     assert done.stdout.split() == [b"256.0", b"True", b"True", b"True"], done.stderr
     assert module.weight.data_ptr() == before
     assert module.weight.sum().item() == 256.0

@@ -14,8 +14,8 @@ import torch._inductor.runtime.benchmarking as benchmarking
 
 from compile_cache.background.compiling import start_making
 from compile_cache.background.orders import Place
-from compile_cache.inductor import pacing
-from compile_cache.inductor.pacing import Pace
+from compile_cache.inductor import autotuner
+from compile_cache.inductor.autotuner import Pace
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13
@@ -39,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(autotuner, "time", clock)
     return clock
 
 
@@ -105,7 +105,7 @@ def test_inductor_s_measurements_are_paced(clock, making):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []
-    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    monkeypatch.setattr(autotuner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     numbers = torch.zeros(1 << 20, device="cuda")
     for _ in range(2):
         benchmarking.benchmarker.benchmark(lambda: numbers.add_(1), device="cuda")

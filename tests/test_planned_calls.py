@@ -48,7 +48,7 @@ def orders(compiler: Compiler) -> list[Order]:
     """What waits for the second process."""
     backlog = compiler.orders()
     assert backlog is not None
-    return [pickle.loads(job.content) for job in backlog._jobs._queue]
+    return [pickle.loads(job.content) for job in backlog.jobs._queue]
 
 
 def test_where_unseen_calls_are_errors_those_of_the_warm_up_are_not(directory):

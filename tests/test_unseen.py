@@ -173,7 +173,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(tmp_pat
             assert compiler.waiting == 0
             assert only_report(compiler).step == "eager"
             assert "a branch depends on the values of tensors" in only_report(compiler).reason
-            compiler.orders()._jobs.close()
+            compiler.orders().jobs.close()
         block = build(Breaking)
         compiler = boot(directory, block, settings=BLOCK)
         warm_up(compiler, lambda: block(tensor(4, 16)))
@@ -249,7 +249,7 @@ def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
 
 def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
     block, compiler = varied
-    jobs = compiler.orders()._jobs
+    jobs = compiler.orders().jobs
     jobs._finish(jobs._queue.pop(), Done("open", None, "no graph fits all sizes", 0.0, 1, True))
     answer(block, 7)
     answer(block, 8)
@@ -299,7 +299,7 @@ def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
     _, compiler = varied
     pauses: list[float] = []
     monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
-    compiler.orders()._jobs._give_up("no process can be started")
+    compiler.orders().jobs._give_up("no process can be started")
     assert not pauses
 
 

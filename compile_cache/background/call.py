@@ -10,13 +10,13 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
 import pickle
 import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -36,58 +36,54 @@ from compile_cache.inductor.describe import OPERATORS
 from compile_cache.inductor.spec import COMPILED_CALL
 from compile_cache.inductor.storages import Handle, forget_freed, share
 
+log = logging.getLogger("compile_cache")
+
 # The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
 _INNER = ("_parameters", "_buffers", "_modules")
 _NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' (?:object|instances)")
 
 
-@dataclass(frozen=True, slots=True)
-class SharedCall:
-    """A call in bytes, and the memory that both processes see.
-
-    `unshared` is the reason why some tensors are not shared as asked; empty if all are.
-    """
-
-    content: bytes
-    shared_bytes: int
-    unshared: str
-
-
-def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def hand_over(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shared: Callable[[torch.Tensor], bool] | None = None,
+) -> bytes:
     """A call in bytes, for `receive` in another process. It does not read or change the call's tensors.
+
+    The receiver maps the memory of the CUDA tensors for which `shared` returns true. Nobody may write to these tensors,
+    and they must last until the receiver has ended. A storage is shared whole, and only if all its tensors in the call
+    are shared. The receiver makes all other tensors itself, unfilled.
 
     Takes about 1 ms for a block of 50 parameters, and waits for no device.
 
     Raises:
         NotHandedOver: names the attribute that cannot travel, and says why.
     """
-    content, storages = _pickled((module, args, kwargs), None)
-    return _joined(content, storages, {})
+    call = module, args, kwargs
+    try:
+        file, pickler = pickled(CallPickler, call, shared)
+    except Exception as error:
+        raise NotHandedOver(_obstacle(call, error)) from error
+    storages = pickler.tensors.storages
+    handles = _handles([used for used in storages if used.is_shared])
+    layouts = [layout(used, handles.get(used.index)) for used in storages]
+    return pickle.dumps(layouts, pickle.HIGHEST_PROTOCOL) + file.getvalue()
 
 
-def hand_over_shared(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shared: Callable[[torch.Tensor], bool]
-) -> SharedCall:
-    """Like `hand_over`, but the receiver maps the memory of the CUDA tensors for which `shared` returns true.
-
-    Nobody may write to these tensors, and they must last until the receiver has ended. A storage is shared whole, and
-    only if all its tensors in the call are shared. The receiver makes all other tensors itself, unfilled.
-
-    Raises:
-        NotHandedOver: names the attribute that cannot travel, and says why.
-    """
-    content, storages = _pickled((module, args, kwargs), shared)
-    handles: dict[int, Handle] = {}
-    unshared = ""
+def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
+    """The handles of those that can be shared, by number."""
     forget_freed()
-    for used in storages:
-        if used.is_shared:
-            try:
-                handles[used.index] = share(used.storage)
-            except RuntimeError as error:
-                unshared = unshared or first_line(error)
-    shared_bytes = sum(used.storage.nbytes() for used in storages if used.index in handles)
-    return SharedCall(_joined(content, storages, handles), shared_bytes, unshared)
+    handles: dict[int, Handle] = {}
+    try:
+        for used in storages:
+            handles[used.index] = share(used.storage)
+    except RuntimeError as error:
+        log.info(
+            "background.unshared reason=%s The second process allocates its own copy of the weights.",
+            first_line(error),
+        )
+    return handles
 
 
 def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -110,16 +106,6 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     return module, args, kwargs
 
 
-def _pickled(
-    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]], shared: Callable[[torch.Tensor], bool] | None
-) -> tuple[bytes, list[UsedStorage]]:
-    try:
-        file, pickler = pickled(CallPickler, call, shared)
-    except Exception as error:
-        raise NotHandedOver(_obstacle(call, error)) from error
-    return file.getvalue(), pickler.tensors.storages
-
-
 def pickled(
     kind: type[_Kind],
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]],
@@ -140,11 +126,6 @@ def pickled(
     return file, pickler
 
 
-def _joined(content: bytes, storages: list[UsedStorage], handles: dict[int, Handle]) -> bytes:
-    layouts = [layout(used, handles.get(used.index)) for used in storages]
-    return pickle.dumps(layouts, pickle.HIGHEST_PROTOCOL) + content
-
-
 class Reductions:
     """Reduces the objects that pickle would refuse, or would copy although they belong to this process, or although
     the model may ask which object they are."""
@@ -152,7 +133,7 @@ class Reductions:
     def begin(
         self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False
     ) -> None:
-        """Begin with a call of `module`. `shared` is for `hand_over_shared`. With `keeps_bases`, views stay views."""
+        """Begin with a call of `module`. `shared` is for `hand_over`. With `keeps_bases`, views stay views."""
         self.tensors = TensorDescriber(shared, keeps_bases)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()

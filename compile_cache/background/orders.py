@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.background.call import hand_over, hand_over_shared
+from compile_cache.background.call import hand_over
 from compile_cache.background.jobs import Done, Jobs
 from compile_cache.background.process import CompilingProcess
 from compile_cache.background.server_settings import ServerState
@@ -69,14 +69,6 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCall:
-    """A call in bytes for another process. `on_gpu`: all its tensors are on a GPU."""
-
-    content: bytes
-    on_gpu: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Order:
     """One kind of call to compile: the bytes of `hand_over`, the server's state, and the dimensions to leave open.
 
@@ -104,7 +96,7 @@ class Making:
 
 
 class Orders:
-    """A compiling process, and the calls that wait for it.
+    """A compiling process, and the calls that wait for it: `jobs`. They begin once released, at READY.
 
     `open_artifacts` imports torch's compiler, and `load` loads an artifact. The jobs' thread calls both. `calls` counts
     the regions' calls so far.
@@ -124,46 +116,27 @@ class Orders:
         self.arrived_s: dict[str, float] = {}
         self._workshop = Workshop(directory)
         self._log = directory.logs / "compiling.log"
-        self._jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
-        self._jobs.hold()
-
-    def release(self) -> None:
-        """Let the process begin: the server is READY."""
-        self._jobs.release()
-
-    @property
-    def waiting(self) -> int:
-        """How many orders have no answer yet."""
-        return self._jobs.waiting
+        self.jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
+        self.jobs.hold()
 
     @property
     def is_full(self) -> bool:
         """Whether no more orders are taken now."""
-        return self.waiting >= RECOMPILE_LIMIT
+        return self.jobs.waiting >= RECOMPILE_LIMIT
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block until every order has its answer; False after `timeout_s`."""
-        return self._jobs.wait(timeout_s)
-
-    def pack(self, module: nn.Module, args: Any, kwargs: Any, shares_weights: bool) -> PackedCall:
-        """A call in bytes for the compiling process.
+    def pack(self, module: nn.Module, args: Any, kwargs: Any, shares_weights: bool) -> tuple[bytes, bool]:
+        """A call in bytes for the compiling process, and whether all its tensors are on a GPU.
 
         Raises:
             NotHandedOver: no other process can build this call.
         """
-        if not shares_weights:
-            return PackedCall(hand_over(module, args, kwargs), on_gpu(module, args, kwargs))
-        call = hand_over_shared(module, args, kwargs, _is_shared)
-        if call.unshared:
-            log.info(
-                "background.unshared reason=%s The second process allocates its own copy of the weights.", call.unshared
-            )
-        return PackedCall(call.content, on_gpu(module, args, kwargs))
+        content = hand_over(module, args, kwargs, _is_shared if shares_weights else None)
+        return content, on_gpu(module, args, kwargs)
 
     def order(
         self,
         name: str,
-        call: PackedCall,
+        call: tuple[bytes, bool],
         dynamic: tuple[tuple[int, int], ...],
         done: Callable[[Making, Precompiled | None], None],
     ) -> None:
@@ -173,10 +146,11 @@ class Orders:
         Raises:
             StateNotTaken: another process cannot have the state that the call depends on.
         """
-        order = Order(call.content, ServerState.take(call.on_gpu), dynamic)
+        content, is_on_gpu = call
+        order = Order(content, ServerState.take(is_on_gpu), dynamic)
         # torch 2.13 keeps settings in context variables. An artifact is loaded with the settings of this call.
         context = contextvars.copy_context()
-        self._jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))
+        self.jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))
 
     def _start(self) -> CompilingProcess:
         self._workshop.prepare()

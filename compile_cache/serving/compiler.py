@@ -28,7 +28,7 @@ from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.inductor.artifacts import Artifacts, CachedRecord
+    from compile_cache.inductor.artifacts import Artifacts
     from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.precompiled import Precompiled
 
@@ -84,7 +84,7 @@ class Compiler:
                         self._settings, self._directory, self.open, self._load_arrived, self._count_calls
                     )
                     if self._is_released:
-                        self._orders.release()
+                        self._orders.jobs.release()
         return self._orders
 
     def open(self) -> None:
@@ -134,23 +134,9 @@ class Compiler:
         found = attempt(self.artifacts.find, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
-    def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
-        """The record of graphs that an earlier boot has made for this call, if there is one."""
-        return self.artifacts.cached(module, args, kwargs) if self.artifacts is not None else None
-
     def is_proved(self, path: str) -> bool:
         """Whether an earlier boot of this version compared the function on all instances."""
         return self._is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
-
-    def prove(self, path: str) -> None:
-        """Mark a function as compared on all instances, for later boots."""
-        if self.artifacts is not None and path:
-            attempt(self.artifacts.mark_compared, path)
-
-    def reject(self, path: str, reason: str) -> None:
-        """Use a function no more in this process."""
-        if self.artifacts is not None:
-            self.artifacts.reject(path, reason)
 
     def policy(self) -> str:
         """What to do now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
@@ -170,7 +156,7 @@ class Compiler:
         with self._opening:
             self._is_released = True
             if self._orders is not None:
-                self._orders.release()
+                self._orders.jobs.release()
 
     def hurry(self, deadline_s: float) -> None:
         """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
@@ -179,11 +165,11 @@ class Compiler:
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._orders.waiting if self._orders else 0
+        return self._orders.jobs.waiting if self._orders else 0
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._orders is None or self._orders.wait(timeout_s)
+        return self._orders is None or self._orders.jobs.wait(timeout_s)
 
     @property
     def is_compiling(self) -> bool:

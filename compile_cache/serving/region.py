@@ -83,7 +83,8 @@ class Region:
     def _route(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call that no serving function fits, as the state of its case says."""
         if reason := why_eager(module):
-            self.report.demote(reason)
+            self.report.take_step("eager")
+            self.report.explain(f"eager: {reason}")
             return self._serve_eager(module, args, kwargs)
         self._compiler.moment.pass_by()
         case, gone = self.kinds.case(module, args, kwargs)
@@ -156,7 +157,8 @@ class Region:
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
-        record = compiler.cached(module, args, kwargs) if compiler.is_warming_up else None
+        artifacts = compiler.artifacts if compiler.is_warming_up else None
+        record = artifacts.cached(module, args, kwargs) if artifacts is not None else None
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
             return self._make(case, module, args, kwargs, is_stored=True)
@@ -222,7 +224,8 @@ class Region:
         self.report.note_peaks(peak_bytes, comparison.eager_peak_bytes)
         case.passed.add(module)
         if case.has_passed:
-            self._compiler.prove(code.path)
+            if code.path and self._compiler.artifacts is not None:
+                attempt(self._compiler.artifacts.mark_compared, code.path)
             self._compiler.moment.note(functools.partial(self._take, case))
 
     def _put_off(self, case: Case, error: BaseException) -> None:
@@ -382,10 +385,10 @@ class Region:
     def _drop(self, case: Case, reason: str) -> None:
         """Stop using code that failed, and make no other in its place. It is not published."""
         code, case.code = case.code, None
-        if code is not None and code.path:
+        if code is not None and code.path and self._compiler.artifacts is not None:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
             self.withheld.add(code.path)
-            self._compiler.reject(code.path, reason)
+            self._compiler.artifacts.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
             self.withheld |= self._files

@@ -89,12 +89,6 @@ class RegionReport:
         self.waiting = kinds
         self.step = "eager" if kinds else self.settled
 
-    def demote(self, reason: str) -> None:
-        """Note why calls are served eager."""
-        if self.settled != "eager":
-            self.take_step("eager")
-        self.explain(f"eager: {reason}")
-
     def explain(self, reason: str) -> None:
         """Add a reason, once."""
         if reason not in self.reason and len(self.reason) < _LONGEST_REASON:
