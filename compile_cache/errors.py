@@ -154,8 +154,6 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]
 
 
-#
-
 log = logging.getLogger("compile_cache")
 _Result = TypeVar("_Result")
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
 from compile_cache.background.call import receive
+from compile_cache.inductor.call_spec import CallSpec, call_region
 from compile_cache.inductor.describe import structure, structure_digest
-from compile_cache.inductor.spec import CallSpec, call_region
 
 SIZE = 16
 

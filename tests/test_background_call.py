@@ -26,7 +26,7 @@ from test_quantization import TORCHAO
 from torch import nn
 
 from compile_cache.background.call import hand_over, receive
-from compile_cache.inductor.spec import call_region
+from compile_cache.inductor.call_spec import call_region
 
 PROJECT = Path(__file__).parent.parent
 

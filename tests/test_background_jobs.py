@@ -65,6 +65,11 @@ def make_jobs(started) -> Iterator[Callable[..., Jobs]]:
     assert not any(process.is_alive for process in started.processes)
 
 
+def has_process(jobs: Jobs) -> bool:
+    process = jobs._process
+    return process is not None and process.is_alive
+
+
 def do(jobs: Jobs, content: bytes, name: str = "a job") -> Done:
     """Submit one job and wait for it."""
     done: list[Done] = []
@@ -75,7 +80,7 @@ def do(jobs: Jobs, content: bytes, name: str = "a job") -> Done:
 
 def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs, started):
     jobs = make_jobs()
-    assert not jobs.is_alive
+    assert not has_process(jobs)
     done: list[Done] = []
     threads: set[int] = set()
 
@@ -91,7 +96,7 @@ def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     assert len(started.processes) == 1
-    assert jobs.is_alive
+    assert has_process(jobs)
 
 
 def test_jobs_submitted_by_many_threads_are_all_done(make_jobs):
@@ -128,7 +133,7 @@ def test_no_process_starts_before_the_release(make_jobs, started):
 def test_idle_process_ends_and_the_next_job_starts_another(make_jobs, started):
     jobs = make_jobs(idle_s=0.2)
     first = do(jobs, job("describe"))
-    wait_for(lambda: not jobs.is_alive)
+    wait_for(lambda: not has_process(jobs))
     second = do(jobs, job("describe"))
     assert json.loads(first.answer)["pid"] != json.loads(second.answer)["pid"]
     assert len(started.processes) == 2
@@ -138,7 +143,7 @@ def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started
     jobs = make_jobs()
     do(jobs, job("describe"))
     os.kill(started.processes[0].pid, 9)
-    wait_for(lambda: not jobs.is_alive)
+    wait_for(lambda: not has_process(jobs))
     done = do(jobs, job("echo", size=1))
     assert (done.answer, done.attempts) == (b"e", 1)
     assert len(started.processes) == 2
@@ -262,7 +267,7 @@ def test_close_drops_what_waits_and_ends_the_process(make_jobs, started, tmp_pat
     with caplog.at_level(logging.INFO, "compile_cache"):
         jobs.close()
         assert not jobs.wait(PATIENCE_S)
-    assert not jobs.is_alive
+    assert not has_process(jobs)
     jobs.submit("3", job("echo", size=1), done.append)
     jobs.close()
     time.sleep(0.5)  # a thread that went on would start another process

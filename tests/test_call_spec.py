@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compile_cache.inductor.spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
+from compile_cache.inductor.call_spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

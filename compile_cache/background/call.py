@@ -32,8 +32,8 @@ from compile_cache.background.tensors import (
 )
 from compile_cache.errors import NotHandedOver, first_line
 from compile_cache.importable import find, named_objects, why_not
+from compile_cache.inductor.call_spec import COMPILED_CALL
 from compile_cache.inductor.describe import OPERATORS
-from compile_cache.inductor.spec import COMPILED_CALL
 from compile_cache.inductor.storages import Handle, forget_freed, share
 
 log = logging.getLogger("compile_cache")

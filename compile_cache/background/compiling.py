@@ -22,9 +22,9 @@ from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
 from compile_cache.inductor.artifacts import Artifacts
 from compile_cache.inductor.autotuner import Pace, unread_files
+from compile_cache.inductor.call_spec import on_gpu
 from compile_cache.inductor.format import PRECOMPILED
 from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
-from compile_cache.inductor.spec import on_gpu
 from compile_cache.inductor.toolchain import remember_toolchain
 from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.storage.directory import scan_folder

@@ -90,12 +90,6 @@ class Jobs:
         """How many submitted jobs are not done. A job is done when its `done` has returned."""
         return self._waiting
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether there is a compiling process just now."""
-        process = self._process
-        return process is not None and process.is_alive
-
     def wait(self, timeout_s: float) -> bool:
         """Wait until every job is done or `close` is called; True if every job is done."""
         with self._changed:

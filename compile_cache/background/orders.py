@@ -30,8 +30,8 @@ from compile_cache.background.process import CompilingProcess
 from compile_cache.background.server_settings import ServerState
 from compile_cache.errors import Failure, attempt
 from compile_cache.files import replacing
+from compile_cache.inductor.call_spec import on_gpu
 from compile_cache.inductor.format import PRECOMPILED, SUFFIX, copy_artifact
-from compile_cache.inductor.spec import RECOMPILE_LIMIT, on_gpu
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import note, noted
@@ -118,11 +118,6 @@ class Orders:
         self._log = directory.logs / "compiling.log"
         self.jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
         self.jobs.hold()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more orders are taken now."""
-        return self.jobs.waiting >= RECOMPILE_LIMIT
 
     def pack(self, module: nn.Module, args: Any, kwargs: Any, shares_weights: bool) -> tuple[bytes, bool]:
         """A call in bytes for the compiling process, and whether all its tensors are on a GPU.

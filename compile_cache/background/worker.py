@@ -150,8 +150,6 @@ def _end_group() -> NoReturn:
     os._exit(1)  # not reached: SIGKILL cannot be held back
 
 
-#
-
 Kind = Literal["setup", "job", "ready", "unready", "answer", "failed"]
 
 _HEADER = struct.Struct("!BQ")

@@ -27,6 +27,7 @@ from torch import nn
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
 from compile_cache.inductor.adapter import options_digest
+from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.inductor.describe import (
     Description,
     NotDescribedError,
@@ -45,7 +46,6 @@ from compile_cache.inductor.format import (
 )
 from compile_cache.inductor.precompiled import Precompiled, compile_ahead, why_not_ahead
 from compile_cache.inductor.record import Record
-from compile_cache.inductor.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.inductor.switches import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.settings import Settings
 
@@ -83,10 +83,9 @@ class _Stored:
 class CachedRecord:
     """The record of a kind that cannot be compiled ahead of time: its graphs are in Inductor's files.
 
-    `is_whole`: one graph. `seconds` is the time to trace them again. `reason` says why nothing better was made.
+    `seconds` is the time to trace them again. `reason` says why nothing better was made.
     """
 
-    is_whole: bool
     seconds: float
     reason: str
 
@@ -184,7 +183,7 @@ class Artifacts:
             found = json.loads((self._directory / group.path / CACHED).read_bytes())
             if found["key"] != group.key:
                 return None
-            record = CachedRecord(bool(found["is_whole"]), float(found["seconds"]), str(found["reason"]))
+            record = CachedRecord(float(found["seconds"]), str(found["reason"]))
         except (NotDescribedError, OSError, ValueError, KeyError, TypeError):
             return None
         with self._arriving:
@@ -204,7 +203,7 @@ class Artifacts:
         except NotDescribedError:
             return ""
         path = f"{group.path}/{CACHED}"
-        record = {"key": group.key, "is_whole": traced.is_whole, "seconds": traced.seconds, "reason": reason}
+        record = {"key": group.key, "seconds": traced.seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         with self._arriving:

@@ -22,8 +22,8 @@ import torch._dynamo.utils
 from torch import nn
 
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, attempt, first_line
+from compile_cache.inductor.call_spec import call_region, on_gpu, pytree
 from compile_cache.inductor.counters import uncounted
-from compile_cache.inductor.spec import call_region, on_gpu, pytree
 from compile_cache.inductor.torch_settings import configure_torch
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Graphs:
         self._functions: dict[bool, Callable[..., Any]] = {}
 
     def run(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call by a graph that exists or a new one; unless it `is_whole`, by several.
+        """Run a call with a graph that exists, or compile a new one. Unless it `is_whole`, it may take several graphs.
 
         Raises:
             Exception: the model's own, or the compiler's.
@@ -113,7 +113,7 @@ class Graphs:
         return self._function(is_whole)(module, args, kwargs)
 
     def run_as_found(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call by a graph that exists, else eager. This compiles nothing."""
+        """Run a call with a graph that exists, else eager. This compiles nothing."""
         run = getattr(torch._dynamo, "run", None)
         return (run(self._function(is_whole)) if run else call_region)(module, args, kwargs)
 

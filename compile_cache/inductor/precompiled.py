@@ -14,9 +14,9 @@ from torch import nn
 from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.adapter import compile_function, load_function
+from compile_cache.inductor.call_spec import GLOBAL_HOOKS, HOOKS, call_region, on_gpu, overlaps_of, why_eager
 from compile_cache.inductor.guards import Checks, Recorder, global_scope
 from compile_cache.inductor.record import Record
-from compile_cache.inductor.spec import GLOBAL_HOOKS, HOOKS, call_region, on_gpu, overlaps_of, why_eager
 from compile_cache.inductor.switches import changed_switches, switches
 
 

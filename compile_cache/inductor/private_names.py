@@ -38,8 +38,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch.utils", "_pytree", NO_CALL),
     PrivateNames("torch._ops", "OpOverload OpOverloadPacket", NO_CALL),
     PrivateNames("torch.UntypedStorage", "_cdata _share_cuda_ _new_shared_cuda", "comparisons, so all compiled code"),
-    PrivateNames("torch.Tensor", "_make_subclass _base", NO_BACKGROUND),
-    PrivateNames("torch", "_neg_view", "compiling calls with negative views in the background"),
+    PrivateNames("torch", "Tensor._make_subclass Tensor._base _neg_view", NO_BACKGROUND),
     PrivateNames(
         "torch._C",
         "_get_fp32_precision_getter _get_sdp_priority_order _get_cublas_allow_fp16_reduced_precision_reduction "

@@ -22,9 +22,9 @@ import torch
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.importable import find, reference
 from compile_cache.inductor.adapter import Compilation, torch_key
+from compile_cache.inductor.call_spec import call_region
 from compile_cache.inductor.describe import code_digest
 from compile_cache.inductor.guards import RecordedGuard
-from compile_cache.inductor.spec import call_region
 from compile_cache.key import environment
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that

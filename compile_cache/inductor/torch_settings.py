@@ -19,7 +19,7 @@ import torch._dynamo
 import torch._inductor.config
 
 from compile_cache.inductor.autotuner import configure_autotuner
-from compile_cache.inductor.spec import RECOMPILE_LIMIT
+from compile_cache.inductor.call_spec import RECOMPILE_LIMIT
 
 log = logging.getLogger("compile_cache")
 

@@ -175,11 +175,11 @@ class Boot:
         if self._preloading is not None or not self._has_precompiled():
             return
         compiler = self._prepared_compiler()
-        if compiler is not None:
+        if compiler is not None and compiler.artifacts is not None:
             from compile_cache.lifecycle.preload import Preloading
 
             with self._degrading("load precompiled regions ahead"):
-                preloading = Preloading(compiler.prefetch)
+                preloading = Preloading(compiler.artifacts.prefetch)
                 preloading.start()
                 self._preloading = preloading
 

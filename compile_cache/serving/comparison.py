@@ -1,7 +1,7 @@
 """Compares new code with eager, and changes nothing.
 
-A call that compares is answered by eager, on the real module. The new code runs on a shadow of the call. Compared are
-the answers, and what both left behind in the inputs and in the module.
+A call that compares is answered by eager, on the real module. The new code runs on a shadow of the call. The comparison
+is of the two answers, and of what each run changed in the inputs and in the module.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.inductor.spec import COMPILED_CALL, call_region, pytree
+from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a

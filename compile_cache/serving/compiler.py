@@ -1,4 +1,4 @@
-"""Regions: the repeated blocks of a model. Each class is compiled once, checked against eager, and demoted if it fails.
+"""The regions of a boot: finds the repeated blocks of a model by class, and keeps what all regions share.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -147,10 +147,6 @@ class Compiler:
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.regions.values()))
 
-    def prefetch(self) -> int:
-        """Load the precompiled regions of the cache directory, and return their number."""
-        return self.artifacts.prefetch() if self.artifacts else 0
-
     def release(self) -> None:
         """Let the second process begin. Called at READY."""
         with self._opening:
@@ -218,7 +214,7 @@ class Compiler:
         return self.regions[module_class]
 
     def may_trace(self, seconds: float) -> bool:
-        """Whether the setup has so much time left to trace graphs out of stored files. If so, it is taken."""
+        """Whether the setup can still spend `seconds` on tracing stored graphs. If so, they leave its budget."""
         if self._tracing_s == _TRACING_S:
             seconds += _COMPILER_S
         if seconds > self._tracing_s:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from compile_cache.inductor.spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
+from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 _MOST_FUNCTIONS = 8
@@ -28,7 +28,19 @@ CHANGING = "a number or a flag changes from call to call, so no compiled code fi
 
 
 class State(enum.Enum):
-    """How a call is served. See the table in docs/architecture.md."""
+    """How calls of a case are served.
+
+    | state | a call | what follows |
+    | --- | --- | --- |
+    | NEW | looks for stored code; without any, is served eager | ARRIVED, ORDERED or EAGER, as the policy says |
+    | ORDERED | is served eager while the second process makes the code | ARRIVED or EAGER |
+    | ARRIVED | is served eager; the code runs on a copy and is compared, once for each instance | PRECOMPILED or CACHED
+    between two predictions, once all instances with such calls have passed; EAGER after a difference |
+    | PRECOMPILED | is served by a function compiled ahead of time that fits; a new instance is compared first |
+    EAGER after a failure |
+    | CACHED | is served by graphs of `torch.compile`; a new instance is compared first | EAGER after a failure |
+    | EAGER | is served by the model's own code until the process ends; `Case.reason` says why | |
+    """
 
     NEW = "new"
     ORDERED = "ordered"
@@ -129,7 +141,8 @@ class _Kind:
 
 
 class Kinds:
-    """All kinds of one region, at most 64. Beyond, the least used one goes, and is eager from then on."""
+    """All kinds of one region, at most 64. To make room for another, the kind used longest ago is dropped, unless it
+    waits for code. Its calls are eager from then on."""
 
     def __init__(self) -> None:
         self._kinds: dict[CallSpec, _Kind] = {}
@@ -138,9 +151,6 @@ class Kinds:
         self._open: dict[tuple[CallSpec, tuple[str, ...]], list[Case]] = {}
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
-
-    def __len__(self) -> int:
-        return len(self._kinds)
 
     def __iter__(self) -> Iterator[Case]:
         """Every case, once."""
@@ -157,8 +167,8 @@ class Kinds:
         case.used = next(self._clock)
 
     def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Case | None, list[Case]]:
-        """The case of this call, made if it is new, and the cases that had to go for it. None: the kind had to go, or
-        there is no room for it."""
+        """The case of this call, made if it is new, and the cases that were dropped for it. There is no case if this
+        kind was dropped earlier, or if there is no room for it."""
         spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
         with self._lock:
             kind, gone = self._kind(spec)

@@ -33,7 +33,7 @@ class Moment:
             self._changes.append(change)
 
     def begin(self) -> bool:
-        """Begin a prediction. Whether it has code that the one before it had not."""
+        """Begin a prediction. Returns whether it uses code that the one before it did not have."""
         with self._lock:
             self.begun += 1
             if self.open == 0:
@@ -52,9 +52,11 @@ class Moment:
             self._is_new |= had_new_code and not is_complete
 
     def pass_by(self) -> None:
-        """A call: if no prediction is open, it is one by itself."""
-        if self.open == 0:
-            with self._lock:
+        """Note a call. Outside all predictions it is a prediction of its own, so waiting changes are made now."""
+        if self.open:
+            return
+        with self._lock:
+            if self.open == 0:
                 self.begun += 1
                 self._take()
 

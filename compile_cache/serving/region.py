@@ -20,8 +20,15 @@ from torch import nn
 
 from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
+from compile_cache.inductor.call_spec import (
+    RECOMPILE_LIMIT,
+    call_region,
+    serve_by,
+    top_sizes,
+    why_eager,
+    with_plain_strides,
+)
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.inductor.spec import RECOMPILE_LIMIT, call_region, serve_by, top_sizes, why_eager, with_plain_strides
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
@@ -54,7 +61,6 @@ class Region:
         self.waited_s = 0.0
         self.withheld: set[str] = set()
         self._compiler = compiler
-        self._graphs: Graphs | None = None
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
@@ -89,6 +95,7 @@ class Region:
         self._compiler.moment.pass_by()
         case, gone = self.kinds.case(module, args, kwargs)
         for other in gone:
+            other.state = State.EAGER
             self._stop(other)
         if case is None:
             return self._serve_eager(module, args, kwargs)
@@ -111,13 +118,14 @@ class Region:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)
+            self._conclude(case)
             return self._route(module, args, kwargs)
         if case.is_to_compare(module):
             return self._compare(case, module, args, kwargs)
         if case.state is State.ARRIVED:
             return self._serve_eager(module, args, kwargs)
         if not self._is_serving(case, module):
-            if not case.is_proved:  # it passed in this prediction
+            if not case.is_proved:  # this instance passed after the others: it serves from the next prediction on
                 return self._serve_eager(module, args, kwargs)
             self._let_serve(case, module)
         return self._serve(case, module, args, kwargs)
@@ -130,8 +138,9 @@ class Region:
         self.served[code.step] += 1
         try:
             return code(module, args, kwargs)
-        except AssertionError as error:  # generated code asserts the strides it was compiled for
-            self._drop(case, f"AssertionError: {first_line(error)}")
+        except AssertionError as error:
+            if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
+                self._drop(case, f"AssertionError: {first_line(error)}")
             raise
 
     def _serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -176,24 +185,28 @@ class Region:
         return self._serve_eager(module, args, kwargs)
 
     def _compare(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call eager, and run the new code on its shadow. Whatever keeps the comparison from its end proves
-        nothing: another call makes it again."""
-        moment = self._compiler.moment
-        if moment.begun < case.not_before or _is_capturing():
-            return self._serve_eager(module, args, kwargs)
+        """Serve a call eager, and run the new code on its shadow. If the comparison cannot end, nothing is concluded,
+        and a later call repeats it."""
         started = time.perf_counter()
         comparison = self._comparison(case, module, args, kwargs)
         if comparison is None:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
         answer = comparison.eager()
-        if not (comparison.drew and moment.open > 1):
+        if (
+            not comparison.drew or self._compiler.moment.open <= 1
+        ):  # other predictions would see the generators set back
             self._judge(case, module, comparison)
         self.report.compile_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
         return answer
 
     def _comparison(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
+        """A copy of the call to compare with; None if there can be none now."""
+        if self._compiler.moment.begun < case.not_before:
+            return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return None
         try:
             return Comparison(module, args, kwargs)
         except NotHandedOver as error:
@@ -203,8 +216,7 @@ class Region:
         return None
 
     def _judge(self, case: Case, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Once it has passed on all instances, it serves from the next prediction
-        on."""
+        """Compare the code with eager's answer. Full memory puts it off; any other error counts as a difference."""
         code = case.code
         if code is None:
             return
@@ -223,10 +235,15 @@ class Region:
             return
         self.report.note_peaks(peak_bytes, comparison.eager_peak_bytes)
         case.passed.add(module)
-        if case.has_passed:
-            if code.path and self._compiler.artifacts is not None:
-                attempt(self._compiler.artifacts.mark_compared, code.path)
-            self._compiler.moment.note(functools.partial(self._take, case))
+        self._conclude(case)
+
+    def _conclude(self, case: Case) -> None:
+        """Take code that has passed on all instances at the next moment, and mark it as compared."""
+        if case.code is None or not case.has_passed or all(self._is_serving(case, module) for module in case.passed):
+            return
+        if case.code.path and self._compiler.artifacts is not None:
+            attempt(self._compiler.artifacts.mark_compared, case.code.path)
+        self._compiler.moment.note(functools.partial(self._take, case))
 
     def _put_off(self, case: Case, error: BaseException) -> None:
         reason = f"not compared with eager: {type(error).__name__}: {first_line(error)}"
@@ -262,7 +279,7 @@ class Region:
     def _order(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and order its code from the second process."""
         orders = self._compiler.orders()
-        if orders is None or orders.is_full:
+        if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
             self._give_up(case, "nothing may be compiled ahead of time" if orders is None else "too many calls wait")
             return self._serve_eager(module, args, kwargs)
         case = case if self._compiler.is_warming_up else self.kinds.opened(case, module, args, kwargs)
@@ -331,7 +348,7 @@ class Region:
 
         log.info("compile.begin region=%s", self.report.name)
         before, started = read_counts(), time.perf_counter()
-        made = make(self._compiler.artifacts, self._own_graphs(), shadow.copied)
+        made = make(self._compiler.artifacts, self._graphs, shadow.copied)
         self._files |= self._compiler.new_files()
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
@@ -350,22 +367,21 @@ class Region:
         from compile_cache.inductor.make import trace
 
         before, started = read_counts(), time.perf_counter()
-        traced = trace(self._own_graphs(), shadow.copied)
+        traced = trace(self._graphs, shadow.copied)
         counts = read_counts().since(before)
         self.report.note_traced(counts, traced, started)
         if counts.misses:
             raise ArtifactError("its stored graphs were not found, so they were compiled again")
         return self._graph(traced)
 
-    def _own_graphs(self) -> Graphs:
-        if self._graphs is None:
-            self._graphs = self._compiler.graphs(self.report.name)
-        return self._graphs
+    @functools.cached_property
+    def _graphs(self) -> Graphs:
+        return self._compiler.graphs(self.report.name)
 
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
 
-        return Graph(self._own_graphs(), traced.is_whole, lambda: self._compiler.is_warming_up)
+        return Graph(self._graphs, traced.is_whole, lambda: self._compiler.is_warming_up)
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
@@ -383,7 +399,7 @@ class Region:
         return failure.reason
 
     def _drop(self, case: Case, reason: str) -> None:
-        """Stop using code that failed, and make no other in its place. It is not published."""
+        """Stop using code that failed. It is not published, and no other is made in its place."""
         code, case.code = case.code, None
         if code is not None and code.path and self._compiler.artifacts is not None:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
@@ -392,12 +408,12 @@ class Region:
             self.report.note_not_precompiled(reason)
         else:
             self.withheld |= self._files
-        self._stop(case)
         self._give_up(case, reason)
 
     def _give_up(self, case: Case, reason: str) -> None:
         """Serve a case's calls eager from now on."""
         case.state, case.reason = State.EAGER, reason
+        self._stop(case)
         self.report.explain(f"eager for {case.spec}: {reason}")
         self.report.take_step("eager")
 
@@ -419,11 +435,6 @@ def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
     except Exception as error:  # a guard reads any object of the model's
         log.info("precompiled.not_checked artifact=%s error=%r", code and code.path, error)
         return False
-
-
-def _is_capturing() -> bool:
-    """Whether this thread's calls are being recorded as a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _unused(module: nn.Module) -> str:

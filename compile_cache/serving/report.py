@@ -1,7 +1,7 @@
 """The steps of the ladder, and the report of a region.
 
-precompiled → cached → cold → eager. An artifact compiled ahead of time serves the calls that it fits. Other calls go to
-`torch.compile`, which finds a graph or compiles one. The model's own code serves the rest.
+precompiled → cached → cold → eager: a function compiled ahead of time; graphs of `torch.compile` that were found in
+stored files; graphs that were compiled here; the model's own code.
 """
 
 from __future__ import annotations
