@@ -32,8 +32,7 @@ from compile_cache.storage.directory import scan_folder
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
     """A function that takes a pickled `Order` and returns a pickled `Making`."""
-    place: Place = pickle.loads(setup)
-    maker = _Maker(place)
+    maker = _Maker(pickle.loads(setup))
     return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
 
 
