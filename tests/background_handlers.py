@@ -51,7 +51,9 @@ def make_once(setup: bytes) -> Callable[[bytes], bytes]:
 
 def make_of_place(setup: bytes) -> Callable[[bytes], bytes]:
     """As `make`, with the setup of a real compiling process."""
-    assert type(pickle.loads(setup)).__name__ == "Place"
+    settings, path = pickle.loads(setup)
+    assert type(settings).__name__ == "Settings"
+    assert os.path.isdir(path)
     return make(b"")
 
 

@@ -13,7 +13,6 @@ import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
 from compile_cache.background.compiling import start_making
-from compile_cache.background.orders import Place
 from compile_cache.inductor import autotuner
 from compile_cache.inductor.autotuner import Pace
 from compile_cache.settings import Settings
@@ -51,7 +50,7 @@ def making(request, monkeypatch, tmp_path) -> Iterator[Callable[[bytes], bytes]]
         monkeypatch.delattr(benchmarking, HOOK, raising=False)
     # torch's other way to measure asks CUDA for the device's cache first.
     monkeypatch.setattr(benchmarking, "benchmarker", benchmarking.TritonBenchmarker())
-    yield start_making(pickle.dumps(Place(Settings(), str(tmp_path))))
+    yield start_making(pickle.dumps((Settings(), str(tmp_path))))
     set_hook(None)
 
 

@@ -104,7 +104,7 @@ def test_new_code_is_taken_between_two_predictions(directory):
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
     moment, taken = Moment(), []
     assert not moment.begin()
-    moment.note(lambda: taken.append(1))
+    moment.note(moment, lambda: taken.append(1))
     assert not moment.begin()
     moment.pass_by()
     assert taken == []

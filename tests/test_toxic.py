@@ -368,7 +368,7 @@ def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, t
     proxy.heal()
     wait_for(lambda: published.stored_files() == MADE)
     published.publisher.flush()
-    assert len(published.healthy.list()) == 1
+    assert len(published.healthy.packs.list()) == 1
 
 
 @pytest.mark.parametrize("applies", [listing, put_of_a_pack])

@@ -17,35 +17,37 @@ from typing import Any
 import torch
 
 from compile_cache.background.call import receive
-from compile_cache.background.orders import Making, Order, Place
+from compile_cache.background.orders import Making, Order
 from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
 from compile_cache.inductor.artifacts import Artifacts
 from compile_cache.inductor.autotuner import Pace, unread_files
 from compile_cache.inductor.call_spec import on_gpu
 from compile_cache.inductor.format import PRECOMPILED
-from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
+from compile_cache.inductor.make import Graphs, Made, make
 from compile_cache.inductor.toolchain import remember_toolchain
 from compile_cache.inductor.torch_settings import configure_torch
+from compile_cache.settings import Settings
 from compile_cache.storage.directory import scan_folder
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
-    """A function that takes a pickled `Order` and returns a pickled `Making`."""
-    maker = _Maker(pickle.loads(setup))
+    """A function that takes a pickled `Order` and returns a pickled `Making`. `setup` has the pickled settings, and the
+    folder in which the process compiles."""
+    maker = _Maker(*pickle.loads(setup))
     return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
 
 
 class _Maker:
     """Compiles in one folder, and tells after each order which files are new."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, settings: Settings, path: str) -> None:
         configure_torch()
         self._pace = Pace()
         self._pace.apply_to_inductor()
-        self._path = Path(place.path)
+        self._path = Path(path)
         remember_toolchain(self._path)
-        self._settings = place.settings
+        self._settings = settings
         self._told = set(scan_folder(self._path))
 
     def make(self, order: Order) -> Making:
@@ -57,7 +59,7 @@ class _Maker:
         except (NotHandedOver, StateNotMade, ArtifactError) as error:
             return Making(reason=str(error), seconds=time.perf_counter() - started)
         finally:
-            forget_graphs()
+            torch.compiler.reset()
             gc.collect()
             _free()
         seconds, files = time.perf_counter() - started, self._new_files(made.path)

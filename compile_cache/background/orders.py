@@ -61,14 +61,6 @@ _MOST_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The folder in which the process compiles, and its settings. Sent once."""
-
-    settings: Settings
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class Order:
     """One kind of call to compile: the bytes of `hand_over`, the server's state, and the dimensions to leave open.
 
@@ -155,8 +147,7 @@ class Orders:
             **os.environ,
             **{"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"},
         }
-        place = Place(self._settings, path)
-        return CompilingProcess.start(_HANDLER, pickle.dumps(place), self._log, environ)
+        return CompilingProcess.start(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
 
     def _receive(self, answer: Done, done: Callable[[Making, Precompiled | None], None]) -> None:
         note("second process", answer.name, time.perf_counter() - answer.seconds, answer.seconds)

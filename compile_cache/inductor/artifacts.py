@@ -121,7 +121,7 @@ class Artifacts:
     def used(self) -> set[str]:
         """The paths, inside the cache directory, of the records of this boot's model."""
         with self._arriving:
-            return self._arrived | {path for group in self._groups.values() for path in group.loaded}
+            return self._arrived | {path for group in list(self._groups.values()) for path in list(group.loaded)}
 
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""

@@ -124,7 +124,7 @@ def autocast_dtype(device: str) -> str:
 
 def _described(leaf: Any, first: int) -> TensorSpec | str:
     """A tensor without values; a number's class; a constant, a function or a class; the class of any other object."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
         shape = tuple(leaf.shape)
         strides = leaf.stride() if leaf.layout == torch.strided else ()
         strides = tuple([stride for size, stride in zip(shape, strides, strict=False) if size != 1])
@@ -149,7 +149,8 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
 
 def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
     """The sizes of the tensors that are inputs themselves. Takes about a microsecond."""
-    return tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return tuple([tensor.shape for tensor in tensors if not tensor.is_nested])
 
 
 def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
@@ -185,7 +186,7 @@ def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | st
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_nested
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

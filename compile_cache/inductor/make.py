@@ -51,11 +51,6 @@ _TIMED_RUNS = 3
 _HEAD_START_CYCLES = 10_000_000
 
 
-def forget_graphs() -> None:
-    """Drop all graphs that `torch.compile` made in this process."""
-    torch._dynamo.reset()
-
-
 def is_beyond_limit(error: Exception) -> bool:
     """Whether torch refuses a graph because the function has too many."""
     return isinstance(error, _LIMIT_ERRORS)

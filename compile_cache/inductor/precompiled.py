@@ -98,11 +98,11 @@ class Precompiled:
         if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
             return difference
         if self._per_call is None:
-            self._per_call = self._checks.per_call(inputs)
             self._on_gpu = on_gpu(module, args, kwargs)
             self._switches = now
             self._forward = type(module).forward
             self._overlaps = overlaps_of(args, kwargs)
+            self._per_call = self._checks.per_call(inputs)  # last: another thread may be asking
         self._parts[module] = _Parts(module)
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 

@@ -92,7 +92,7 @@ class Comparison:
             Exception: the function failed, or the memory is full.
         """
         shadow = self.pristine
-        with _generators_at(self._generators), PeakMemory() as peak:
+        with _generators_at(self._generators) if self.drew else contextlib.nullcontext(), PeakMemory() as peak:
             answer = function(shadow.module, shadow.args, shadow.kwargs)
         module, args, kwargs = self._call
         found = answer, (shadow.args, shadow.kwargs), shadow.module

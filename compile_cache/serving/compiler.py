@@ -55,7 +55,7 @@ class Compiler:
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
         self._settings = settings
         self._directory = directory
-        self._is_hit = is_hit
+        self.is_hit = is_hit
         self.moment = Moment()
         self.regions: dict[type[nn.Module], Region] = {}
         self.artifacts: Artifacts | None = None
@@ -93,13 +93,11 @@ class Compiler:
             if self._is_open:
                 return
             self._is_open = True
-            self._why_not_precompiled = "torch's compiler could not be imported"  # replaced below
             from compile_cache.inductor.toolchain import remember_toolchain
             from compile_cache.inductor.torch_settings import configure_torch, is_switched_off, signal_compiles
 
             configure_torch()
             remember_toolchain(self._directory.path)
-            self._why_not_precompiled = ""
             if self._settings.precompile and not is_switched_off():
                 self._open_artifacts()
             signal_compiles(self._compiling)
@@ -109,20 +107,18 @@ class Compiler:
         try:
             from compile_cache.inductor.artifacts import Artifacts
         except (ImportError, AttributeError) as error:
-            self._do_not_precompile(f"torch {torch.__version__} lacks a name that precompiled regions need: {error}")
+            reason = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+            log.warning("No precompiled regions in this boot: %s", reason)
+            self._why_not_precompiled = reason
+            for region in self.regions.values():
+                region.report.note_not_precompiled(reason)
             return
         self.artifacts = Artifacts(self._settings, self._directory.path)
-
-    def _do_not_precompile(self, reason: str) -> None:
-        log.warning("No precompiled regions in this boot: %s", reason)
-        self._why_not_precompiled = reason
-        for region in self.regions.values():
-            region.report.note_not_precompiled(reason)
 
     def _load_arrived(self, path: str) -> Precompiled:
         """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
         if self.artifacts is None:
-            raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off")
+            raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off, or cannot be imported")
         self._configure()  # the call may have been ordered before torch's compiler was imported
         return self.artifacts.arrive(path)
 
@@ -133,10 +129,6 @@ class Compiler:
         self._configure()  # an artifact's name depends on these settings
         found = attempt(self.artifacts.find, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
-
-    def is_proved(self, path: str) -> bool:
-        """Whether an earlier boot of this version compared the function on all instances."""
-        return self._is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
 
     def policy(self) -> str:
         """What to do now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""

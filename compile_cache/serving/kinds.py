@@ -206,13 +206,20 @@ class Kinds:
         for case in kind.cases:
             if _is_same(case, numbers, module, args, kwargs):
                 return case
+            case.instances.discard(module)  # if it waited for this code
         kind.asked[module] += 1
         alike = self._open.get((spec.without_sizes, numbers), ())
-        case = next((case for case in alike if _covers(case, spec)), None) or Case(
-            spec, numbers, top_sizes(args, kwargs)
-        )
+        covering = (case for case in alike if _covers(case, spec) and case not in kind.cases)
+        case = next(covering, None) or Case(spec, numbers, top_sizes(args, kwargs))
         kind.cases.append(case)
         return case
+
+    def claim(self, case: Case) -> bool:
+        """Let one thread alone find or order the code of a new case."""
+        with self._lock:
+            is_new = case.state is State.NEW
+            case.state = State.ORDERED if is_new else case.state
+            return is_new
 
     def leave(self, case: Case, module: nn.Module) -> None:
         """Note that a case's code does not fit `module`, whose next call gets another case."""
@@ -250,6 +257,8 @@ def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any,
     """Whether a case's code fits a call with other numbers or of another instance, or may fit it once it arrives."""
     if case.code is None:
         return case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
+    if case.code.step != "precompiled":  # torch would compile for other numbers, and nothing compares that
+        return case.numbers == numbers
     if module in case.passed:
         return case.code.fits(module, args, kwargs)
     return not case.code.misfit(module, args, kwargs)

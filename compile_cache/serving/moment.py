@@ -18,19 +18,19 @@ class Moment:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changes: list[Callable[[], None]] = []
+        self._changes: dict[object, Callable[[], None]] = {}
         self._since_s = 0.0
         self._is_new = False
         # How many predictions are open, and how many have begun.
         self.open = 0
         self.begun = 0
 
-    def note(self, change: Callable[[], None]) -> None:
-        """Make this change at the next moment."""
+    def note(self, subject: object, change: Callable[[], None]) -> None:
+        """Make this change at the next moment, in place of an earlier one of the same subject."""
         with self._lock:
             if not self._changes:
                 self._since_s = time.monotonic()
-            self._changes.append(change)
+            self._changes[subject] = change
 
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
@@ -61,7 +61,7 @@ class Moment:
                 self._take()
 
     def _take(self) -> None:
-        changes, self._changes = self._changes, []
-        for change in changes:
+        changes, self._changes = self._changes, {}
+        for change in changes.values():
             change()
         self._is_new |= bool(changes)

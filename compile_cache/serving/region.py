@@ -64,7 +64,6 @@ class Region:
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
-        self._unused = ""
 
     @property
     def proved(self) -> set[str]:
@@ -99,8 +98,12 @@ class Region:
             self._stop(other)
         if case is None:
             return self._serve_eager(module, args, kwargs)
-        if case.state is State.NEW:
-            return self._serve_new(case, module, args, kwargs)
+        if self.kinds.claim(case):
+            try:
+                return self._serve_new(case, module, args, kwargs)
+            finally:
+                if case.state is State.ORDERED and case.ordered_by is None:  # nothing was found, made or ordered
+                    case.state = State.NEW
         if case.state in (State.PRECOMPILED, State.CACHED, State.ARRIVED):
             return self._serve_by_code(case, module, args, kwargs)
         if case.state is State.EAGER:
@@ -118,11 +121,11 @@ class Region:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)
-            self._conclude(case)
             return self._route(module, args, kwargs)
         if case.is_to_compare(module):
             return self._compare(case, module, args, kwargs)
         if case.state is State.ARRIVED:
+            self._conclude(case)  # the last instance that had not passed may have left
             return self._serve_eager(module, args, kwargs)
         if not self._is_serving(case, module):
             if not case.is_proved:  # this instance passed after the others: it serves from the next prediction on
@@ -150,9 +153,9 @@ class Region:
     def _serve_new(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call of a new case: by code of an earlier boot, else as the policy says."""
         compiler = self._compiler
-        found = compiler.find(module, args, kwargs)
+        artifacts, found = compiler.artifacts, compiler.find(module, args, kwargs)
         if not isinstance(found, str):
-            case.is_proved = compiler.is_proved(found.path)
+            case.is_proved = compiler.is_hit and artifacts is not None and artifacts.is_compared(found.path)
             self._arrive(case, found)
             if case.is_proved and not compiler.is_warming_up:
                 case.passed.add(module)
@@ -166,8 +169,7 @@ class Region:
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
-        artifacts = compiler.artifacts if compiler.is_warming_up else None
-        record = artifacts.cached(module, args, kwargs) if artifacts is not None else None
+        record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
             return self._make(case, module, args, kwargs, is_stored=True)
@@ -243,7 +245,7 @@ class Region:
             return
         if case.code.path and self._compiler.artifacts is not None:
             attempt(self._compiler.artifacts.mark_compared, case.code.path)
-        self._compiler.moment.note(functools.partial(self._take, case))
+        self._compiler.moment.note(case, functools.partial(self._take, case))
 
     def _put_off(self, case: Case, error: BaseException) -> None:
         reason = f"not compared with eager: {type(error).__name__}: {first_line(error)}"
@@ -259,7 +261,7 @@ class Region:
         case.state = State.PRECOMPILED if code.step == "precompiled" else State.CACHED
         if code.step == "precompiled":
             self.report.take_step("precompiled")
-        for module in case.passed:
+        for module in tuple(case.passed):
             self._let_serve(case, module)
 
     def _let_serve(self, case: Case, module: nn.Module) -> None:
@@ -291,7 +293,7 @@ class Region:
         try:
             answer = self._serve_eager(module, args, kwargs)
         except BaseException:  # a cancelled request raises one
-            case.state = State.NEW
+            case.state, case.ordered_by = State.NEW, None
             raise
         receive = functools.partial(self._receive, case)
         ordered = attempt(orders.order, f"{self.report.name} {case.spec}", call, case.dynamic, receive)
@@ -307,7 +309,7 @@ class Region:
         else:
             self.report.precompile_s += making.seconds
             self.report.note_made(making.speed)
-            self._compiler.moment.note(functools.partial(self._arrive, case, function))
+            self._compiler.moment.note(case, functools.partial(self._arrive, case, function))
         self.report.wait_for(self.kinds.waiting)
 
     def _arrive(self, case: Case, code: Code) -> None:
@@ -323,6 +325,7 @@ class Region:
         self.served["eager"] += 1
         answer = comparison.eager()
         before, started = read_counts(), time.perf_counter()
+        self._compiler.new_files()  # those so far are not of this call
         with comparison.undisturbed():
             code = attempt(self._traced if is_stored else self._made, comparison.pristine)
         if isinstance(code, Failure):
@@ -409,6 +412,7 @@ class Region:
         else:
             self.withheld |= self._files
         self._give_up(case, reason)
+        self._compiler.moment.note(case, functools.partial(self._stop, case))  # tells predictors with recorded calls
 
     def _give_up(self, case: Case, reason: str) -> None:
         """Serve a case's calls eager from now on."""
@@ -419,13 +423,12 @@ class Region:
 
     def conclude(self) -> None:
         """After the warm-up, report a region that nothing called."""
-        if self._unused:
-            self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
-            self._unused = ""
-        if not self.served:
-            self._unused = _unused(next(iter(self._serving)))
-            self.report.explain(self._unused)
-            log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
+        unused = _unused(next(iter(self._serving)))
+        if self.served:
+            self.report.reason = self.report.reason.replace(unused, "").strip("; ")
+        else:
+            self.report.explain(unused)
+            log.warning("nothing of %s is compiled: %s", self.report.name, unused)
 
 
 def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
