@@ -51,5 +51,5 @@ def test_torch_that_was_not_tested_is_refused_by_the_import(monkeypatch, version
 @pytest.mark.usefixtures("not_imported")
 def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.16.0")
-    for name in ("format", "make", "spec", "toolchain"):
+    for name in ("format", "call_spec", "toolchain"):
         importlib.import_module(f"compile_cache.inductor.{name}")

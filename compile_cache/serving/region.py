@@ -310,7 +310,6 @@ class Region:
             self.report.precompile_s += making.seconds
             self.report.note_made(making.speed)
             self._compiler.moment.note(case, functools.partial(self._arrive, case, function))
-        self.report.wait_for(self.kinds.waiting)
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.code = code
@@ -420,6 +419,7 @@ class Region:
         self._stop(case)
         self.report.explain(f"eager for {case.spec}: {reason}")
         self.report.take_step("eager")
+        self.report.wait_for(self.kinds.waiting)
 
     def conclude(self) -> None:
         """After the warm-up, report a region that nothing called."""
