@@ -121,7 +121,7 @@ def apart(found: list[float], right: list[float]) -> float:
 def check(name: str, boots: Mapping[str, Boot]) -> dict[str, bool]:
     """What must hold for a predictor."""
     eager, first, second, third = (boots[kind] for kind in BOOTS)
-    compiled = {"eager"} if name == "Hooked" else {"precompiled", "cached"}
+    compiled = {"eager"} if name == "Hooked" else {"precompiled", "compiled"}
     limit_s = _LATE * eager.ready_s + _LATE_S
     return {
         f"{name}: answers are eager's": all(found.error <= PREDICTORS[name][1] for found in boots.values()),

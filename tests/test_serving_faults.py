@@ -116,6 +116,15 @@ def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(b
     assert counts["fxgraph_misses"] == counts["precompiled_made"] == told["waiting"] == 0
 
 
+def test_graphs_of_the_second_process_are_found_whichever_module_imported_torch_first(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    predictor = functools.partial(play_scene, program="loaded_predictor", forked=False)
+    predictor(one, "right", "Broken")
+    told = predictor(other, "right", "Broken", after=one)
+    assert told["ready"]["counts"]["fxgraph_hits"] > told["ready"]["counts"]["fxgraph_misses"] == 0
+    assert set(told["pairs"]["Broken"]["steps"][1:]) == {"compiled"}
+
+
 @pytest.mark.parametrize("then", ["", "background"], ids=["first", "next"])
 def test_a_call_with_hooks_is_eager_and_says_so(booted, then):
     told = booted("Hooked", then=then)

@@ -203,7 +203,7 @@ class Artifacts:
         except NotDescribedError:
             return ""
         path = f"{group.path}/{CACHED}"
-        record = {"key": group.key, "seconds": traced.seconds, "reason": reason}
+        record = {"key": group.key, "seconds": traced.tracing_s, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         with self._arriving:

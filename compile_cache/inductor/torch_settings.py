@@ -8,8 +8,10 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import os
+import pkgutil
 import threading
 from contextvars import ContextVar
 from typing import Any
@@ -43,7 +45,17 @@ def configure_torch() -> None:
     # and may choose another. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
         _set(inductor, "dynamic_scale_rblock", False)
+    copyreg.pickle(torch.memory_format, _memory_format_by_name)
     configure_autotuner()
+
+
+def _memory_format_by_name(value: torch.memory_format) -> tuple[Any, ...]:
+    """How pickle writes a memory format, which is a part of a graph's key.
+
+    By default it writes the first of all modules that has the name `torch`. In Cog's server that can be the predictor,
+    and another process never found the graph.
+    """
+    return pkgutil.resolve_name, (str(value).replace(".", ":", 1),)
 
 
 def is_switched_off() -> bool:
