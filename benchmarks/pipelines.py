@@ -92,14 +92,16 @@ def build_flux(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
 def build_sdxl(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
     """No transformer blocks at the first width. `attention_head_dim` is, in spite of its name, the number of heads; the
     added input is the pooled vector and six numbers of `addition_time_embed_dim` each (size, crop, target size)."""
-    return StableDiffusionXLPipeline(
-        scheduler=EulerDiscreteScheduler(
+    with torch.device("cpu"):  # it makes arrays of its tensors
+        scheduler = EulerDiscreteScheduler(
             beta_start=0.00085,
             beta_end=0.012,
             beta_schedule="scaled_linear",
             timestep_spacing="leading",
             steps_offset=1,
-        ),
+        )
+    return StableDiffusionXLPipeline(
+        scheduler=scheduler,
         # Both encoders read the same vocabulary; SDXL's two tokenizers differ in the padding alone.
         tokenizer=CLIPTokenizer.from_pretrained(tokenizers / "tokenizer"),
         tokenizer_2=CLIPTokenizer.from_pretrained(tokenizers / "tokenizer"),

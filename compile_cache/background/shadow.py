@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ class _Pickler(CallPickler):
         """
         if value is known_object:
             return NotImplemented
-        if self._is_shared(value):
+        if type(value) is not OrderedDict and self._is_shared(value):  # most values are a module's empty hooks
             return self._kept(value)
         if isinstance(value, torch.Generator):
             return self._kept(value.clone_state())
