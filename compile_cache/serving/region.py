@@ -116,17 +116,18 @@ class Region:
         code = case.code
         if code is None:  # dropped by another thread
             return self._serve_eager(module, args, kwargs)
+        is_to_compare = case.is_to_compare(module)
+        if case.state is State.ARRIVED and not is_to_compare:
+            self._conclude(case)  # the last instance that had not passed may have left
+            return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
             if module is case.ordered_by and not case.passed:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)
             return self._route(module, args, kwargs)
-        if case.is_to_compare(module):
+        if is_to_compare:
             return self._compare(case, module, args, kwargs)
-        if case.state is State.ARRIVED:
-            self._conclude(case)  # the last instance that had not passed may have left
-            return self._serve_eager(module, args, kwargs)
         if not self._is_serving(case, module):
             if not case.is_proved:  # this instance passed after the others: it serves from the next prediction on
                 return self._serve_eager(module, args, kwargs)
