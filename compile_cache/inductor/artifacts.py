@@ -173,8 +173,9 @@ class Artifacts:
         Raises:
             OSError: the mark cannot be written.
         """
-        with replacing((self._directory / path).with_suffix(COMPARED)) as file:
-            file.write(b"compared with eager on all instances\n")
+        if not self.is_compared(path):
+            with replacing((self._directory / path).with_suffix(COMPARED)) as file:
+                file.write(b"compared with eager on all instances\n")
 
     def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
         """The record of graphs for calls like this; None if there is none, or it is damaged."""
