@@ -342,8 +342,7 @@ class Boot:
         self.report.counts = counts
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            before_checks = self._compiler.device_peak_bytes if self._compiler else 0
-            self.report.device_peak_bytes = max(before_checks, torch.cuda.max_memory_allocated())
+            self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
 
     def _start_publishing(self) -> None:
         if self._restore is None:

@@ -69,14 +69,11 @@ class Comparison:
         self._call = module, args, kwargs
         self.pristine = Shadow(module, args, kwargs)
         self._generators = _generator_states()
-        self.eager_peak_bytes: int | None = None
         self.drew = False
 
     def eager(self) -> Any:
         """Eager's answer, on the real module. Raises the model's own errors."""
-        with PeakMemory() as peak:
-            answer = call_region(*self._call)
-        self.eager_peak_bytes = peak.bytes
+        answer = call_region(*self._call)
         self._reference = pytree.tree_map_only(torch.Tensor, torch.clone, answer)
         self.drew = _generator_states() != self._generators
         return answer
@@ -85,19 +82,18 @@ class Comparison:
         """A context that leaves the global generators as they were."""
         return _generators_at(_generator_states())
 
-    def check(self, function: Callable[..., Any]) -> tuple[Check, int | None]:
-        """Run `function(module, args, kwargs)` on the copy, once, and compare. Returns the peak of device memory in
-        bytes too.
+    def check(self, function: Callable[..., Any]) -> Check:
+        """Run `function(module, args, kwargs)` on the copy, once, and compare.
 
         Raises:
             Exception: the function failed, or the memory is full.
         """
         shadow = self.pristine
-        with _generators_at(self._generators) if self.drew else contextlib.nullcontext(), PeakMemory() as peak:
+        with _generators_at(self._generators) if self.drew else contextlib.nullcontext():
             answer = function(shadow.module, shadow.args, shadow.kwargs)
         module, args, kwargs = self._call
         found = answer, (shadow.args, shadow.kwargs), shadow.module
-        return compare(found, (self._reference, (args, kwargs), module)), peak.bytes
+        return compare(found, (self._reference, (args, kwargs), module))
 
 
 def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
@@ -249,31 +245,3 @@ def _generators_at(states: tuple[bytes, ...]) -> Iterator[None]:
     finally:
         if _generator_states() != now:
             _set_generators(now)
-
-
-class PeakMemory:
-    """The device memory that the context takes at its peak, beyond the memory in use at its start; None without a GPU.
-
-    torch keeps one peak, and this resets it: `highest_bytes` is the peak of the process before the reset.
-    """
-
-    bytes: int | None = None
-    highest_bytes = 0
-
-    def __enter__(self) -> PeakMemory:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            allocated = _allocated_bytes()
-            PeakMemory.highest_bytes = max(PeakMemory.highest_bytes, allocated["peak"])
-            torch.cuda.reset_peak_memory_stats()
-            self._before = allocated["current"]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self.bytes = _allocated_bytes()["peak"] - self._before
-
-
-def _allocated_bytes() -> dict[str, int]:
-    """What torch has allocated on the device: `current` and `peak`. torch's other ways to ask are ten times slower."""
-    allocated: dict[str, int] = torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
-    return allocated

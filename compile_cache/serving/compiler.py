@@ -19,7 +19,6 @@ from torch import nn
 from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
 from compile_cache.inductor.autotuner import unread_files
 from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
-from compile_cache.serving.comparison import PeakMemory
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.region import Region
 from compile_cache.serving.report import RegionReport
@@ -250,11 +249,6 @@ class Compiler:
         young = {path for path, arrived_s in arrived.items() if time.monotonic() < arrived_s + _UNPROVED_S}
         unproved = young.difference(*(region.proved for region in regions))
         return unproved.union(*(region.withheld for region in regions))
-
-    @property
-    def device_peak_bytes(self) -> int:
-        """The peak of device memory in bytes before this library last reset torch's peak; 0 without a GPU."""
-        return PeakMemory.highest_bytes
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

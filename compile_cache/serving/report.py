@@ -40,8 +40,7 @@ class RegionReport:
     rest.
 
     `relative_error` is the largest checked ‖compiled − eager‖ / ‖eager‖ on real activations. JSON has no infinity:
-    there an infinite error is the text `Infinity`. The peaks are the device memory of the largest checked call, in
-    bytes above the memory in use before it.
+    there an infinite error is the text `Infinity`.
 
     `not_precompiled` says why the next boot will not have some kinds of calls precompiled. `compiled_ms` and `eager_ms`
     are the device time of the slowest timed call; None if this boot compiled nothing. `is_left_eager`:
@@ -61,8 +60,6 @@ class RegionReport:
     precompile_s: float = 0.0
     relative_error: float | None = None
     tolerance: float | None = None
-    compiled_peak_bytes: int | None = None
-    eager_peak_bytes: int | None = None
     compiled_ms: float | None = None
     eager_ms: float | None = None
     not_precompiled: list[str] = field(default_factory=list)
@@ -146,11 +143,6 @@ class RegionReport:
         """Add the result of a comparison with eager."""
         self.relative_error = max(error, self.relative_error or 0.0)
         self.tolerance = tolerance
-
-    def note_peaks(self, compiled_bytes: int | None, eager_bytes: int | None) -> None:
-        """Add the peak device memory of a compiled call and of its eager reference."""
-        if compiled_bytes is not None and compiled_bytes > (self.compiled_peak_bytes or 0):
-            self.compiled_peak_bytes, self.eager_peak_bytes = compiled_bytes, eager_bytes
 
 
 def _why_cold(counts: CompileCounts) -> str:
