@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
+from compile_cache.errors import Failure, attempt
 from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -55,8 +57,8 @@ class Check:
 class Comparison:
     """A call that eager answers, and that other code is run with.
 
-    `pristine` is the call as it was before eager ran. `drew` says that the call advanced a global generator of random
-    numbers: other threads must not draw from it while the call is compared.
+    `drew` says that the call advanced a global generator of random numbers: other threads must not draw from it while
+    the call is compared.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,20 +69,40 @@ class Comparison:
             torch.OutOfMemoryError: the copies do not fit.
         """
         self._call = module, args, kwargs
-        self.pristine = Shadow(module, args, kwargs)
+        self._shadow: Shadow | Failure = Shadow(module, args, kwargs)
         self._generators = _generator_states()
         self.drew = False
 
+    @property
+    def pristine(self) -> Shadow:
+        """The call as it was before eager ran.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: eager needed its memory.
+        """
+        if isinstance(self._shadow, Failure):
+            raise self._shadow.error
+        return self._shadow
+
     def eager(self) -> Any:
-        """Eager's answer, on the real module. Raises the model's own errors."""
-        answer = call_region(*self._call)
-        self._reference = pytree.tree_map_only(torch.Tensor, torch.clone, answer)
+        """Eager's answer, on the real module. Raises the model's own errors.
+
+        If eager finds no memory and has changed nothing yet, it runs again without the copy, and nothing is compared.
+        """
+        try:
+            answer = call_region(*self._call)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the run's tensors
+            if self._against(None, None).error or _generator_states() != self._generators:
+                raise
+            self._shadow = Failure(error)
+        if isinstance(self._shadow, Failure):
+            return call_region(*self._call)
+        self._reference = attempt(pytree.tree_map_only, torch.Tensor, torch.clone, answer)
+        if isinstance(self._reference, Failure):
+            self._shadow = self._reference
         self.drew = _generator_states() != self._generators
         return answer
-
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """A context that leaves the global generators as they were."""
-        return _generators_at(_generator_states())
 
     def check(self, function: Callable[..., Any]) -> Check:
         """Run `function(module, args, kwargs)` on the copy, once, and compare.
@@ -89,11 +111,14 @@ class Comparison:
             Exception: the function failed, or the memory is full.
         """
         shadow = self.pristine
-        with _generators_at(self._generators) if self.drew else contextlib.nullcontext():
+        with generators_at(self._generators) if self.drew else contextlib.nullcontext():
             answer = function(shadow.module, shadow.args, shadow.kwargs)
-        module, args, kwargs = self._call
-        found = answer, (shadow.args, shadow.kwargs), shadow.module
-        return compare(found, (self._reference, (args, kwargs), module))
+        return self._against(answer, self._reference)
+
+    def _against(self, answer: Any, reference: Any) -> Check:
+        """Compare the copy and an answer with the call and another answer."""
+        (module, args, kwargs), shadow = self._call, self.pristine
+        return compare((answer, (shadow.args, shadow.kwargs), shadow.module), (reference, (args, kwargs), module))
 
 
 def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
@@ -110,8 +135,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self.worst = Check(0.0, _TOLERANCES[torch.float32])
-        self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # objects that the walk made keep their identity
+        # Pairs by identity. They are kept, so that no other object gets the identity of one that the walk made.
+        self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def compare(self, where: str, found: Any, expected: Any) -> None:
         """Compare a value and everything below it."""
@@ -124,8 +149,7 @@ class _Walk:
             if found != expected and not (found != found and expected != expected):  # NaN is NaN
                 self._differ(where)
         elif (pair := (id(found), id(expected))) not in self._seen and self.worst.passed:
-            self._seen.add(pair)
-            self._kept.append((found, expected))
+            self._seen[pair] = found, expected
             self._compare_objects(where, found, expected)
 
     def _compare_objects(self, where: str, found: Any, expected: Any) -> None:
@@ -235,10 +259,10 @@ def _set_generators(states: tuple[bytes, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _generators_at(states: tuple[bytes, ...]) -> Iterator[None]:
-    """Set torch's global generators back for the context, and then to where they were."""
+def generators_at(states: tuple[bytes, ...] = ()) -> Iterator[None]:
+    """Set torch's global generators to these states, if any, for the context, and afterwards to where they were."""
     now = _generator_states()
-    if now != states:
+    if states and now != states:
         _set_generators(states)
     try:
         yield

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
@@ -29,7 +28,7 @@ from compile_cache.inductor.call_spec import (
     with_plain_strides,
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.serving.comparison import Comparison
+from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
@@ -196,9 +195,8 @@ class Region:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
         answer = comparison.eager()
-        if (
-            not comparison.drew or self._compiler.moment.open <= 1
-        ):  # other predictions would see the generators set back
+        # Other predictions would see the generators set back.
+        if not comparison.drew or self._compiler.moment.open <= 1:
             self._judge(case, module, comparison)
         self.report.compile_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
@@ -325,8 +323,8 @@ class Region:
         answer = comparison.eager()
         before, started = read_counts(), time.perf_counter()
         self._compiler.new_files()  # those so far are not of this call
-        with comparison.undisturbed():
-            code = attempt(self._traced if is_stored else self._made, comparison.pristine)
+        with generators_at():
+            code = attempt(self._traced if is_stored else self._made, comparison)
         if isinstance(code, Failure):
             self.withheld |= self._compiler.new_files()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
@@ -344,13 +342,13 @@ class Region:
             )
         return answer
 
-    def _made(self, shadow: Shadow) -> Code:
+    def _made(self, comparison: Comparison) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
         from compile_cache.inductor.make import make
 
         log.info("compile.begin region=%s", self.report.name)
         before, started = read_counts(), time.perf_counter()
-        made = make(self._compiler.artifacts, self._graphs, shadow.copied)
+        made = make(self._compiler.artifacts, self._graphs, comparison.pristine.copied)
         self._files |= self._compiler.new_files()
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
@@ -360,7 +358,7 @@ class Region:
             self.report.note_not_precompiled(made.reason)
         return made.function or self._graph(made.traced)
 
-    def _traced(self, shadow: Shadow) -> Code:
+    def _traced(self, comparison: Comparison) -> Code:
         """The graphs of a call, out of stored files.
 
         Raises:
@@ -369,7 +367,7 @@ class Region:
         from compile_cache.inductor.make import trace
 
         before, started = read_counts(), time.perf_counter()
-        traced = trace(self._graphs, shadow.copied)
+        traced = trace(self._graphs, comparison.pristine.copied)
         counts = read_counts().since(before)
         self.report.note_traced(counts, traced, started)
         if counts.misses:
