@@ -39,7 +39,7 @@ def _block(line: str, call: str = "x = self.block(x)") -> Feature:
 
 def _decoder(package: str, name: str, sizes: str = "", has_cache: bool = False) -> Feature:
     """A decoder layer of transformers, by its package and the start of its classes' names."""
-    past = "from transformers import StaticCache\nself.past = StaticCache(config, 4096)" if has_cache else ""
+    past = "from transformers import StaticCache\nself.cache = StaticCache(config, 4096)" if has_cache else ""
     return Feature(
         init=f"from transformers.models.{package}.modeling_{package} import {name}Config, {name}DecoderLayer\n"
         f"sizes = dict({sizes}hidden_size=WIDTH, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)\n"
@@ -47,7 +47,7 @@ def _decoder(package: str, name: str, sizes: str = "", has_cache: bool = False) 
         f"self.block = {name}DecoderLayer(config, 0)\n{past}",
         forward="turn = torch.ones(1, x.shape[1], 16, device=x.device)\n"
         "with torch.autocast(x.device.type, enabled=False):\n"
-        f"    x = self.block(x.float(), None, None, {'self.past' if has_cache else None}, "
+        f"    x = self.block(x.float(), None, None, {'self.cache' if has_cache else None}, "
         "position_embeddings=(0.6 * turn, 0.8 * turn))",
         keeps=has_cache,
     )

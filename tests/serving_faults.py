@@ -264,18 +264,17 @@ def interrupted(fault: str) -> dict[str, Any]:
     boot, (pair,) = begun("Interrupted")
     assert boot.wait_compiled(PATIENCE_S)
     FAULTS.append(asyncio.CancelledError() if fault == "cancelled" else torch.OutOfMemoryError("no memory"))
-    raised = ""
     try:
         with torch.inference_mode():
             pair.module(inputs())
-    except (asyncio.CancelledError, torch.OutOfMemoryError) as error:
-        raised = type(error).__name__
+    except (asyncio.CancelledError, torch.OutOfMemoryError):
+        pass
     left = len(FAULTS)
     boot.end_publishing()
     stored = [path for pack in Path(boot.report.store).rglob("*.pack") for path in paths_of(pack) if ".aot" in path]
     for _ in range(6):
         pair.call(boot)
-    return {"raised": raised, "left": left, "stored": stored, **pair.told}
+    return {"left": left, "stored": stored, **pair.told}
 
 
 def paths_of(pack: Path) -> list[str]:

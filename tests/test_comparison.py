@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -23,34 +25,20 @@ def test_infinities_that_are_the_same_are_equal_and_the_rest_is_compared(infinit
     assert not compare((torch.tensor([infinity, infinity, 2.0]),), (reference,)).passed
 
 
-class Full(nn.Module):
-    """Finds no memory once, before or after it has written into its buffer."""
+def test_a_request_does_not_fail_because_its_answer_cannot_be_copied(monkeypatch):
+    comparison = Comparison(nn.Identity(), (torch.ones(2),), {})
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
+    def lacking(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
 
-    def forward(self, x: torch.Tensor, writes_first: bool) -> torch.Tensor:
-        if writes_first:
-            self.count += 1
-        if FAULTS:
-            raise FAULTS.pop()
-        return x + self.count
-
-
-# Not a part of the module, whose state is compared.
-FAULTS: list[Exception] = []
-
-
-def test_eager_without_memory_runs_again_without_the_copy():
-    FAULTS.append(torch.OutOfMemoryError("no memory"))
-    comparison = Comparison(Full(), (torch.ones(2), False), {})
+    monkeypatch.setattr(torch, "clone", lacking)
     assert comparison.eager().tolist() == [1.0, 1.0]
     with pytest.raises(torch.OutOfMemoryError):
-        comparison.check(lambda *call: None)
+        comparison.check(lambda module, args, kwargs: args[0])
 
 
-def test_eager_does_not_run_again_once_it_has_changed_its_module():
-    FAULTS.append(torch.OutOfMemoryError("no memory"))
-    with pytest.raises(torch.OutOfMemoryError):
-        Comparison(Full(), (torch.ones(2), True), {}).eager()
+def test_keys_of_other_types_and_attributes_of_an_empty_dictionary_are_differences():
+    one, other = OrderedDict[str, int](), OrderedDict[str, int]()
+    one.version, other.version = 1, 2  # type: ignore[attr-defined]
+    assert not compare(({1: "a"},), ({True: "a"},)).passed
+    assert not compare((one,), (other,)).passed

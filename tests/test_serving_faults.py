@@ -64,10 +64,9 @@ def test_code_that_differs_in_anything_but_its_tensors_serves_no_call(booted, na
     assert booted(*BEYOND)["pairs"][name]["wrong"] == []
 
 
-@pytest.mark.parametrize(("why", "raised"), [("cancelled", "CancelledError"), ("no memory", "")])
-def test_code_whose_comparison_did_not_end_neither_serves_nor_is_published(tmp_path, why, raised):
+@pytest.mark.parametrize("why", ["cancelled", "no memory"])
+def test_code_whose_comparison_did_not_end_neither_serves_nor_is_published(tmp_path, why):
     told = play(tmp_path, "interrupted", why)
-    assert told["raised"] == raised, "eager may lack memory only because of the copy: then it is called without one"
     assert told["left"] == 0
     assert told["wrong"] == []
     assert told["stored"] == []

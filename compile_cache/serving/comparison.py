@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.errors import Failure, attempt
+from compile_cache.errors import first_line
 from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -57,8 +56,8 @@ class Check:
 class Comparison:
     """A call that eager answers, and that other code is run with.
 
-    `drew` says that the call advanced a global generator of random numbers: other threads must not draw from it while
-    the call is compared.
+    `pristine` is the call as it was before eager ran. `drew` says that the call advanced a global generator of random
+    numbers: other threads must not draw from it while the call is compared.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,38 +68,19 @@ class Comparison:
             torch.OutOfMemoryError: the copies do not fit.
         """
         self._call = module, args, kwargs
-        self._shadow: Shadow | Failure = Shadow(module, args, kwargs)
+        self.pristine = Shadow(module, args, kwargs)
         self._generators = _generator_states()
+        self._reference: Any = None
+        self._lacking = ""
         self.drew = False
 
-    @property
-    def pristine(self) -> Shadow:
-        """The call as it was before eager ran.
-
-        Raises:
-            MemoryError, torch.OutOfMemoryError: eager needed its memory.
-        """
-        if isinstance(self._shadow, Failure):
-            raise self._shadow.error
-        return self._shadow
-
     def eager(self) -> Any:
-        """Eager's answer, on the real module. Raises the model's own errors.
-
-        If eager finds no memory and has changed nothing yet, it runs again without the copy, and nothing is compared.
-        """
+        """Eager's answer, on the real module. Raises the model's own errors."""
+        answer = call_region(*self._call)
         try:
-            answer = call_region(*self._call)
+            self._reference = pytree.tree_map_only(torch.Tensor, torch.clone, answer)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the run's tensors
-            if self._against(None, None).error or _generator_states() != self._generators:
-                raise
-            self._shadow = Failure(error)
-        if isinstance(self._shadow, Failure):
-            return call_region(*self._call)
-        self._reference = attempt(pytree.tree_map_only, torch.Tensor, torch.clone, answer)
-        if isinstance(self._reference, Failure):
-            self._shadow = self._reference
+            self._lacking = first_line(error)
         self.drew = _generator_states() != self._generators
         return answer
 
@@ -110,15 +90,13 @@ class Comparison:
         Raises:
             Exception: the function failed, or the memory is full.
         """
-        shadow = self.pristine
+        if self._lacking:
+            raise torch.OutOfMemoryError(self._lacking)
+        (module, args, kwargs), shadow = self._call, self.pristine
         with generators_at(self._generators) if self.drew else contextlib.nullcontext():
             answer = function(shadow.module, shadow.args, shadow.kwargs)
-        return self._against(answer, self._reference)
-
-    def _against(self, answer: Any, reference: Any) -> Check:
-        """Compare the copy and an answer with the call and another answer."""
-        (module, args, kwargs), shadow = self._call, self.pristine
-        return compare((answer, (shadow.args, shadow.kwargs), shadow.module), (reference, (args, kwargs), module))
+        found = answer, (shadow.args, shadow.kwargs), shadow.module
+        return compare(found, (self._reference, (args, kwargs), module))
 
 
 def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
@@ -143,8 +121,8 @@ class _Walk:
         kind = type(expected)
         if type(found) is not kind:
             self._differ(where)
-        elif kind in _CONTAINERS and not found and not expected:  # as most that a module has
-            return
+        elif kind in _CONTAINERS and not (found or expected or _attributes(found) or _attributes(expected)):
+            return  # as most that a module has
         elif isinstance(expected, _SIMPLE):
             if found != expected and not (found != found and expected != expected):  # NaN is NaN
                 self._differ(where)
@@ -160,7 +138,7 @@ class _Walk:
         elif isinstance(expected, torch.Generator):
             if not torch.equal(found.get_state(), expected.get_state()):
                 self._differ(where)
-        elif not (isinstance(expected, _Keys) and _are_equal(found, expected)):
+        elif not (isinstance(expected, _Keys) and _are_equal(found.typed, expected.typed)):
             self._compare_parts(where, found, expected)
 
     def _compare_parts(self, where: str, found: Any, expected: Any) -> None:
@@ -182,6 +160,11 @@ class _Walk:
 class _Keys(tuple[Any, ...]):
     """The keys of a dictionary. Most are texts, which are compared all at once."""
 
+    @property
+    def typed(self) -> tuple[Any, ...]:
+        """The keys and their types: 1 and True are equal."""
+        return *self, *map(type, self)
+
 
 def _parts(value: Any) -> list[Any] | None:
     """An object's items, attributes and slots, with their keys and names, in order; None if it has none of these."""
@@ -190,12 +173,16 @@ def _parts(value: Any) -> list[Any] | None:
         parts = [_Keys(value), *value.values()]
     elif isinstance(value, list | tuple | deque):
         parts = list(value)
-    attributes = None if type(value) in (dict, list, tuple) else getattr(value, "__dict__", None)
+    attributes = _attributes(value)
     if attributes is not None:  # a dictionary too, but a module's has its compiled call, which its shadow has not
         attributes = {name: part for name, part in attributes.items() if name != COMPILED_CALL}
         parts = [*(parts or ()), *(_parts(attributes) or ())]
     names = [name for name in _slots(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    return None if type(value) in (dict, list, tuple) else getattr(value, "__dict__", None)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
@@ -194,7 +195,7 @@ class Region:
         if comparison is None:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
-        answer = comparison.eager()
+        answer = self._reference(case, comparison)
         # Other predictions would see the generators set back.
         if not comparison.drew or self._compiler.moment.open <= 1:
             self._judge(case, module, comparison)
@@ -215,6 +216,14 @@ class Region:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._put_off(case, error)
         return None
+
+    def _reference(self, case: Case, comparison: Comparison) -> Any:
+        """Eager's answer. If it finds no memory beside the copy, the comparison is put off."""
+        try:
+            return comparison.eager()
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._put_off(case, error)
+            raise
 
     def _judge(self, case: Case, module: nn.Module, comparison: Comparison) -> None:
         """Compare the code with eager's answer. Full memory puts it off; any other error counts as a difference."""
@@ -320,11 +329,11 @@ class Region:
         if comparison is None:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
-        answer = comparison.eager()
+        answer = self._reference(case, comparison)
         before, started = read_counts(), time.perf_counter()
         self._compiler.new_files()  # those so far are not of this call
         with generators_at():
-            code = attempt(self._traced if is_stored else self._made, comparison)
+            code = attempt(self._traced if is_stored else self._made, comparison.pristine)
         if isinstance(code, Failure):
             self.withheld |= self._compiler.new_files()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
@@ -342,13 +351,13 @@ class Region:
             )
         return answer
 
-    def _made(self, comparison: Comparison) -> Code:
+    def _made(self, shadow: Shadow) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
         from compile_cache.inductor.make import make
 
         log.info("compile.begin region=%s", self.report.name)
         before, started = read_counts(), time.perf_counter()
-        made = make(self._compiler.artifacts, self._graphs, comparison.pristine.copied)
+        made = make(self._compiler.artifacts, self._graphs, shadow.copied)
         self._files |= self._compiler.new_files()
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
@@ -358,7 +367,7 @@ class Region:
             self.report.note_not_precompiled(made.reason)
         return made.function or self._graph(made.traced)
 
-    def _traced(self, comparison: Comparison) -> Code:
+    def _traced(self, shadow: Shadow) -> Code:
         """The graphs of a call, out of stored files.
 
         Raises:
@@ -367,7 +376,7 @@ class Region:
         from compile_cache.inductor.make import trace
 
         before, started = read_counts(), time.perf_counter()
-        traced = trace(self._graphs, comparison.pristine.copied)
+        traced = trace(self._graphs, shadow.copied)
         counts = read_counts().since(before)
         self.report.note_traced(counts, traced, started)
         if counts.misses:
