@@ -236,6 +236,23 @@ class CountingFurther(Counting):
         return super().forward(torch.mm(x, self.weight), counter)
 
 
+class Scaled(Product):
+    def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+        return torch.addmm(x, x, self.weight, alpha=by)
+
+
+def test_the_code_for_a_number_serves_it_again_after_another_number(directory):
+    module = build(Scaled)
+    compiler = boot(directory, module, settings=Settings(cold_start="block", unseen="block"))
+    warm_up(compiler, lambda: module(tensor(), 0.5))
+    for by in (2.0, 2.0):
+        predict(module, tensor(), by)
+    served = next(iter(compiler.regions.values())).served
+    before = served["eager"]
+    close(predict(module, tensor(), 0.5), eager(build(Scaled), tensor(), 0.5))
+    assert served["eager"] == before
+
+
 def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no_space):
     module, counter = build(CountingFurther), Hidden()
     boot(shared, module, settings=CACHED)

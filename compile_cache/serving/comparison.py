@@ -138,7 +138,7 @@ class _Walk:
         elif isinstance(expected, torch.Generator):
             if not torch.equal(found.get_state(), expected.get_state()):
                 self._differ(where)
-        elif not (isinstance(expected, _Keys) and _are_equal(found.typed, expected.typed)):
+        elif not (isinstance(expected, _Keys) and _are_equal(found, expected)):
             self._compare_parts(where, found, expected)
 
     def _compare_parts(self, where: str, found: Any, expected: Any) -> None:
@@ -158,19 +158,14 @@ class _Walk:
 
 
 class _Keys(tuple[Any, ...]):
-    """The keys of a dictionary. Most are texts, which are compared all at once."""
-
-    @property
-    def typed(self) -> tuple[Any, ...]:
-        """The keys and their types: 1 and True are equal."""
-        return *self, *map(type, self)
+    """The keys of a dictionary and their types: 1 and True are equal. Most are texts, and compared all at once."""
 
 
 def _parts(value: Any) -> list[Any] | None:
     """An object's items, attributes and slots, with their keys and names, in order; None if it has none of these."""
     parts: list[Any] | None = None
     if isinstance(value, dict):
-        parts = [_Keys(value), *value.values()]
+        parts = [_Keys((*value, *map(type, value))), *value.values()]
     elif isinstance(value, list | tuple | deque):
         parts = list(value)
     attributes = _attributes(value)

@@ -339,7 +339,8 @@ class Region:
             self._give_up(case, self._failure(code, time.perf_counter() - started))
         else:
             self._arrive(case, code)
-            self._judge(case, module, comparison)
+            if not code.misfit(module, args, kwargs):  # until now, only the copy was asked
+                self._judge(case, module, comparison)
         self._compiler.moment.pass_by()
         if not self._compiler.is_warming_up and read_counts().graphs > before.graphs:
             self.waited_s += time.perf_counter() - started
