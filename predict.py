@@ -166,7 +166,7 @@ class TextPredictor(BaseRunner):
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             if prediction.has_new_code:
-                self.model.generator.renew()
+                self.model.generator.renew(self.boot)
             self.model.generator.record(self.boot)
             prediction.count_from_now()
             answer = self.model.answer(inputs)

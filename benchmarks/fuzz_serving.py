@@ -146,7 +146,7 @@ class Subject:
             is_cancelled = found is asyncio.CancelledError
             self.tally.cancelled += is_cancelled
             # A cancel before eager's work leaves all as it was. A later one, in a comparison, leaves its effects.
-            if is_cancelled and is_alike(seen["state"], before) and is_alike(seen["inputs"], given):
+            if is_cancelled and is_alike(seen["state"], before, is_exact=True) and is_alike(seen["inputs"], given):
                 right = {}
             elif is_cancelled:
                 self._twin(*given)

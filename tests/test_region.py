@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -15,6 +17,8 @@ import pytest
 import torch
 from precompiling import activated, artifacts, boot, build, eager, find, only_report, tensor, warm_up
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as module_hooks
 
 from compile_cache.inductor.counters import read_counts
@@ -154,6 +158,61 @@ def test_a_graph_break_changes_the_inputs_once(shared, is_ready):
     assert len(seen) == 1
     close(answer, eager(build(Listing), tensor(), []))
     assert "with graph breaks" in only_report(compiler).reason
+
+
+def test_graphs_answer_while_another_thread_traces(shared):
+    """torch's flag of traces is one for all threads."""
+    module, begun, ended = build(Switching), threading.Event(), threading.Event()
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert ended.wait(60)
+        return x + 1
+
+    compiler = boot(shared, module, settings=CACHED)
+    answer = warm_up(compiler, lambda: module(tensor()))
+    with ThreadPoolExecutor() as threads:
+        tracing = threads.submit(make_fx(wait), tensor())
+        assert begun.wait(60)
+        try:
+            close(predict(module, tensor()), answer)
+        finally:
+            ended.set()
+    tracing.result()
+
+
+@torch.library.custom_op("compile_cache_tests::pause", mutates_args=())
+def pause(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@pause.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    if is_fx_tracing():
+        Pausing.begun.set()
+        Pausing.others_answered.wait(1)
+    return torch.empty_like(x)
+
+
+class Pausing(Product):
+    """Lets other threads go on while it is compiled."""
+
+    begun, others_answered = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(pause(x))
+
+
+def test_two_threads_make_code_one_after_the_other(shared):
+    pausing, module = build(Pausing), build(Product)
+    compiler = boot(shared, pausing, module, settings=CACHED)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(predict, pausing, tensor())
+        assert Pausing.begun.wait(60)
+        close(predict(module, tensor()), eager(build(Product), tensor()))
+        Pausing.others_answered.set()
+        first.result()
+    assert [region.report.graphs for region in compiler.regions.values()] == [1, 1], compiler.reports
 
 
 def test_inputs_that_cannot_be_copied_are_used_once(shared):

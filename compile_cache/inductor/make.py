@@ -110,6 +110,7 @@ class Graphs:
 
     def run_as_found(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with a graph that exists, else eager. This compiles nothing."""
+        configure_torch()
         run = getattr(torch._dynamo, "run", None)
         return (run(self._function(is_whole)) if run else call_region)(module, args, kwargs)
 

@@ -39,6 +39,9 @@ def configure_torch() -> None:
     _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
     # torch skips these guards by default; then a hook that is added after a compile is never called.
     _set(dynamo, "skip_nnmodule_hook_guards", False)
+    # torch's flag of FX traces is one for all threads. While one thread compiles, graphs that another thread calls run
+    # eager; by default they fail.
+    _set(dynamo, "error_on_nested_fx_trace", False)
     # Precompiled headers lie outside the cache directory. Every boot would run g++ to check that they are current.
     _set(inductor, "cpp_cache_precompile_headers", False)
     # torch 2.11 tries a smaller block at run time. If that is best, the next boot does not find it, benchmarks again,

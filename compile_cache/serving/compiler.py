@@ -67,6 +67,8 @@ class Compiler:
         self._is_released = False
         self._compiling = threading.Event()
         self._opening = threading.Lock()
+        # Held while this process makes or compares code: torch compiles for one thread at a time.
+        self.making = threading.RLock()
         self._is_open = False
         self._deadline_s = math.inf
         if settings.cold_start == "block" or has_artifacts(self._seen):

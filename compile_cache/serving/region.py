@@ -231,7 +231,8 @@ class Region:
         if code is None:
             return
         try:
-            check = comparison.check(code)
+            with self._compiler.making:
+                check = comparison.check(code)
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._put_off(case, error)
             return
@@ -330,17 +331,18 @@ class Region:
             return self._serve_eager(module, args, kwargs)
         self.served["eager"] += 1
         answer = self._reference(case, comparison)
-        before, started = read_counts(), time.perf_counter()
-        self._compiler.new_files()  # those so far are not of this call
-        with generators_at():
-            code = attempt(self._traced if is_stored else self._made, comparison.pristine)
-        if isinstance(code, Failure):
-            self.withheld |= self._compiler.new_files()
-            self._give_up(case, self._failure(code, time.perf_counter() - started))
-        else:
-            self._arrive(case, code)
-            if not code.misfit(module, args, kwargs):  # until now, only the copy was asked
-                self._judge(case, module, comparison)
+        with self._compiler.making:
+            before, started = read_counts(), time.perf_counter()
+            self._compiler.new_files()  # those so far are not of this call
+            with generators_at():
+                code = attempt(self._traced if is_stored else self._made, comparison.pristine)
+            if isinstance(code, Failure):
+                self.withheld |= self._compiler.new_files()
+                self._give_up(case, self._failure(code, time.perf_counter() - started))
+            else:
+                self._arrive(case, code)
+                if not code.misfit(module, args, kwargs):  # until now, only the copy was asked
+                    self._judge(case, module, comparison)
         self._compiler.moment.pass_by()
         if not self._compiler.is_warming_up and read_counts().graphs > before.graphs:
             self.waited_s += time.perf_counter() - started

@@ -212,20 +212,25 @@ class Generator:
         return reading
 
     @torch.inference_mode()
-    def renew(self) -> None:
-        """Drop the recordings, and call each step like a prediction, so that new code for it is compared and serves.
+    def renew(self, counter: Boot) -> None:
+        """Call each step like a prediction, so that new code for it is compared and serves, and drop the recordings of
+        other code. `counter` knows what served a call.
 
         The steps compute with the remains of the last request, in a cache that counts as full. Call it while no request
         is served. It may be broken off, and called again.
         """
         self._join_operators()
         self._is_to_record = True
-        self._graph, self._prompt_graphs = None, {}
+        prediction = counter.prediction()
         for bucket in self.buckets:
             self._last.fill_(bucket - 1)
             self._prompt(bucket)
         self._cache.position.fill_(self.cache_tokens - 1)
         self._step()
+        recordings = filter(None, (self._graph, *self._prompt_graphs.values()))
+        served = (prediction.served(), *(recording.served for recording in recordings))
+        if any(step != "eager" for regions in served for steps in regions.values() for step in steps):
+            self._graph, self._prompt_graphs = None, {}
 
     @torch.inference_mode()
     def record(self, counter: Boot | None = None) -> None:

@@ -16,6 +16,8 @@ from models.kernels.operators import join_operators
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
 
+# The classes of which this process has made a model.
+_REGISTERED: set[type[PreTrainedModel]] = set()
 # The argument's name. transformers 5.24 warns of the older one.
 _CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
@@ -41,14 +43,17 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.sampler = model, sampler
         self._cache = cache
+        _REGISTERED.add(type(model))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled step."""
         super().__setstate__(state)
-        config = self.model.config
-        plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
-        with torch.device("meta"):  # this model takes no memory and is dropped
-            type(self.model)(plain)
+        if (kind := type(self.model)) not in _REGISTERED:
+            config = self.model.config
+            plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
+            with torch.device("meta"):  # this model takes no memory and is dropped
+                kind(plain)
+            _REGISTERED.add(kind)
 
 
 class Prefill(Step):
