@@ -115,7 +115,7 @@ class TextPredictor(BaseRunner):
             for step in self.model.steps:
                 self.boot.compile(step, whole=True, shares_weights=True)
             warm_up(self.boot, self.model, self.model.warm_up_inputs())
-            with self.boot.timed("record"):
+            with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
                 self.model.generator.record(self.boot)
 
     @streaming
