@@ -56,7 +56,9 @@ def ask(kind: str, predictor: Any, parts: Sequence[Part]) -> Asked:
     report = json.loads(predictor.boot.report.to_json())
     served = InProcess(predictor)
     outside: list[int] = []
-    threading.Thread(target=look_at_memory, args=(outside,), daemon=True).start()
+    is_over = threading.Event()
+    looking = threading.Thread(target=look_at_memory, args=(outside, is_over), daemon=True)
+    looking.start()
     found: dict[str, tuple[Answer, ...]] = {}
     waited_s: dict[str, float | None] = {}
     last: tuple[Answer, ...] = ()
@@ -66,17 +68,18 @@ def ask(kind: str, predictor: Any, parts: Sequence[Part]) -> Asked:
         waited_s[part.name] = wait_compiled(predictor.boot, part.patience_s) if part.patience_s else 0.0
         found[part.name] = tuple(served.answer(**request) for request in part.requests)
         last = found[part.name] if part.patience_s else ()
+    is_over.set()
+    looking.join()  # a process that ends while a thread asks CUDA is aborted
     return Asked(kind, report, found, waited_s, max(outside) - outside[0] if outside else None)
 
 
-def look_at_memory(outside: list[int]) -> None:
+def look_at_memory(outside: list[int], is_over: threading.Event) -> None:
     """Add the bytes in use on the GPU outside this process's torch, again and again; nothing without a GPU."""
     import torch
 
-    while torch.cuda.is_available():
+    while torch.cuda.is_available() and not is_over.wait(_MEMORY_LOOK_S):
         free_bytes, all_bytes = torch.cuda.mem_get_info()
         outside.append(all_bytes - free_bytes - torch.cuda.memory_reserved())
-        time.sleep(_MEMORY_LOOK_S)
 
 
 def wait_compiled(boot: Any, patience_s: float) -> float | None:
