@@ -60,6 +60,12 @@ class Adapted(Inner):
         return torch.mm(super().forward(x), x.T @ x)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+
+
 class Block(nn.Module):
     """Every attribute is a factor of the result, and so are the globals of this module."""
 
@@ -100,24 +106,19 @@ class Block(nn.Module):
         return torch.addmm(x, y, self.first, beta=GAIN, alpha=by * self.factor())
 
 
-class Beside(nn.Module):
+class Beside(Weighted):
     """Calls a module that is no part of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
         self.beside = [Inner().eval()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(x, self.beside[0](x), self.weight)
 
 
-class Global(nn.Module):
+class Global(Weighted):
     """Every global of this module is a factor of the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = 2.0 if ACTIVE else 1.0
@@ -143,23 +144,18 @@ def make_tunable() -> tuple[Callable[..., float], Callable[[float], None]]:
 tunable, tune = make_tunable()
 
 
-class Tunable(nn.Module):
+class Tunable(Weighted):
     """The answer of a global function is a factor of the result, and so is that of one of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
         self.own, self.tune = make_tunable()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(x, x, self.weight, alpha=tunable() * self.own())
 
 
-class Environ(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-
+class Environ(Weighted):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(x, x, self.weight, alpha=2.0 if os.environ.get("BLOCK_GAIN") else 1.0)
 
@@ -204,12 +200,8 @@ class Layers(nn.Module):
         return x
 
 
-class Batched(nn.Module):
+class Batched(Weighted):
     """Takes inputs of any strides as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x, self.weight.expand(x.shape[0], SIZE, SIZE))
@@ -224,23 +216,15 @@ def cheats() -> bool:
     return CHEATS["now"]
 
 
-class Cheating(nn.Module):
+class Cheating(Weighted):
     """Compiled while it cheats, it gives another answer than eager."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = 2.0 if torch.compiler.is_compiling() and cheats() else 1.0
         return torch.addmm(x, x, self.weight, alpha=factor)
 
 
-class Breaking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-
+class Breaking(Weighted):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.mm(x, self.weight)
         torch._dynamo.graph_break()

@@ -114,8 +114,7 @@ def test_another_machine_restores_the_same_files(store, machine):
 def test_files_of_several_megabytes_come_through(store, machine):
     large = {"large.so": os.urandom(9 * MIB), "small.so": b"small"}
     filled(machine(store), large)
-    second = machine(store)
-    assert second.restored() == large
+    assert machine(store).restored() == large
 
 
 def test_an_empty_store_restores_nothing(store, machine):
@@ -212,8 +211,7 @@ def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine
 def test_all_files_of_a_new_logical_key_are_published_together(local, machine):
     files = {"fxgraph/ab/fabc/one": b"for small inputs", "fxgraph/ab/fabc/two": b"for large inputs"}
     filled(machine(local), files)
-    second = machine(local)
-    assert second.restored() == files
+    assert machine(local).restored() == files
 
 
 def test_a_file_touched_but_not_changed_is_not_published(local, machine):

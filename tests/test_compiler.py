@@ -131,19 +131,13 @@ def test_instances_of_a_class_share_one_graph(compiler):
     assert report.relative_error <= report.tolerance
 
 
-def test_dynamic_shapes_compile_one_graph_for_two_sizes(directory):
-    compiler = Compiler(resolve_cold_start(Settings(dynamic=True)), directory)
+@pytest.mark.parametrize(("is_dynamic", "graphs"), [(True, 1), (False, 2)])
+def test_dynamic_shapes_compile_one_graph_for_all_sizes_and_static_ones_one_for_each(directory, is_dynamic, graphs):
+    compiler = Compiler(resolve_cold_start(Settings(dynamic=is_dynamic)), directory)
     model = Root(NormBlock).eval()
     compiler.compile(model)
     warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
-    assert only_report(compiler).graphs == 1
-
-
-def test_static_shapes_compile_one_graph_for_each_size(compiler):
-    model = Root(NormBlock).eval()
-    compiler.compile(model)
-    warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
-    assert only_report(compiler).graphs == 2
+    assert only_report(compiler).graphs == graphs
 
 
 def test_graph_break_is_compiled_in_parts_and_reported(compiler):

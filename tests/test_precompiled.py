@@ -23,6 +23,12 @@ from compile_cache.inductor.format import read_artifact
 close = torch.testing.assert_close
 
 
+def fits(code: Any, module: nn.Module, *args: Any) -> bool:
+    """Whether loaded code fits a call."""
+    with torch.inference_mode():
+        return code.fits(module, args, {})
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A cache directory in which a cold boot has made what is loaded here. Tests leave it as it is."""
@@ -145,8 +151,7 @@ def test_instance_whose_attribute_is_set_after_the_load_is_not_served(made, name
     block = build(Block)
     found = find(made, block, tensor())
     setattr(block, name, ATTRIBUTES[name]())
-    with torch.inference_mode():
-        assert not found.fits(block, (tensor(),), {})
+    assert not fits(found, block, tensor())
 
 
 IN_PLACE: dict[str, Callable[[Block], Any]] = {
@@ -165,8 +170,7 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     found = find(made, block, tensor())
     IN_PLACE[what](block)
     assert not torch.equal(eager(block, tensor()), eager(build(Block), tensor())), "it would have been wrong"
-    with torch.inference_mode():
-        assert not found.fits(block, (tensor(),), {})
+    assert not fits(found, block, tensor())
 
 
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
@@ -292,10 +296,8 @@ def test_call_with_a_hook_is_never_served_precompiled(made, hook):
         found = find(made, block, tensor())
         with hooked(HOOKS[hook](part(block))):
             assert "hook" in find(made, block, tensor())
-            with torch.inference_mode():
-                assert not found.fits(block, (tensor(),), {})
-        with torch.inference_mode():
-            assert found.fits(block, (tensor(),), {})
+            assert not fits(found, block, tensor())
+        assert fits(found, block, tensor())
 
 
 @pytest.mark.parametrize("change", CHANGES_BEFORE)
@@ -310,10 +312,9 @@ def test_block_that_was_changed_before_the_load_is_not_served(made, change):
 def test_block_that_is_changed_after_the_load_is_not_served(made, change):
     block = build(Block)
     found = find(made, block, tensor())
-    with CHANGES[change](block), torch.inference_mode():
-        assert not found.fits(block, (tensor(),), {})
-    with torch.inference_mode():
-        assert found.fits(block, (tensor(),), {})
+    with CHANGES[change](block):
+        assert not fits(found, block, tensor())
+    assert fits(found, block, tensor())
 
 
 def test_hook_of_a_module_that_is_no_part_is_noticed(made):
@@ -321,8 +322,7 @@ def test_hook_of_a_module_that_is_no_part_is_noticed(made):
     found = find(made, module, tensor())
     assert not isinstance(found, str), found
     with hooked(module.beside[0].register_forward_hook(times_weight)):
-        with torch.inference_mode():
-            assert not found.fits(module, (tensor(),), {})
+        assert not fits(found, module, tensor())
         other = build(Beside)
         other.beside = module.beside
         assert isinstance(find(made, other, tensor()), str)
@@ -378,8 +378,8 @@ def test_block_that_reads_a_global_which_was_changed_before_the_load_is_not_serv
 def test_block_that_reads_a_global_which_is_changed_after_the_load_is_not_served(made, change):
     module = build(Global)
     found = find(made, module, tensor())
-    with GLOBALS[change](), torch.inference_mode():
-        assert not found.fits(module, (tensor(),), {})
+    with GLOBALS[change]():
+        assert not fits(found, module, tensor())
 
 
 GLOBALS_IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -397,8 +397,7 @@ def test_block_that_reads_a_global_which_is_changed_in_place_after_the_load_is_n
     change, undo = GLOBALS_IN_PLACE[what]
     change()
     try:
-        with torch.inference_mode():
-            assert not found.fits(module, (tensor(),), {})
+        assert not fits(found, module, tensor())
     finally:
         undo()
 
@@ -438,10 +437,9 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
         pytest.skip("torch 2.11 has no guard for it")
     module = build(Tunable)
     found = find(made, module, tensor())
-    with TUNED[change](module), torch.inference_mode():
-        assert not found.fits(module, (tensor(),), {})
-    with torch.inference_mode():
-        assert found.fits(module, (tensor(),), {})
+    with TUNED[change](module):
+        assert not fits(found, module, tensor())
+    assert fits(found, module, tensor())
 
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
@@ -502,8 +500,7 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     with torch.inference_mode(), SWITCHES[switch]():
         assert not found.fits(block, (tensor(),), {})
         assert switch in found.misfit(block, (tensor(),), {})
-    with torch.inference_mode():
-        assert found.fits(block, (tensor(),), {})
+    assert fits(found, block, tensor())
 
 
 def test_gradients_are_recorded_as_in_eager(directory):
@@ -625,8 +622,7 @@ def test_other_shape_is_not_served(directory):
     close(warm_up(compiler, lambda: block(tensor(6, blocks.SIZE))), eager(build(Block), tensor(6, blocks.SIZE)))
     assert_not_precompiled(compiler)
     found = find(directory, block, tensor())
-    with torch.inference_mode():
-        assert not found.fits(block, (tensor(6, blocks.SIZE),), {})
+    assert not fits(found, block, tensor(6, blocks.SIZE))
 
 
 def test_one_tensor_twice_is_not_taken_for_two(directory):

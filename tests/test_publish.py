@@ -34,7 +34,9 @@ PATIENCE_S = 60
 class FailingStore(LocalStore):
     """Fails its first puts, then works."""
 
-    failures = 0
+    def __init__(self, root: Path, failures: int) -> None:
+        super().__init__(root)
+        self.failures = failures
 
     def put(self, name: str, content: Path | bytes) -> None:
         if self.failures:
@@ -110,6 +112,11 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
 
 
 @pytest.fixture
+def store(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
 def hanging(tmp_path) -> Iterator[HangingStore]:
     store = HangingStore(tmp_path / "store")
     yield store
@@ -132,8 +139,7 @@ def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
     return {path: (directory.path / path).read_bytes() for path in directory.scan()}
 
 
-def test_everything_is_published_at_the_start_and_the_report_tells_it(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
+def test_everything_is_published_at_the_start_and_the_report_tells_it(store, tmp_path, start):
     started = start(store)
     assert started.publisher.wait(PATIENCE_S)
     assert restored(store, tmp_path, started) == FILES
@@ -143,8 +149,7 @@ def test_everything_is_published_at_the_start_and_the_report_tells_it(tmp_path, 
 
 
 def test_the_report_is_written_after_each_attempt(tmp_path, start):
-    store = FailingStore(tmp_path / "store")
-    store.failures = 1
+    store = FailingStore(tmp_path / "store", failures=1)
     started = start(store)
     assert published(started) == (0, ["the store does not answer"])
     started.publisher.flush()
@@ -156,8 +161,7 @@ def published(started: Started) -> tuple[int, list[str]]:
     return record["packs"], record["failures"]
 
 
-def test_a_report_that_cannot_be_written_costs_nothing_else(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
+def test_a_report_that_cannot_be_written_costs_nothing_else(store, tmp_path, start):
     started = start(store, begin=False)
     started.written.mkdir()
     started.publisher.start()
@@ -192,8 +196,7 @@ class Arriving(Compiled):
         return ("late.aot",)
 
 
-def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
+def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(store, tmp_path, start):
     compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
     started = start(store, compiler=compiler, begin=False)
     started.publisher.start()
@@ -202,8 +205,7 @@ def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_
     assert restored(store, tmp_path, started).keys() == FILES.keys()
 
 
-def test_withheld_files_are_counted_and_never_published(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
+def test_withheld_files_are_counted_and_never_published(store, tmp_path, start):
     started = start(store, compiler=Compiled({"kernel.so"}))
     started.publisher.flush()
     assert started.report.withheld_files == 1
@@ -212,8 +214,7 @@ def test_withheld_files_are_counted_and_never_published(tmp_path, start):
 
 @pytest.mark.usefixtures("counts")
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stopped):
-    store = LocalStore(tmp_path / "store")
+def test_a_file_that_is_no_longer_withheld_is_published(store, tmp_path, start, is_stopped):
     compiler = Compiled({"kernel.so"})
     started = start(store, compiler=compiler)
     compiler.withheld = ()
@@ -225,8 +226,7 @@ def test_a_file_that_is_no_longer_withheld_is_published(tmp_path, start, is_stop
 
 
 @pytest.mark.usefixtures("counts")
-def test_a_record_of_the_second_process_is_published_although_this_process_has_compiled_nothing(tmp_path, start):
-    store = LocalStore(tmp_path / "store")
+def test_a_record_of_the_second_process_is_published_although_this_process_has_compiled_nothing(store, tmp_path, start):
     started = start(store, compiler=(compiler := Compiled()))
     assert started.publisher.wait(PATIENCE_S)
     started.write({"graphs.cached": b"{}"})
@@ -238,9 +238,8 @@ def test_a_record_of_the_second_process_is_published_although_this_process_has_c
 # What is compiled later.
 
 
-def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, start, counts, monkeypatch):
+def test_what_is_compiled_later_is_published_when_compiling_is_quiet(store, tmp_path, start, counts, monkeypatch):
     monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", 0.01)
-    store = LocalStore(tmp_path / "store")
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
@@ -248,9 +247,8 @@ def test_what_is_compiled_later_is_published_when_compiling_is_quiet(tmp_path, s
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 
 
-def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_path, start, counts, monkeypatch):
+def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(store, tmp_path, start, counts, monkeypatch):
     monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", PATIENCE_S)
-    store = LocalStore(tmp_path / "store")
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
@@ -260,9 +258,8 @@ def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(tmp_p
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 
 
-def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(tmp_path, start, counts, monkeypatch):
+def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(store, tmp_path, start, counts, monkeypatch):
     monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", PATIENCE_S)
-    store = LocalStore(tmp_path / "store")
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
@@ -274,8 +271,7 @@ def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(tmp_path, 
 
 
 def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start):
-    store = FailingStore(tmp_path / "store")
-    store.failures = 1
+    store = FailingStore(tmp_path / "store", failures=1)
     started = start(store)
     assert started.publisher.wait(PATIENCE_S)
     assert started.report.failures == ["the store does not answer"]
@@ -284,8 +280,7 @@ def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start)
 
 def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
     monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
-    store = FailingStore(tmp_path / "store")
-    store.failures = 3
+    store = FailingStore(tmp_path / "store", failures=3)
     started = start(store)
     wait_for(lambda: started.report.packs == 1)
     assert len(started.report.failures) == 1, "the same failure is one line, however often it happens"
@@ -293,25 +288,22 @@ def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
 
 
 def test_what_a_store_refused_is_published_at_the_exit(tmp_path, start):
-    store = FailingStore(tmp_path / "store")
-    store.failures = 1
+    store = FailingStore(tmp_path / "store", failures=1)
     started = start(store)
     started.publisher.flush()
     assert restored(store, tmp_path, started) == FILES
 
 
 def test_a_store_that_fails_at_the_exit_too_is_reported_once(tmp_path, start):
-    store = FailingStore(tmp_path / "store")
-    store.failures = 2
+    store = FailingStore(tmp_path / "store", failures=2)
     started = start(store)
     started.publisher.flush()
     assert store.failures == 0, "it was tried at the exit as well"
     assert len(started.report.failures) == 1
 
 
-def test_a_staging_that_failed_is_tried_again_at_the_exit(tmp_path, start):
+def test_a_staging_that_failed_is_tried_again_at_the_exit(store, tmp_path, start):
     """As on a disk that was full for a while; here, a file is in the way of the outbox."""
-    store = LocalStore(tmp_path / "store")
     started = start(store, begin=False)
     outbox = tmp_path / "cache" / "0.outbox"
     outbox.rmdir()

@@ -96,7 +96,7 @@ class ServerState:
             _options(),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(_registered),
-            _device(),
+            torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         )
 
     @contextlib.contextmanager
@@ -163,10 +163,6 @@ class ServerState:
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise StateNotMade(f"in the compiling process, {'; '.join(different)}")
-
-
-def _device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _options() -> tuple[Option, ...]:

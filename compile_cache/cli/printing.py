@@ -185,11 +185,12 @@ def print_copied(copied: Copied, target: ObjectStore) -> None:
 def print_plan(store: ObjectStore, plan: PrunePlan, policy: PrunePolicy, pruned: Pruned | None, as_json: bool) -> None:
     """Print the answer of `prune`. `pruned` is None in a dry run."""
     if as_json:
+        applied = pruned and {**asdict(pruned), "skipped": [key.prefix for key in pruned.skipped]}
         removals = [{**version_record(r.version), "reason": r.reason} for r in plan.removals]
         leftovers = [version.key.prefix for version in plan.leftovers]
         document = {"store": store.location, "removals": removals, "leftovers": leftovers}
         sizes = {"freed_bytes": plan.freed_bytes, "kept_bytes": plan.kept_bytes}
-        out.print_json({**document, **sizes, "environments": plan.environments, "applied": _pruned_record(pruned)})
+        out.print_json({**document, **sizes, "environments": plan.environments, "applied": applied})
         return
     rows = [(*_cells(r.version), out.age_text(r.version.used_s), r.reason) for r in plan.removals]
     if rows:
@@ -217,10 +218,6 @@ def _print_dry_run(store: ObjectStore, plan: PrunePlan) -> None:
     what = f"{out.count_text(len(plan.removals), 'version')}, {out.size_text(plan.freed_bytes)}"
     out.print_line(f"would remove {what}, from {store.location}, and keep {out.size_text(plan.kept_bytes)}")
     out.print_line("This was a dry run: nothing was removed. Add --apply to remove them.")
-
-
-def _pruned_record(pruned: Pruned | None) -> dict[str, Any] | None:
-    return None if pruned is None else {**asdict(pruned), "skipped": [key.prefix for key in pruned.skipped]}
 
 
 def print_explanation(settings: Settings, store: ObjectStore, found: Explanation, as_json: bool) -> None:

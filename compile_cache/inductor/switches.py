@@ -50,10 +50,6 @@ def _matmul_precision() -> tuple[str, str]:
     return _precision("cuda", "matmul"), _precision("mkldnn", "matmul")
 
 
-def _attention_priority() -> tuple[int, ...]:
-    return tuple(_priority())
-
-
 # The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
 # The number of threads comes last, because it is left out if all tensors are on a GPU.
 SWITCHES: Mapping[str, Callable[[], Any]] = {
@@ -63,7 +59,7 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math attention": torch.backends.cuda.math_sdp_enabled,
     "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled,
-    "attention priority": _attention_priority,
+    "attention priority": lambda: tuple(_priority()),
     "float32 matmul precision": _matmul_precision,
     "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,

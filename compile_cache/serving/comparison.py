@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.errors import first_line
+from compile_cache.errors import Failure, attempt
 from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -71,16 +71,12 @@ class Comparison:
         self.pristine = Shadow(module, args, kwargs)
         self._generators = _generator_states()
         self._reference: Any = None
-        self._lacking = ""
         self.drew = False
 
     def eager(self) -> Any:
         """Eager's answer, on the real module. Raises the model's own errors."""
         answer = call_region(*self._call)
-        try:
-            self._reference = pytree.tree_map_only(torch.Tensor, torch.clone, answer)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            self._lacking = first_line(error)
+        self._reference = attempt(pytree.tree_map_only, torch.Tensor, torch.clone, answer)
         self.drew = _generator_states() != self._generators
         return answer
 
@@ -90,8 +86,8 @@ class Comparison:
         Raises:
             Exception: the function failed, or the memory is full.
         """
-        if self._lacking:
-            raise torch.OutOfMemoryError(self._lacking)
+        if isinstance(self._reference, Failure):
+            raise self._reference.error
         (module, args, kwargs), shadow = self._call, self.pristine
         with generators_at(self._generators) if self.drew else contextlib.nullcontext():
             answer = function(shadow.module, shadow.args, shadow.kwargs)

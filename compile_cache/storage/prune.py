@@ -44,7 +44,7 @@ class PrunePolicy:
 
     def is_in_use(self, version: Version, now_s: float) -> bool:
         """Whether `version` stays regardless of the rules."""
-        return now_s - _touched_s(version) <= self.in_use_days * _DAY_S
+        return now_s - max((entry.modified_s for entry in version.objects), default=0.0) <= self.in_use_days * _DAY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan
         for version in reversed(_by_use(kept.values())):
             if excess_bytes > 0 and remove(version, "used longest ago, and not all fit"):
                 excess_bytes -= version.size_bytes
-    leftovers = tuple(v for v in catalog.versions if _is_leftover(v) and not policy.is_in_use(v, now_s))
+    empty = (version for version in catalog.versions if not version.packs and _ours(version.others))
+    leftovers = tuple(version for version in empty if not policy.is_in_use(version, now_s))
     gone = {removal.version.key for removal in removals} | {version.key for version in leftovers}
     return PrunePlan(
         tuple(removals),
@@ -182,18 +183,9 @@ def _beyond(count: int, versions: Iterable[Version]) -> list[tuple[int, Version]
     return [(rank, version) for group in groups.values() for rank, version in enumerate(group) if rank >= count]
 
 
-def _touched_s(version: Version) -> float:
-    """The time when any object of the version was last written."""
-    return max((entry.modified_s for entry in version.objects), default=0.0)
-
-
 def _ours(entries: Iterable[StoredObject]) -> list[StoredObject]:
     """The marks of use. Other objects in a version's folder do not belong to this library."""
     return [entry for entry in entries if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]
-
-
-def _is_leftover(version: Version) -> bool:
-    return not version.packs and bool(_ours(version.others))
 
 
 def _left_empty(catalog: Catalog, gone: set[CacheKey], policy: PrunePolicy, now_s: float) -> tuple[str, ...]:

@@ -108,11 +108,6 @@ class Generator:
         """The most tokens that a prompt and its answer may have together."""
         return self._cache.tokens
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the prefill of each bucket and the step are CUDA graphs."""
-        return self._graph is not None and len(self._prompt_graphs) == len(self.buckets)
-
     def tokens(self, request: Request) -> Iterator[int]:
         """Generate the tokens that follow a prompt: `max_new_tokens` of them, unless the caller stops earlier.
 
