@@ -131,6 +131,10 @@ class JobFailed(CompileCacheError):
         self.may_succeed_afresh = may_succeed_afresh
 
 
+class NoGraph(CompileCacheError):
+    """No graph of this process fits a call, or another thread traces. Nothing of the call was run."""
+
+
 class StoreError(CompileCacheError):
     """A request to the object store failed."""
 

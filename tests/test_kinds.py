@@ -37,28 +37,39 @@ def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
     return case
 
 
-def arrive(case: Case, code: Code) -> None:
-    case.state, case.code = State.ARRIVED, code
-
-
 def test_an_instance_that_waited_for_code_that_does_not_fit_it_does_not_hold_that_code_back():
     kinds, one, other = Kinds(), nn.Identity(), nn.Identity()
     case = case_of(kinds, one, 1)
     assert kinds.claim(case)
     assert case_of(kinds, other, 2) is case
-    arrive(case, Code(lambda number: number == 1))
+    case.arrive(Code(lambda number: number == 1))
     assert case_of(kinds, other, 2) is not case
     case.passed.add(one)
     assert case.has_passed
 
 
+def test_code_waits_for_those_instances_alone_that_have_called_since_it_arrived():
+    kinds, one, absent = Kinds(), nn.Identity(), nn.Identity()
+    case = case_of(kinds, absent, 1)
+    assert case_of(kinds, one, 1) is case
+    case.arrive(Code(lambda number: True))
+    assert case_of(kinds, one, 1) is case
+    case.passed.add(one)
+    assert case.has_passed
+    assert case_of(kinds, absent, 1) is case
+    assert not case.has_passed
+
+
 def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared_with():
-    kinds, module = Kinds(), nn.Identity()
-    case, graphs = case_of(kinds, module, 1), Code(lambda number: True)
-    graphs.step = "compiled"
-    arrive(case, graphs)
-    assert case_of(kinds, module, 1) is case
-    assert case_of(kinds, module, 2) is not case
+    kinds, module, cases = Kinds(), nn.Identity(), []
+    for number in range(8):
+        cases.append(case_of(kinds, module, number))
+        graphs = Code(lambda number: True)
+        graphs.step = "compiled"
+        cases[-1].arrive(graphs)
+        cases[-1].passed.add(module)
+    assert len(set(map(id, cases))) == 8
+    assert [case_of(kinds, module, number) for number in range(8)] == cases
 
 
 def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
@@ -68,7 +79,7 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     third = torch.ones(32, 4)
     dynamic = kinds.opened(case_of(kinds, module, third), module, (third,), {})
     assert dynamic.dynamic == ((0, 0),)
-    arrive(dynamic, Code(lambda x: x.shape[0] % 8 == 0))
+    dynamic.arrive(Code(lambda x: x.shape[0] % 8 == 0))
     assert case_of(kinds, module, torch.ones(40, 4)) is dynamic
     seventh = torch.ones(7, 4)
     kinds.leave(case_of(kinds, module, seventh), module)

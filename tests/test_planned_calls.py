@@ -116,6 +116,15 @@ def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_
     assert moment.begin()
 
 
+def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
+    moment, are_new = Moment(), []
+    moment.note(moment, lambda: moment.begun < 3)
+    for _ in range(4):
+        are_new.append(moment.begin())
+        moment.end(is_complete=True, had_new_code=are_new[-1])
+    assert are_new == [False, False, True, False]
+
+
 def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     """The second process does not know what the server has changed."""
     monkeypatch.setattr(flagged_block, "IS_DOUBLED", True)

@@ -290,8 +290,9 @@ class Artifacts:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def reject(self, path: str, reason: str) -> None:
-        """Stop using an artifact in this process."""
+        """Stop using an artifact in this process, and remove its mark."""
         self._rejected[path] = reason
+        (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
         self._prefetched.pop(path, None)
         if group := self._group_of(path):
             group.loaded.pop(path, None)

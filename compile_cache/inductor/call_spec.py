@@ -14,6 +14,7 @@ import torch.nn.modules.module as module_hooks
 from torch import nn
 from torch.utils import _pytree
 
+from compile_cache.errors import NoGraph
 from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe
 from compile_cache.inductor.storages import base_of, storage_key
 
@@ -268,4 +269,15 @@ def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     This is a function of a module, because torch can store neither a method nor a decorated `forward`, and Dynamo skips
     the methods of torch's own classes.
     """
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_by_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call_region` for `torch.compile`. Where no graph fits, torch runs this function as it is.
+
+    Raises:
+        NoGraph: it does.
+    """
+    if not torch.compiler.is_dynamo_compiling():  # in a graph this is a constant
+        raise NoGraph("no graph fits the call")
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

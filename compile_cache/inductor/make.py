@@ -22,7 +22,7 @@ import torch._dynamo.utils
 from torch import nn
 
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, attempt, first_line
-from compile_cache.inductor.call_spec import call_region, on_gpu, pytree
+from compile_cache.inductor.call_spec import call_by_graph, call_region, on_gpu, pytree
 from compile_cache.inductor.counters import uncounted
 from compile_cache.inductor.torch_settings import configure_torch
 
@@ -103,29 +103,35 @@ class Graphs:
         """Run a call with a graph that exists, or compile a new one. Unless it `is_whole`, it may take several graphs.
 
         Raises:
+            NoGraph: another thread traces.
             Exception: the model's own, or the compiler's.
         """
         configure_torch()
         return self._function(is_whole)(module, args, kwargs)
 
     def run_as_found(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call with a graph that exists, else eager. This compiles nothing."""
+        """Run a call with a graph that exists. This compiles nothing.
+
+        Raises:
+            NoGraph: there is none, or another thread traces.
+            Exception: the model's own.
+        """
         configure_torch()
         run = getattr(torch._dynamo, "run", None)
-        return (run(self._function(is_whole)) if run else call_region)(module, args, kwargs)
+        return (run(self._function(is_whole)) if run else call_by_graph)(module, args, kwargs)
 
     def _function(self, is_whole: bool) -> Callable[..., Any]:
         if is_whole not in self._functions:
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
             name = self._name if is_whole else f"{self._name}_in_parts"
-            function = types.FunctionType(call_region.__code__.replace(co_name=name), call_region.__globals__)
+            function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
             self._functions[is_whole] = torch.compile(function, fullgraph=is_whole, **self._options)
         return self._functions[is_whole]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph or graphs of `torch.compile` for some calls. It compiles only while `may_compile` says so."""
+    """The graph or graphs of `torch.compile` for some calls. `may_compile` says whether a comparison may add one."""
 
     graphs: Graphs
     is_whole: bool
@@ -138,11 +144,15 @@ class Graph:
         return True
 
     def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Empty: a call that it does not fit is compiled in the warm-up, and is eager later."""
+        """Empty: the call itself finds out."""
         return ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call."""
+        """Serve a call. Raises as `Graphs.run_as_found` does."""
+        return self.graphs.run_as_found(self.is_whole, module, args, kwargs)
+
+    def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is compared. Raises as `Graphs.run` does."""
         run = self.graphs.run if self.may_compile() else self.graphs.run_as_found
         return run(self.is_whole, module, args, kwargs)
 

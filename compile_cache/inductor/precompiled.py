@@ -130,6 +130,8 @@ class Precompiled:
         """Serve a call that fits."""
         return self._function(module, args, kwargs)
 
+    try_out = __call__
+
 
 def compile_ahead(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None

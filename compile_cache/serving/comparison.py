@@ -197,8 +197,8 @@ def _severity(check: Check) -> float:
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers or infinities differ, or one has a NaN that
-    the other has not."""
+    """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers or infinities differ, or one has a NaN,
+    which tells nothing."""
     if found.shape != expected.shape or found.dtype != expected.dtype or found.device != expected.device:
         return math.inf
     if expected.is_complex():

@@ -30,16 +30,19 @@ CHANGING = "a number or a flag changes from call to call, so no compiled code fi
 class State(enum.Enum):
     """How calls of a case are served.
 
-    | state | a call | what follows |
-    | --- | --- | --- |
-    | NEW | looks for stored code; without any, is served eager | ARRIVED, ORDERED or EAGER, as the policy says |
-    | ORDERED | is served eager while the second process makes the code | ARRIVED or EAGER |
-    | ARRIVED | is served eager; the code runs on a copy and is compared, once for each instance | PRECOMPILED or CACHED
-    between two predictions, once all instances with such calls have passed; EAGER after a difference |
-    | PRECOMPILED | is served by a function compiled ahead of time that fits; a new instance is compared first |
-    EAGER after a failure |
-    | CACHED | is served by graphs of `torch.compile`; a new instance is compared first | EAGER after a failure |
-    | EAGER | is served by the model's own code until the process ends; `Case.reason` says why | |
+    - NEW: stored code is looked for. With it, the case is ARRIVED; code that an earlier boot compared serves at once,
+      once the server is READY. Without it, the policy decides: `background` orders code; `block` makes and compares it
+      while the call waits; `eager` gives up; `error` raises, and the case stays NEW.
+    - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED, or
+      EAGER if there will be none.
+    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. EAGER after a
+      difference. When all instances that made such calls since have passed: PRECOMPILED or CACHED, between two
+      predictions.
+    - PRECOMPILED: a function compiled ahead of time answers. An instance that has not passed is compared first, unless
+      the code `is_proved`. EAGER after a failure.
+    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process; else as PRECOMPILED. A call for
+      which there is no graph is eager.
+    - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
     NEW = "new"
@@ -68,7 +71,10 @@ class Code(Protocol):
         """Why it does not fit this call, after the full check; empty if it fits."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that fits."""
+        """Serve a call that fits. Raises NoGraph if it does not."""
+
+    def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +88,10 @@ class Case:
     | `reason` | why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `instances` | the modules that made such calls |
-    | `passed` | those of them on which the code was compared |
+    | `called` | those of them that made one since the code arrived |
+    | `passed` | those on which the code was compared; of proved code, those that it serves |
     | `ordered_by` | the module whose call was ordered |
-    | `is_proved` | an earlier boot of this version compared the code on all instances, so one more is enough |
+    | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
     | `dynamic` | the (tensor, dimension) pairs that the code leaves open; it serves several kinds |
     | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin |
     | `used` | the clock of the last use |
@@ -97,6 +104,7 @@ class Case:
     reason: str = ""
     code: Code | None = None
     instances: set[nn.Module] = field(default_factory=set)
+    called: set[nn.Module] = field(default_factory=set)
     passed: set[nn.Module] = field(default_factory=set)
     ordered_by: nn.Module | None = None
     is_proved: bool = False
@@ -108,11 +116,16 @@ class Case:
     @property
     def has_passed(self) -> bool:
         """Whether the code was compared on every instance that it has to be compared on."""
-        return bool(self.passed) if self.is_proved else self.instances <= self.passed
+        return bool(self.passed) and (self.is_proved or self.called <= self.passed)
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance, and has to be."""
         return module not in self.passed and not (self.is_proved and self.passed)
+
+    def arrive(self, code: Code) -> None:
+        """Take code that has to be compared."""
+        self.code, self.state = code, State.ARRIVED
+        self.called.clear()
 
     def put_off(self, prediction: int) -> bool:
         """Note that a comparison did not end in this prediction; False if there were too many."""
@@ -176,6 +189,7 @@ class Kinds:
                 return None, gone
             case = self._case(kind, spec, numbers, module, args, kwargs)
             case.instances.add(module)
+            case.called.add(module)
             self.note_use(case)
             return case, gone
 
@@ -206,7 +220,6 @@ class Kinds:
         for case in kind.cases:
             if _is_same(case, numbers, module, args, kwargs):
                 return case
-            case.instances.discard(module)  # if it waited for this code
         kind.asked[module] += 1
         alike = self._open.get((spec.without_sizes, numbers), ())
         covering = (case for case in alike if _covers(case, spec) and case not in kind.cases)
@@ -224,15 +237,15 @@ class Kinds:
     def leave(self, case: Case, module: nn.Module) -> None:
         """Note that a case's code does not fit `module`, whose next call gets another case."""
         with self._lock:
-            case.instances.discard(module)
-            case.passed.discard(module)
+            for modules in (case.instances, case.called, case.passed):
+                modules.discard(module)
 
     def opened(self, case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
         """The case to order in place of `case`: one that leaves sizes open, if several kinds differ in one size of a
         tensor; else `case` itself."""
         spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
         with self._lock:
-            if case.dynamic:
+            if case.dynamic or spec not in self._kinds:  # which may have been dropped meanwhile
                 return case
             key = spec.without_sizes, numbers
             alike = [
@@ -246,7 +259,7 @@ class Kinds:
             known = self._open.setdefault(key, [])
             if len({number for number, _ in varying}) != len(varying) or any(varying == one.dynamic for one in known):
                 return case
-            dynamic = Case(spec, numbers, None, instances=case.instances, dynamic=varying)
+            dynamic = Case(spec, numbers, None, State.ORDERED, instances=case.instances, dynamic=varying)
             known.append(dynamic)
             kind = self._kinds[spec]
             kind.cases = [dynamic if one is case else one for one in kind.cases]
@@ -255,13 +268,12 @@ class Kinds:
 
 def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a case's code fits a call with other numbers or of another instance, or may fit it once it arrives."""
-    if case.code is None:
+    code = case.code
+    if code is None:
         return case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
-    if case.code.step != "precompiled":  # torch would compile for other numbers, and nothing compares that
+    if code.step != "precompiled":  # of graphs, only the call itself finds out
         return case.numbers == numbers
-    if module in case.passed:
-        return case.code.fits(module, args, kwargs)
-    return not case.code.misfit(module, args, kwargs)
+    return code.fits(module, args, kwargs) if module in case.passed else not code.misfit(module, args, kwargs)
 
 
 def _covers(case: Case, spec: CallSpec) -> bool:

@@ -18,15 +18,16 @@ class Moment:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changes: dict[object, Callable[[], None]] = {}
+        self._changes: dict[object, Callable[[], bool | None]] = {}
         self._since_s = 0.0
         self._is_new = False
         # How many predictions are open, and how many have begun.
         self.open = 0
         self.begun = 0
 
-    def note(self, subject: object, change: Callable[[], None]) -> None:
-        """Make this change at the next moment, in place of an earlier one of the same subject."""
+    def note(self, subject: object, change: Callable[[], bool | None]) -> None:
+        """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
+        True, it was too early, and is called again at the moment after."""
         with self._lock:
             if not self._changes:
                 self._since_s = time.monotonic()
@@ -61,7 +62,9 @@ class Moment:
                 self._take()
 
     def _take(self) -> None:
-        changes, self._changes = self._changes, {}
-        for change in changes.values():
-            change()
-        self._is_new |= bool(changes)
+        changes, self._changes, self._since_s = self._changes, {}, time.monotonic()
+        for subject, change in changes.items():
+            if change():
+                self._changes.setdefault(subject, change)
+            else:
+                self._is_new = True

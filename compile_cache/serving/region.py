@@ -8,8 +8,8 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import logging
 import time
 from collections import Counter
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, first_line
+from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
     call_region,
@@ -28,7 +28,7 @@ from compile_cache.inductor.call_spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.inductor.counters import count_precompiled, read_counts
+from compile_cache.inductor.counters import CompileCounts, count_precompiled, read_counts
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
+_UNUSED = (
+    "nothing called it in the warm-up. A call of a method other than forward is not compiled: give the modules that it "
+    "calls to boot.compile()"
+)
 # For one instance: by the sizes of a call, the cases whose code serves it, the latest first. None: of any sizes.
 _Serving = dict[tuple[torch.Size, ...] | None, tuple[Case, ...]]
 
@@ -67,8 +71,8 @@ class Region:
 
     @property
     def proved(self) -> set[str]:
-        """The paths of the functions that were compared on every instance that called them."""
-        return {case.code.path for case in self.kinds if case.code and case.passed and case.has_passed}
+        """The paths of the functions that were compared on every instance that called them, and were taken."""
+        return {case.code.path for case in self.kinds if case.code and case.state is State.PRECOMPILED}
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
@@ -117,7 +121,8 @@ class Region:
         if code is None:  # dropped by another thread
             return self._serve_eager(module, args, kwargs)
         is_to_compare = case.is_to_compare(module)
-        if case.state is State.ARRIVED and not is_to_compare:
+        is_taken = case.state is not State.ARRIVED and (case.is_proved or self._is_serving(case, module))
+        if not is_to_compare and not is_taken:
             self._conclude(case)  # the last instance that had not passed may have left
             return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
@@ -128,10 +133,7 @@ class Region:
             return self._route(module, args, kwargs)
         if is_to_compare:
             return self._compare(case, module, args, kwargs)
-        if not self._is_serving(case, module):
-            if not case.is_proved:  # this instance passed after the others: it serves from the next prediction on
-                return self._serve_eager(module, args, kwargs)
-            self._let_serve(case, module)
+        self._let_serve(case, module)
         return self._serve(case, module, args, kwargs)
 
     def _serve(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -142,6 +144,9 @@ class Region:
         self.served[code.step] += 1
         try:
             return code(module, args, kwargs)
+        except NoGraph:
+            self.served[code.step] -= 1
+            return self._serve_eager(module, args, kwargs)
         except AssertionError as error:
             if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
                 self._drop(case, f"AssertionError: {first_line(error)}")
@@ -190,17 +195,22 @@ class Region:
     def _compare(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and run the new code on its shadow. If the comparison cannot end, nothing is concluded,
         and a later call repeats it."""
-        started = time.perf_counter()
-        comparison = self._comparison(case, module, args, kwargs)
-        if comparison is None:
+        before, started = read_counts(), time.perf_counter()
+        # One thread at a time compares, and others do not wait for it.
+        if not self._compiler.making.acquire(blocking=False):
             return self._serve_eager(module, args, kwargs)
-        self.served["eager"] += 1
-        answer = self._reference(case, comparison)
-        # Other predictions would see the generators set back.
-        if not comparison.drew or self._compiler.moment.open <= 1:
+        try:
+            comparison = self._comparison(case, module, args, kwargs)
+            if comparison is None:
+                return self._serve_eager(module, args, kwargs)
+            self.served["eager"] += 1
+            answer = self._reference(case, comparison)
             self._judge(case, module, comparison)
+        finally:
+            self._compiler.making.release()
         self.report.compile_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
+        self._note_wait(before, started)
         return answer
 
     def _comparison(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
@@ -226,14 +236,16 @@ class Region:
             raise
 
     def _judge(self, case: Case, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Full memory puts it off; any other error counts as a difference."""
+        """Compare the code with eager's answer. Full memory puts it off, as does a graph that is not there; any other
+        error counts as a difference."""
         code = case.code
         if code is None:
             return
         try:
-            with self._compiler.making:
-                check = comparison.check(code)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+            if comparison.drew and self._compiler.moment.open > 1:
+                raise NoGraph("other predictions would see the generators of random numbers set back")
+            check = comparison.check(code.try_out)
+        except (MemoryError, torch.OutOfMemoryError, NoGraph) as error:
             self._put_off(case, error)
             return
         except Exception as error:
@@ -248,24 +260,27 @@ class Region:
         self._conclude(case)
 
     def _conclude(self, case: Case) -> None:
-        """Take code that has passed on all instances at the next moment, and mark it as compared."""
-        if case.code is None or not case.has_passed or all(self._is_serving(case, module) for module in case.passed):
-            return
-        if case.code.path and self._compiler.artifacts is not None:
-            attempt(self._compiler.artifacts.mark_compared, case.code.path)
-        self._compiler.moment.note(case, functools.partial(self._take, case))
+        """Take code that has passed on all instances at the next moment."""
+        if case.has_passed and not all(self._is_serving(case, module) for module in tuple(case.passed)):
+            self._compiler.moment.note(case, functools.partial(self._take, case))
 
-    def _put_off(self, case: Case, error: BaseException) -> None:
-        reason = f"not compared with eager: {type(error).__name__}: {first_line(error)}"
-        if not case.put_off(self._compiler.moment.begun):
+    def _put_off(self, case: Case, error: Exception) -> None:
+        reason, moment = f"not compared with eager: {Failure(error).reason}", self._compiler.moment
+        if case.put_off(moment.begun):
+            # Predictors that replay recorded calls make no other call until there is something new.
+            moment.note(case, lambda: moment.begun < case.not_before)
+        else:
             self._give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
     def _take(self, case: Case) -> None:
-        """Let code that has passed serve. Called between two predictions."""
-        code = case.code
+        """Let code that has passed serve, and mark it as compared. Called between two predictions, and for proved code
+        at once."""
+        code, artifacts = case.code, self._compiler.artifacts
         if code is None or case.state is State.EAGER or not case.has_passed:
             return
+        if code.path and artifacts is not None:
+            attempt(artifacts.mark_compared, code.path)
         case.state = State.PRECOMPILED if code.step == "precompiled" else State.CACHED
         if code.step == "precompiled":
             self.report.take_step("precompiled")
@@ -320,21 +335,20 @@ class Region:
             self._compiler.moment.note(case, functools.partial(self._arrive, case, function))
 
     def _arrive(self, case: Case, code: Code) -> None:
-        case.code = code
-        case.state = State.ARRIVED
+        case.arrive(code)
         self.report.wait_for(self.kinds.waiting)
 
     def _make(self, case: Case, module: nn.Module, args: Any, kwargs: Any, is_stored: bool = False) -> Any:
         """Serve a call eager, and make its code in this process, out of stored files if they have its graphs."""
-        comparison = self._comparison(case, module, args, kwargs)
-        if comparison is None:
-            return self._serve_eager(module, args, kwargs)
-        self.served["eager"] += 1
-        answer = self._reference(case, comparison)
+        moment, before, started = self._compiler.moment, read_counts(), time.perf_counter()
         with self._compiler.making:
-            before, started = read_counts(), time.perf_counter()
+            comparison = self._comparison(case, module, args, kwargs)
+            if comparison is None:
+                return self._serve_eager(module, args, kwargs)
+            self.served["eager"] += 1
+            answer = self._reference(case, comparison)
             self._compiler.new_files()  # those so far are not of this call
-            with generators_at():
+            with generators_at() if moment.open <= 1 else contextlib.nullcontext():
                 code = attempt(self._traced if is_stored else self._made, comparison.pristine)
             if isinstance(code, Failure):
                 self.withheld |= self._compiler.new_files()
@@ -343,16 +357,21 @@ class Region:
                 self._arrive(case, code)
                 if not code.misfit(module, args, kwargs):  # until now, only the copy was asked
                     self._judge(case, module, comparison)
-        self._compiler.moment.pass_by()
+        moment.pass_by()
+        self._note_wait(before, started)
+        return answer
+
+    def _note_wait(self, before: CompileCounts, started: float) -> None:
+        """Note that a request waited for the compiler, if it did."""
         if not self._compiler.is_warming_up and read_counts().graphs > before.graphs:
-            self.waited_s += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.waited_s += seconds
             log.warning(
                 "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
                 self.report.name,
-                time.perf_counter() - started,
+                seconds,
             )
-        return answer
 
     def _made(self, shadow: Shadow) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
@@ -393,7 +412,8 @@ class Region:
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
 
-        return Graph(self._graphs, traced.is_whole, lambda: self._compiler.is_warming_up)
+        compiler = self._compiler
+        return Graph(self._graphs, traced.is_whole, lambda: compiler.is_warming_up or compiler.policy() == "block")
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
@@ -413,13 +433,18 @@ class Region:
     def _drop(self, case: Case, reason: str) -> None:
         """Stop using code that failed. It is not published, and no other is made in its place."""
         code, case.code = case.code, None
-        if code is not None and code.path and self._compiler.artifacts is not None:
+        if code is None:  # another thread was first
+            return
+        if code.path and self._compiler.artifacts is not None:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
             self.withheld.add(code.path)
             self._compiler.artifacts.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
             self.withheld |= self._files
+            for other in self.kinds:  # torch may serve their calls by the same graph
+                if other.code is not None and not other.code.path:
+                    self._drop(other, reason)
         self._give_up(case, reason)
         self._compiler.moment.note(case, functools.partial(self._stop, case))  # tells predictors with recorded calls
 
@@ -433,12 +458,11 @@ class Region:
 
     def conclude(self) -> None:
         """After the warm-up, report a region that nothing called."""
-        unused = _unused(next(iter(self._serving)))
         if self.served:
-            self.report.reason = self.report.reason.replace(unused, "").strip("; ")
+            self.report.reason = self.report.reason.replace(_UNUSED, "").strip("; ")
         else:
-            self.report.explain(unused)
-            log.warning("nothing of %s is compiled: %s", self.report.name, unused)
+            self.report.explain(_UNUSED)
+            log.warning("nothing of %s is compiled: %s", self.report.name, _UNUSED)
 
 
 def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -448,20 +472,3 @@ def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
     except Exception as error:  # a guard reads any object of the model's
         log.info("precompiled.not_checked artifact=%s error=%r", code and code.path, error)
         return False
-
-
-def _unused(module: nn.Module) -> str:
-    """The likely reason why nothing called a module, and the remedy."""
-    methods = [
-        name
-        for kind in type(module).__mro__
-        if kind.__module__.partition(".")[0] != "torch"
-        for name, value in vars(kind).items()
-        if inspect.isfunction(value) and not name.startswith("_") and name != "forward"
-    ]
-    called = f", such as {', '.join(methods[:3])}," if methods else ""
-    part = next((name for name, _ in module.named_children()), "part")
-    return (
-        f"nothing called it in the warm-up. A direct call of a method{called} is not compiled. "
-        f"Compile the modules that it calls, for example boot.compile(model.{part})"
-    )

@@ -223,9 +223,9 @@ class Generator:
         self._cache.position.fill_(self.cache_tokens - 1)
         self._step()
         recordings = filter(None, (self._graph, *self._prompt_graphs.values()))
-        served = (prediction.served(), *(recording.served for recording in recordings))
-        if any(step != "eager" for regions in served for steps in regions.values() for step in steps):
-            self._graph, self._prompt_graphs = None, {}
+        for served in (prediction.served(), *(recording.served for recording in recordings)):
+            if {step for steps in served.values() for step in steps} != {"eager"}:
+                self._graph, self._prompt_graphs = None, {}
 
     @torch.inference_mode()
     def record(self, counter: Boot | None = None) -> None:
