@@ -51,7 +51,7 @@ PRIVATE_NAMES = (
         "_set_cublas_allow_bf16_reduced_precision_reduction _set_deterministic_algorithms",
         "compiling in the background where the server's switch is not torch's default",
     ),
-    PrivateNames("torch._dynamo", "config mark_dynamic callback utils exc", NO_COMPILER),
+    PrivateNames("torch._dynamo", "config mark_dynamic utils exc", NO_COMPILER),
     PrivateNames("torch._dynamo.guards", "CheckFunctionManager _get_closure_vars get_verbose_code_parts", NO_FUNCTION),
     PrivateNames("torch._dynamo.types", "GuardFilterEntry", NO_FUNCTION),
     PrivateNames("torch._dynamo.aot_compile", "AOTCompiledFunction._artifacts", NO_FUNCTION),

@@ -12,7 +12,6 @@ import copyreg
 import logging
 import os
 import pkgutil
-import threading
 from contextvars import ContextVar
 from typing import Any
 
@@ -72,17 +71,3 @@ def _set(config: Any, name: str, value: Any) -> None:
         setattr(config, name, value)
     except AttributeError:
         log.warning("torch %s has no setting %s.%s: continuing without it", torch.__version__, config.__name__, name)
-
-
-def signal_compiles(compiling: threading.Event) -> None:
-    """Keep the event set while torch compiles, if this torch tells when it does."""
-    try:
-        from torch._dynamo import callback
-
-        start: Any = callback.on_compile_start
-        end: Any = callback.on_compile_end
-    except (ImportError, AttributeError) as error:
-        log.warning("torch %s does not tell when it compiles: %s", torch.__version__, error)
-        return
-    start(lambda _: compiling.set())
-    end(lambda _: compiling.clear())

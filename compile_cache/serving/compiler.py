@@ -65,7 +65,6 @@ class Compiler:
         self._why_not_precompiled = ""
         self._orders: Orders | None = None
         self._is_released = False
-        self._compiling = threading.Event()
         self._opening = threading.Lock()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
         self.making = threading.RLock()
@@ -81,9 +80,8 @@ class Compiler:
 
             with self._opening:
                 if self._orders is None:
-                    self._orders = Orders(
-                        self._settings, self._directory, self.open, self._load_arrived, self._count_calls
-                    )
+                    settings, folder = self._settings, self._directory
+                    self._orders = Orders(settings, folder, self.open, self._load_arrived, self._count_calls)
                     if self._is_released:
                         self._orders.jobs.release()
         return self._orders
@@ -95,13 +93,12 @@ class Compiler:
                 return
             self._is_open = True
             from compile_cache.inductor.toolchain import remember_toolchain
-            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off, signal_compiles
+            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
             if self._settings.precompile and not is_switched_off():
                 self._open_artifacts()
-            signal_compiles(self._compiling)
 
     def _open_artifacts(self) -> None:
         """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
@@ -162,8 +159,10 @@ class Compiler:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a thread compiles now, so that files may be half-written."""
-        return self._compiling.is_set()
+        """Whether a thread makes code now, so that files may be half-written."""
+        if is_free := self.making.acquire(blocking=False):
+            self.making.release()
+        return not is_free
 
     def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
         """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With

@@ -144,14 +144,6 @@ class _Kind:
     cases: list[Case] = field(default_factory=list)
     asked: Counter[nn.Module] = field(default_factory=Counter)
 
-    @property
-    def is_waiting(self) -> bool:
-        return any(case.state is State.ORDERED for case in self.cases)
-
-    @property
-    def used(self) -> int:
-        return max((case.used for case in self.cases), default=0)
-
 
 class Kinds:
     """All kinds of one region, at most 64. To make room for another, the kind used longest ago is dropped, unless it
@@ -199,10 +191,10 @@ class Kinds:
             if hash(spec) in self._forgotten:
                 return None, gone
             if len(self._kinds) >= RECOMPILE_LIMIT:
-                idle = [known for known, kind in self._kinds.items() if not kind.is_waiting]
+                idle = [one for one, kind in self._kinds.items() if State.ORDERED not in {c.state for c in kind.cases}]
                 if not idle:
                     return None, gone
-                least = min(idle, key=lambda known: self._kinds[known].used)
+                least = min(idle, key=lambda one: max((case.used for case in self._kinds[one].cases), default=0))
                 gone = [case for case in self._kinds.pop(least).cases if not case.dynamic]
                 self._forgotten.add(hash(least))
             self._kinds[spec] = _Kind(Case(spec, (), None, State.EAGER, CHANGING))

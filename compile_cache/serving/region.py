@@ -203,7 +203,6 @@ class Region:
             comparison = self._comparison(case, module, args, kwargs)
             if comparison is None:
                 return self._serve_eager(module, args, kwargs)
-            self.served["eager"] += 1
             answer = self._reference(case, comparison)
             self._judge(case, module, comparison)
         finally:
@@ -229,6 +228,7 @@ class Region:
 
     def _reference(self, case: Case, comparison: Comparison) -> Any:
         """Eager's answer. If it finds no memory beside the copy, the comparison is put off."""
+        self.served["eager"] += 1
         try:
             return comparison.eager()
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -345,7 +345,6 @@ class Region:
             comparison = self._comparison(case, module, args, kwargs)
             if comparison is None:
                 return self._serve_eager(module, args, kwargs)
-            self.served["eager"] += 1
             answer = self._reference(case, comparison)
             self._compiler.new_files()  # those so far are not of this call
             with generators_at() if moment.open <= 1 else contextlib.nullcontext():

@@ -100,12 +100,11 @@ class Ledger:
             self._stored[path] = (sha256, stamp)
             return
         # Any other changed file is damaged. If there are several successors, the first one is used.
-        if not path.endswith(_TUNED):
-            return
-        packed = [f for pack in self._packs.known.values() for f in pack.head.manifest.files if f.path == path]
-        has_successor = any(file.replaces == stored_sha256 for file in packed)
-        if not has_successor and any(file.sha256 == stored_sha256 for file in packed):
-            yield Source(local, path, key, replaces=stored_sha256)
+        if path.endswith(_TUNED):
+            packed = [f for pack in self._packs.known.values() for f in pack.head.manifest.files if f.path == path]
+            has_successor = any(file.replaces == stored_sha256 for file in packed)
+            if not has_successor and any(file.sha256 == stored_sha256 for file in packed):
+                yield Source(local, path, key, replaces=stored_sha256)
 
 
 def _variant(key: str, siblings: Iterable[str]) -> str:

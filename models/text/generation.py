@@ -222,8 +222,8 @@ class Generator:
             self._prompt(bucket)
         self._cache.position.fill_(self.cache_tokens - 1)
         self._step()
-        recordings = filter(None, (self._graph, *self._prompt_graphs.values()))
-        for served in (prediction.served(), *(recording.served for recording in recordings)):
+        recordings = (self._graph, *self._prompt_graphs.values())
+        for served in (prediction.served(), *(one.served for one in recordings if one)):
             if {step for steps in served.values() for step in steps} != {"eager"}:
                 self._graph, self._prompt_graphs = None, {}
 
