@@ -66,6 +66,11 @@ class Weighted(nn.Module):
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
 
+class Product(Weighted):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, self.weight)
+
+
 class Block(nn.Module):
     """Every attribute is a factor of the result, and so are the globals of this module."""
 

@@ -14,8 +14,8 @@ import blocks
 import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
+from passes import Versioned
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_cache.inductor import artifacts as stored_artifacts
 from compile_cache.inductor import precompiled
@@ -241,26 +241,15 @@ def test_an_artifact_is_found_while_another_thread_loads_one(made):
         assert isinstance(find(made, build(Block), tensor()), Precompiled)
 
 
-class Pass(CustomGraphPass):
-    def __init__(self, version: str) -> None:
-        self.version = version
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        """Changes nothing."""
-
-    def uuid(self) -> str:
-        return self.version
-
-
 @pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "joint_custom_post_pass"])
 def test_artifact_of_another_graph_pass_is_not_served(name, tmp_path):
     with activated(tmp_path) as directory:
         module = build(Block)
-        with torch._inductor.config.patch({name: Pass("first")}):
+        with torch._inductor.config.patch({name: Versioned("first")}):
             compiler = boot(directory, module)
             warm_up(compiler, lambda: module(tensor()))
             assert isinstance(find(directory, build(Block), tensor()), Precompiled)
-        with torch._inductor.config.patch({name: Pass("second")}):
+        with torch._inductor.config.patch({name: Versioned("second")}):
             assert isinstance(find(directory, build(Block), tensor()), str)
         assert isinstance(find(directory, build(Block), tensor()), str)
 

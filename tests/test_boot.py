@@ -177,23 +177,17 @@ def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(co
     assert stored(tmp_path / "store") == before
 
 
-def test_read_only_cache_directory_costs_the_cache_and_not_the_boot(cold, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "steps", "words"),
+    [("ro", {"cold"}, "Read-only file system"), ("size=16k", {"cold", "eager"}, "No space left on device")],
+)
+def test_cache_directory_on_a_disk_that_is_full_or_read_only_costs_no_boot(cold, tmp_path, options, steps, words):
     environ = seeded(cold, tmp_path)
     before = stored(tmp_path / "store")
-    with Mounted(tmp_path / "read-only", "ro") as folder:
+    with Mounted(tmp_path / "disk", options) as folder:
         booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(folder)})
-    assert set(booted.steps.values()) == {"cold"}
-    assert any("Read-only file system" in warning for warning in booted.report["warnings"])
-    assert stored(tmp_path / "store") == before
-
-
-def test_cache_directory_on_a_full_disk_serves_eager(cold, tmp_path):
-    environ = seeded(cold, tmp_path)
-    before = stored(tmp_path / "store")
-    with Mounted(tmp_path / "full", "size=16k") as folder:
-        booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(folder)})
-    assert set(booted.steps.values()) <= {"cold", "eager"}
-    assert any("No space left on device" in line for line in [*booted.report["warnings"], booted.log])
+    assert set(booted.steps.values()) <= steps
+    assert any(words in line for line in [*booted.report["warnings"], booted.log])
     assert before.items() <= stored(tmp_path / "store").items()
 
 

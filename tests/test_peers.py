@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from cog_server import PROJECT
 from fresh_boot import Model
 from peer_keepers import make_keeper
-from peer_plot import plot
 from peer_records import COLD, NEXT, WARM, PeerBoot, Record, read_records
 from peer_table import boots_row, given, left_by, paired, percentiles, requests_row, tables
 from peer_ways import BY_NAME, EAGER, WAYS
@@ -160,27 +158,6 @@ def test_zip_brings_the_directory_back_and_is_made_again_only_for_new_names(tmp_
 def test_container_never_writes_a_committed_file(tmp_path):
     make_keeper("committed", tmp_path, is_build_step=False).save()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_plot_has_a_bar_for_every_way_that_booted_and_is_the_same_each_time(tmp_path):
-    behind = [
-        recorded("background", COLD, 1, booted(5.0)),
-        recorded("background", NEXT, 1, booted(5.0, settled_s=30.0)),
-    ]
-    records = [*WARM_BOOTS, *behind, recorded("block", COLD, 1, booted(20.0))]
-    for name in ("one.svg", "two.svg"):
-        plot(records, tmp_path / name)
-    svg = (tmp_path / "one.svg").read_text()
-    assert svg == (tmp_path / "two.svg").read_text()
-    words = [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {
-        "eager",
-        "zip of the directory (fal, Baseten)",
-        "this project, block",
-        "20.0 (n = 1)",
-        "5.0 (n = 1), compiled 30 s later",
-    } <= set(words)
-    assert "Mega-Cache" not in words
 
 
 def test_readme_says_what_each_way_was_given():

@@ -247,22 +247,17 @@ def test_what_is_compiled_later_is_published_when_compiling_is_quiet(store, tmp_
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 
 
-def test_what_is_compiled_last_is_staged_at_once_and_published_at_the_exit(store, tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", PATIENCE_S)
+@pytest.mark.parametrize("slow", ["_QUIET_S", "_POLL_S"])
+def test_what_is_compiled_last_is_staged_soon_and_published_at_the_exit(
+    store, tmp_path, start, counts, monkeypatch, slow
+):
+    monkeypatch.setattr(f"compile_cache.lifecycle.publish.{slow}", PATIENCE_S)
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
-    wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
-    assert started.report.packs == 1
-    started.publisher.flush()
-    assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
-
-
-def test_what_is_compiled_in_the_last_moment_is_published_at_the_exit(store, tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", PATIENCE_S)
-    started = start(store)
-    started.write({"later.so": b"later"})
-    counts.graphs += 1
+    if slow == "_QUIET_S":
+        wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
+        assert started.report.packs == 1
     started.publisher.flush()
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 

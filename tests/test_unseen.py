@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from blocks import Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
-from torch import nn
 
 from compile_cache.background.jobs import Done
 from compile_cache.errors import UnseenCallError
@@ -21,17 +21,6 @@ from compile_cache.settings import Settings
 
 BLOCK = Settings(cold_start="block", unseen="block")
 BACKGROUND = Settings(cold_start="background", unseen="background")
-
-
-class Product(nn.Module):
-    """A matrix product, which compiles without a C++ compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(x, x, self.weight)
 
 
 @pytest.fixture
