@@ -279,5 +279,5 @@ def call_by_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         NoGraph: it does.
     """
     if not torch.compiler.is_dynamo_compiling():  # in a graph this is a constant
-        raise NoGraph("no graph fits the call")
+        raise NoGraph("torch.compile has no graph of the call. Is TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?")
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ class State(enum.Enum):
     - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED, or
       EAGER if there will be none.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. EAGER after a
-      difference. When all instances that made such calls since have passed: PRECOMPILED or CACHED, between two
+      difference. When all instances that still make such calls have passed: PRECOMPILED or CACHED, between two
       predictions.
     - PRECOMPILED: a function compiled ahead of time answers. An instance that has not passed is compared first, unless
       the code `is_proved`. EAGER after a failure.
@@ -88,7 +88,7 @@ class Case:
     | `reason` | why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `instances` | the modules that made such calls |
-    | `called` | those of them that made one since the code arrived |
+    | `called`, `is_around` | those of them that made one since the code arrived; whether one of these made another |
     | `passed` | those on which the code was compared; of proved code, those that it serves |
     | `ordered_by` | the module whose call was ordered |
     | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
@@ -105,6 +105,7 @@ class Case:
     code: Code | None = None
     instances: set[nn.Module] = field(default_factory=set)
     called: set[nn.Module] = field(default_factory=set)
+    is_around: bool = False
     passed: set[nn.Module] = field(default_factory=set)
     ordered_by: nn.Module | None = None
     is_proved: bool = False
@@ -115,8 +116,10 @@ class Case:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the code was compared on every instance that it has to be compared on."""
-        return bool(self.passed) and (self.is_proved or self.called <= self.passed)
+        """Whether the code was compared on every instance that it has to be compared on. An instance that was left out
+        when another was called again may be gone, and is not waited for."""
+        waited_for = self.called if self.is_around else self.instances
+        return bool(self.passed) and (self.is_proved or waited_for <= self.passed)
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance, and has to be."""
@@ -125,7 +128,7 @@ class Case:
     def arrive(self, code: Code) -> None:
         """Take code that has to be compared."""
         self.code, self.state = code, State.ARRIVED
-        self.called.clear()
+        self.called, self.is_around = set(), False
 
     def put_off(self, prediction: int) -> bool:
         """Note that a comparison did not end in this prediction; False if there were too many."""
@@ -181,6 +184,7 @@ class Kinds:
                 return None, gone
             case = self._case(kind, spec, numbers, module, args, kwargs)
             case.instances.add(module)
+            case.is_around |= module in case.called
             case.called.add(module)
             self.note_use(case)
             return case, gone
@@ -212,6 +216,8 @@ class Kinds:
         for case in kind.cases:
             if _is_same(case, numbers, module, args, kwargs):
                 return case
+            if module not in case.passed:  # it waited for this code
+                case.instances.discard(module)
         kind.asked[module] += 1
         alike = self._open.get((spec.without_sizes, numbers), ())
         covering = (case for case in alike if _covers(case, spec) and case not in kind.cases)

@@ -71,8 +71,8 @@ class Region:
 
     @property
     def proved(self) -> set[str]:
-        """The paths of the functions that were compared on every instance that called them, and were taken."""
-        return {case.code.path for case in self.kinds if case.code and case.state is State.PRECOMPILED}
+        """The paths of the functions that were compared on every instance that called them."""
+        return {case.code.path for case in self.kinds if case.code and case.has_passed}
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""

@@ -107,15 +107,9 @@ class RegionReport:
         if not traced.is_whole:
             log.info("compile.graph_break region=%s error=%s", self.name, traced.broken_by)
             self.explain(f"with graph breaks: {traced.broken_by}")
-        if counts.graphs == 0 and are_counted():
-            self.take_step("eager")
-            self.explain(
-                "torch.compile made no graph: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set, or an earlier boot "
-                "in this process compiled the class"
-            )
-        elif is_found:
+        if is_found:
             self.take_step("cached")
-        else:
+        elif counts.graphs or not are_counted():  # else by a graph of another call
             self.take_step("cold")
             self.explain(_why_cold(counts))
 
@@ -123,20 +117,15 @@ class RegionReport:
         """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""
         count_precompiled("made")
         self.made += 1
-        if speed is not None:
-            self.note_speed(speed.compiled_ms, speed.eager_ms)
-
-    def note_speed(self, compiled_ms: float, eager_ms: float) -> None:
-        """Add the times of one call."""
-        if eager_ms > (self.eager_ms or 0.0):
-            self.compiled_ms, self.eager_ms = compiled_ms, eager_ms
+        if speed is not None and speed.eager_ms > (self.eager_ms or 0.0):
+            self.compiled_ms, self.eager_ms = speed.compiled_ms, speed.eager_ms
             if self.is_slower:
                 log.warning(
                     "compile.slower region=%s compiled_ms=%.3f eager_ms=%.3f Compiled code is slower than eager here. "
                     "To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
                     self.name,
-                    compiled_ms,
-                    eager_ms,
+                    speed.compiled_ms,
+                    speed.eager_ms,
                 )
 
     def note_error(self, error: float, tolerance: float) -> None:
