@@ -264,7 +264,7 @@ class Compiler:
             self.moment.pass_by()
             self.is_warming_up = False
             for region in self.regions.values():
-                region.conclude()
+                region.end_warm_up()
 
 
 class LeftEager:

@@ -1,7 +1,7 @@
 """A module class and its instances: routes each call to the code that serves it.
 
-A call that known code fits is served by it at once. Any other call gets its case, whose state says what happens: see
-`State`. New code serves once it was compared with eager on each instance, and from the next prediction on.
+A call that a taken function fits is served by it at once. Any other call gets its case, whose state says what happens:
+see `State`. New code is taken once it was compared with eager on each instance, from the next prediction on.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
@@ -123,7 +123,7 @@ class Region:
         is_to_compare = case.is_to_compare(module)
         is_taken = case.state is not State.ARRIVED and (case.is_proved or self._is_serving(case, module))
         if not is_to_compare and not is_taken:
-            self._conclude(case)  # the last instance that had not passed may have left
+            self._take_soon(case)  # the last instance that had not passed may have left
             return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
             if module is case.ordered_by and not case.passed:
@@ -213,7 +213,8 @@ class Region:
         return answer
 
     def _comparison(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
-        """A copy of the call to compare with; None if there can be none now."""
+        """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
+        given up."""
         if self._compiler.moment.begun < case.not_before:
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -227,7 +228,7 @@ class Region:
         return None
 
     def _reference(self, case: Case, comparison: Comparison) -> Any:
-        """Eager's answer. If it finds no memory beside the copy, the comparison is put off."""
+        """Eager's answer. If it finds no memory beside the copy, the comparison is put off, and the call fails."""
         self.served["eager"] += 1
         try:
             return comparison.eager()
@@ -257,9 +258,9 @@ class Region:
             self._drop(case, check.difference)
             return
         case.passed.add(module)
-        self._conclude(case)
+        self._take_soon(case)
 
-    def _conclude(self, case: Case) -> None:
+    def _take_soon(self, case: Case) -> None:
         """Take code that has passed on all instances at the next moment."""
         if case.has_passed and not all(self._is_serving(case, module) for module in tuple(case.passed)):
             self._compiler.moment.note(case, functools.partial(self._take, case))
@@ -455,7 +456,7 @@ class Region:
         self.report.take_step("eager")
         self.report.wait_for(self.kinds.waiting)
 
-    def conclude(self) -> None:
+    def end_warm_up(self) -> None:
         """After the warm-up, report a region that nothing called."""
         if self.served:
             self.report.reason = self.report.reason.replace(_UNUSED, "").strip("; ")
