@@ -32,16 +32,19 @@ class State(enum.Enum):
 
     - NEW: stored code is looked for. With it, the case is ARRIVED; code that an earlier boot compared serves at once,
       once the server is READY. Without it, the policy decides: `background` orders code; `block` makes and compares it
-      while the call waits; `eager` gives up; `error` raises, and the case stays NEW.
-    - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED, or
-      EAGER if there will be none.
+      while the call waits, which eager answers; `eager` gives up; `error` raises, and the case stays NEW. In the
+      warm-up, graphs that are stored are traced.
+    - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED;
+      EAGER if there will be none; NEW if the call that asked for it broke off.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. EAGER after a
-      difference. When all instances that still make such calls have passed: PRECOMPILED or CACHED, between two
-      predictions.
+      difference, an error of the code, or four comparisons that did not end. When all instances that still make such
+      calls have passed: PRECOMPILED or CACHED, between two predictions. A call that the code does not fit gets another
+      case, here and below.
     - PRECOMPILED: a function compiled ahead of time answers. An instance that has not passed is compared first, unless
-      the code `is_proved`. EAGER after a failure.
-    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process; else as PRECOMPILED. A call for
-      which there is no graph is eager.
+      the code `is_proved`. EAGER after a failed comparison, or an assertion of the function, which the call raises.
+    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that has not passed
+      is compared first. EAGER after a failed comparison, with all other graphs of the class. A call for which there is
+      no graph is eager.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
