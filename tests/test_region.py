@@ -204,7 +204,7 @@ class Pausing(Product):
         return super().forward(pause(x))
 
 
-def test_two_threads_make_code_one_after_the_other(shared):
+def test_a_call_beside_one_that_makes_code_waits_for_nothing_and_has_its_own_made_later(shared):
     pausing, module = build(Pausing), build(Product)
     compiler = boot(shared, pausing, module, settings=CACHED)
     with ThreadPoolExecutor() as threads:
@@ -213,6 +213,7 @@ def test_two_threads_make_code_one_after_the_other(shared):
         close(predict(module, tensor()), eager(build(Product), tensor()))
         Pausing.others_answered.set()
         first.result()
+    close(predict(module, tensor()), eager(build(Product), tensor()))
     assert [region.report.graphs for region in compiler.regions.values()] == [1, 1], compiler.reports
 
 

@@ -126,7 +126,7 @@ def read_report(path: Path) -> BootReport:
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is not a regular file")
-        number: Any = {"parse_int": _integer, "parse_float": _number, "parse_constant": _number}
+        number: Any = {"parse_int": lambda text: int(_number(text)), "parse_float": _number, "parse_constant": _number}
         record = json.loads(path.read_bytes(), object_hook=_with_infinity, **number)
         if isinstance(record, dict) and (missing := sorted(_NEEDED - record.keys())):
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -144,11 +144,6 @@ def _number(text: str) -> float:
     if not abs(number := float(text)) < _LARGEST_NUMBER:  # or NaN
         raise ValueError(f"no report has the number {text[:20]}")
     return number
-
-
-def _integer(text: str) -> int:
-    _number(text)
-    return int(text)
 
 
 def _with_infinity(record: dict[str, Any]) -> dict[str, Any]:

@@ -230,17 +230,19 @@ def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     """The same arguments; in dimensions of size 1, tensors have the strides of a contiguous tensor.
 
     No address depends on these strides, but torch would compile and guard each variant separately. A slice of a batch
-    of one is such a variant. While gradients are recorded nothing changes, because torch would record the view.
+    of one is such a variant. While gradients are recorded nothing changes, because torch would record the view. What
+    was one tensor stays one, and a tensor with attributes stays as it is.
     """
     if torch.is_grad_enabled():
         return args, kwargs
-    return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+    plain = {id(value): _plain(value) for value in (*args, *kwargs.values())}
+    return tuple(plain[id(value)] for value in args), {name: plain[id(value)] for name, value in kwargs.items()}
 
 
 def _plain(value: Any) -> Any:
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
         return value
-    if value.dim() > 3:  # here strides tell whether a picture is stored channels first or last
+    if value.dim() > 3 or vars(value):  # here strides tell whether a picture is stored channels first or last
         return value
     strides, plain = value.stride(), []
     step = 1

@@ -19,7 +19,7 @@ from torch import nn
 from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
-_MOST_FUNCTIONS = 8
+MOST_FUNCTIONS = 8
 # After so many kinds that differ in one size only, a region asks for one function for all sizes.
 _SIZES_BEFORE_DYNAMIC = 3
 # A comparison that did not end is tried again after so many predictions.
@@ -91,7 +91,7 @@ class Case:
     | `reason` | why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `instances` | the modules that made such calls |
-    | `called`, `is_around` | those of them that made one since the code arrived; whether one of these made another |
+    | `called`, `round` | those that made one since the code arrived; those before one of them made another |
     | `passed` | those on which the code was compared; of proved code, those that it serves |
     | `ordered_by` | the module whose call was ordered |
     | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
@@ -108,7 +108,7 @@ class Case:
     code: Code | None = None
     instances: set[nn.Module] = field(default_factory=set)
     called: set[nn.Module] = field(default_factory=set)
-    is_around: bool = False
+    round: set[nn.Module] | None = None
     passed: set[nn.Module] = field(default_factory=set)
     ordered_by: nn.Module | None = None
     is_proved: bool = False
@@ -120,8 +120,8 @@ class Case:
     @property
     def has_passed(self) -> bool:
         """Whether the code was compared on every instance that it has to be compared on. An instance that was left out
-        when another was called again may be gone, and is not waited for."""
-        waited_for = self.called if self.is_around else self.instances
+        between two calls of another may be gone, and is not waited for."""
+        waited_for = self.instances if self.round is None else self.round
         return bool(self.passed) and (self.is_proved or waited_for <= self.passed)
 
     def is_to_compare(self, module: nn.Module) -> bool:
@@ -131,7 +131,7 @@ class Case:
     def arrive(self, code: Code) -> None:
         """Take code that has to be compared."""
         self.code, self.state = code, State.ARRIVED
-        self.called, self.is_around = set(), False
+        self.called, self.round = set(), None
 
     def put_off(self, prediction: int) -> bool:
         """Note that a comparison did not end in this prediction; False if there were too many."""
@@ -187,7 +187,8 @@ class Kinds:
                 return None, gone
             case = self._case(kind, spec, numbers, module, args, kwargs)
             case.instances.add(module)
-            case.is_around |= module in case.called
+            if module in case.called:
+                case.round, case.called = case.called, set()
             case.called.add(module)
             self.note_use(case)
             return case, gone
@@ -214,7 +215,7 @@ class Kinds:
         for case in kind.cases:
             if case.numbers == numbers and module in case.instances:
                 return case
-        if kind.asked[module] >= _MOST_FUNCTIONS:
+        if kind.asked[module] >= MOST_FUNCTIONS:
             return kind.changing
         for case in kind.cases:
             if _is_same(case, numbers, module, args, kwargs):
@@ -238,8 +239,17 @@ class Kinds:
     def leave(self, case: Case, module: nn.Module) -> None:
         """Note that a case's code does not fit `module`, whose next call gets another case."""
         with self._lock:
-            for modules in (case.instances, case.called, case.passed):
+            for modules in (case.instances, case.called, case.round or set(), case.passed):
                 modules.discard(module)
+
+    def miss(self, case: Case, module: nn.Module, times: int = 1) -> None:
+        """Note that no graph fits a call of `module`, which is compared again. After eight times, it is eager."""
+        with self._lock:
+            if kind := self._kinds.get(case.spec):
+                kind.asked[module] += times
+                if kind.asked[module] >= MOST_FUNCTIONS:
+                    self.leave(case, module)
+            case.passed.discard(module)
 
     def opened(self, case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
         """The case to order in place of `case`: one that leaves sizes open, if several kinds differ in one size of a

@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +29,9 @@ from compile_cache.inductor.call_spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.inductor.counters import CompileCounts, count_precompiled, read_counts
+from compile_cache.inductor.counters import count_precompiled, read_counts
 from compile_cache.serving.comparison import Comparison, generators_at
-from compile_cache.serving.kinds import Case, Code, Kinds, State
+from compile_cache.serving.kinds import MOST_FUNCTIONS, Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
 
@@ -42,10 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-_UNUSED = (
-    "nothing called it in the warm-up. A call of a method other than forward is not compiled: give the modules that it "
-    "calls to boot.compile()"
-)
+_TOO_MANY = "eager for the kinds of calls that were used least: more are not kept"
+_UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 # For one instance: by the sizes of a call, the cases whose code serves it, the latest first. None: of any sizes.
 _Serving = dict[tuple[torch.Size, ...] | None, tuple[Case, ...]]
 
@@ -85,8 +84,8 @@ class Region:
         serving = self._serving[module]
         for sizes in (top_sizes(args, kwargs), None):
             for case in serving.get(sizes, ()):
-                if _fits(case.code, module, args, kwargs):
-                    return self._serve(case, module, args, kwargs)
+                if (code := case.code) is not None and _fits(code, module, args, kwargs):
+                    return self._serve(case, code, module, args, kwargs)
         return self._route(module, args, kwargs)
 
     def _route(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -96,11 +95,14 @@ class Region:
             self.report.explain(f"eager: {reason}")
             return self._serve_eager(module, args, kwargs)
         self._compiler.moment.pass_by()
-        case, gone = self.kinds.case(module, args, kwargs)
+        found = attempt(self.kinds.case, module, args, kwargs)
+        case, gone = (None, []) if isinstance(found, Failure) else found
         for other in gone:
-            other.state = State.EAGER
+            other.state, other.reason = State.EAGER, _TOO_MANY
             self._stop(other)
         if case is None:
+            self.report.take_step("eager")
+            self.report.explain(found.reason if isinstance(found, Failure) else _TOO_MANY)
             return self._serve_eager(module, args, kwargs)
         if self.kinds.claim(case):
             try:
@@ -134,18 +136,17 @@ class Region:
         if is_to_compare:
             return self._compare(case, module, args, kwargs)
         self._let_serve(case, module)
-        return self._serve(case, module, args, kwargs)
+        return self._serve(case, code, module, args, kwargs)
 
-    def _serve(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        code = case.code
-        if code is None:  # dropped by another thread
-            return self._serve_eager(module, args, kwargs)
+    def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.kinds.note_use(case)
         self.served[code.step] += 1
         try:
             return code(module, args, kwargs)
         except NoGraph:
             self.served[code.step] -= 1
+            if not self._compiler.is_compiling:  # which hides all graphs
+                self.kinds.miss(case, module)
             return self._serve_eager(module, args, kwargs)
         except AssertionError as error:
             if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
@@ -171,14 +172,14 @@ class Region:
             return self._route(module, args, kwargs)
         policy = compiler.policy()
         if policy == "block":
-            answer = self._make(case, module, args, kwargs)
+            answer = self._compare(case, module, args, kwargs, self._made)
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
         record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
-            return self._make(case, module, args, kwargs, is_stored=True)
+            return self._compare(case, module, args, kwargs, self._traced)
         if record is not None:
             self._give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
         elif policy == "background":
@@ -192,24 +193,42 @@ class Region:
             self._give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         return self._serve_eager(module, args, kwargs)
 
-    def _compare(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call eager, and run the new code on its shadow. If the comparison cannot end, nothing is concluded,
-        and a later call repeats it."""
-        before, started = read_counts(), time.perf_counter()
-        # One thread at a time compares, and others do not wait for it.
-        if not self._compiler.making.acquire(blocking=False):
+    def _compare(
+        self, case: Case, module: nn.Module, args: Any, kwargs: Any, make: Callable[[Shadow], Code] | None = None
+    ) -> Any:
+        """Serve a call eager, and run its code on a copy. Code that is not there yet comes from `make`. If the
+        comparison cannot end, nothing is concluded, and a later call repeats it."""
+        compiler, before, started = self._compiler, read_counts(), time.perf_counter()
+        # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
+        if not compiler.making.acquire(blocking=False):
             return self._serve_eager(module, args, kwargs)
         try:
             comparison = self._comparison(case, module, args, kwargs)
             if comparison is None:
                 return self._serve_eager(module, args, kwargs)
             answer = self._reference(case, comparison)
-            self._judge(case, module, comparison)
+            if make is not None:
+                self._make(case, make, comparison.pristine)
+            code = case.code
+            # Of code that was just made, only the copy was asked.
+            if code is not None and not (make and code.misfit(module, args, kwargs)):
+                self._judge(case, code, module, comparison)
         finally:
-            self._compiler.making.release()
-        self.report.compile_s += time.perf_counter() - started
-        note("regions", f"{self.report.name}: compare", started)
-        self._note_wait(before, started)
+            compiler.making.release()
+        seconds = time.perf_counter() - started
+        if make is None:
+            self.report.compile_s += seconds
+            note("regions", f"{self.report.name}: compare", started)
+        else:
+            compiler.moment.pass_by()
+        if not compiler.is_warming_up and read_counts().graphs > before.graphs:
+            self.waited_s += seconds
+            log.warning(
+                "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
+                "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
+                self.report.name,
+                seconds,
+            )
         return answer
 
     def _comparison(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
@@ -223,7 +242,7 @@ class Region:
             return Comparison(module, args, kwargs)
         except NotHandedOver as error:
             self._give_up(case, f"it cannot be compared with eager: {error}")
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
             self._put_off(case, error)
         return None
 
@@ -236,22 +255,22 @@ class Region:
             self._put_off(case, error)
             raise
 
-    def _judge(self, case: Case, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Full memory puts it off, as does a graph that is not there; any other
-        error counts as a difference."""
-        code = case.code
-        if code is None:
-            return
+    def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
+        """Compare the code with eager's answer. Full memory puts it off; any other error counts as a difference."""
         try:
             if comparison.drew and self._compiler.moment.open > 1:
-                raise NoGraph("other predictions would see the generators of random numbers set back")
+                raise ArtifactError("other predictions would see the generators of random numbers set back")
             check = comparison.check(code.try_out)
-        except (MemoryError, torch.OutOfMemoryError, NoGraph) as error:
+        except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
             self._put_off(case, error)
             return
         except Exception as error:
             log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
-            self._drop(case, f"{type(error).__name__}: {first_line(error)}")
+            if code.path:
+                self._drop(case, Failure(error).reason)
+            else:  # the graphs of the other instances are right
+                self.report.explain(f"eager for an instance: {Failure(error).reason}")
+                self.kinds.miss(case, module, MOST_FUNCTIONS)
             return
         self.report.note_error(check.error, check.tolerance)
         if not check.passed:
@@ -339,39 +358,17 @@ class Region:
         case.arrive(code)
         self.report.wait_for(self.kinds.waiting)
 
-    def _make(self, case: Case, module: nn.Module, args: Any, kwargs: Any, is_stored: bool = False) -> Any:
-        """Serve a call eager, and make its code in this process, out of stored files if they have its graphs."""
-        moment, before, started = self._compiler.moment, read_counts(), time.perf_counter()
-        with self._compiler.making:
-            comparison = self._comparison(case, module, args, kwargs)
-            if comparison is None:
-                return self._serve_eager(module, args, kwargs)
-            answer = self._reference(case, comparison)
-            self._compiler.new_files()  # those so far are not of this call
-            with generators_at() if moment.open <= 1 else contextlib.nullcontext():
-                code = attempt(self._traced if is_stored else self._made, comparison.pristine)
-            if isinstance(code, Failure):
-                self.withheld |= self._compiler.new_files()
-                self._give_up(case, self._failure(code, time.perf_counter() - started))
-            else:
-                self._arrive(case, code)
-                if not code.misfit(module, args, kwargs):  # until now, only the copy was asked
-                    self._judge(case, module, comparison)
-        moment.pass_by()
-        self._note_wait(before, started)
-        return answer
-
-    def _note_wait(self, before: CompileCounts, started: float) -> None:
-        """Note that a request waited for the compiler, if it did."""
-        if not self._compiler.is_warming_up and read_counts().graphs > before.graphs:
-            seconds = time.perf_counter() - started
-            self.waited_s += seconds
-            log.warning(
-                "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
-                "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
-                self.report.name,
-                seconds,
-            )
+    def _make(self, case: Case, make: Callable[[Shadow], Code], shadow: Shadow) -> None:
+        """Make a call's code in this process."""
+        started = time.perf_counter()
+        self._compiler.new_files()  # those so far are not of this call
+        with generators_at() if self._compiler.moment.open <= 1 else contextlib.nullcontext():
+            code = attempt(make, shadow)
+        if isinstance(code, Failure):
+            self.withheld |= self._compiler.new_files()
+            self._give_up(case, self._failure(code, time.perf_counter() - started))
+        else:
+            self._arrive(case, code)
 
     def _made(self, shadow: Shadow) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
@@ -465,10 +462,10 @@ class Region:
             log.warning("nothing of %s is compiled: %s", self.report.name, _UNUSED)
 
 
-def _fits(code: Code | None, module: nn.Module, args: Any, kwargs: Any) -> bool:
+def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether code compiled ahead of time fits a call of a module that it was compared on."""
     try:
-        return code is not None and code.step == "precompiled" and code.fits(module, args, kwargs)
+        return code.step == "precompiled" and code.fits(module, args, kwargs)
     except Exception as error:  # a guard reads any object of the model's
-        log.info("precompiled.not_checked artifact=%s error=%r", code and code.path, error)
+        log.info("precompiled.not_checked artifact=%s error=%r", code.path, error)
         return False
