@@ -217,6 +217,18 @@ def test_a_call_beside_one_that_makes_code_waits_for_nothing_and_has_its_own_mad
     assert [region.report.graphs for region in compiler.regions.values()] == [1, 1], compiler.reports
 
 
+class Forking(Product):
+    def forward(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        with ThreadPoolExecutor() as threads:
+            return super().forward(threads.submit(predict, inner, x).result())
+
+
+def test_a_call_that_waits_for_a_region_in_another_thread_is_answered(shared):
+    outer, inner = build(Forking), build(Product)
+    boot(shared, outer, inner, settings=CACHED)
+    close(predict(outer, tensor(), inner), eager(build(Product), eager(build(Product), tensor())))
+
+
 def test_inputs_that_cannot_be_copied_are_used_once(shared):
     module, counter = build(Counting), Hidden()
     compiler = boot(shared, module, settings=CACHED)
