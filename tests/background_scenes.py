@@ -154,7 +154,7 @@ def kinds() -> dict[str, Any]:
     """More kinds of calls than are kept, and a number that changes."""
     from compile_cache.serving import kinds as bound
 
-    bound.RECOMPILE_LIMIT, bound._MOST_FUNCTIONS = 2, 2
+    bound.RECOMPILE_LIMIT, bound.MOST_FUNCTIONS = 2, 2
     with compile_cache.boot(MODEL) as boot:
         import torch
         from background_blocks import Factor, Model, Wide, inputs, predict
