@@ -280,8 +280,12 @@ class Region:
         self._take_soon(case)
 
     def _take_soon(self, case: Case) -> None:
-        """Take code that has passed on all instances at the next moment."""
+        """Mark code that has passed on all instances as compared, before it is published, and take it at the next
+        moment."""
+        code, artifacts = case.code, self._compiler.artifacts
         if case.has_passed and not all(self._is_serving(case, module) for module in tuple(case.passed)):
+            if code is not None and code.path and artifacts is not None:
+                attempt(artifacts.mark_compared, code.path)
             self._compiler.moment.note(case, functools.partial(self._take, case))
 
     def _put_off(self, case: Case, error: Exception) -> None:
@@ -294,13 +298,10 @@ class Region:
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
     def _take(self, case: Case) -> None:
-        """Let code that has passed serve, and mark it as compared. Called between two predictions, and for proved code
-        at once."""
-        code, artifacts = case.code, self._compiler.artifacts
+        """Let code that has passed serve. Called between two predictions, and for proved code at once."""
+        code = case.code
         if code is None or case.state is State.EAGER or not case.has_passed:
             return
-        if code.path and artifacts is not None:
-            attempt(artifacts.mark_compared, code.path)
         case.state = State.PRECOMPILED if code.step == "precompiled" else State.CACHED
         if code.step == "precompiled":
             self.report.take_step("precompiled")
