@@ -32,8 +32,8 @@ class State(enum.Enum):
 
     - NEW: stored code is looked for. With it, the case is ARRIVED; code that an earlier boot compared serves at once,
       once the server is READY. Without it, the policy decides: `background` orders code; `block` makes and compares it
-      while the call waits, which eager answers; `eager` gives up; `error` raises, and the case stays NEW. In the
-      warm-up, graphs that are stored are traced.
+      while the call waits, which eager answers; `eager` gives up; `error` raises, and the case stays NEW. It also stays
+      NEW while another thread makes or compares code. In the warm-up, graphs that are stored are traced.
     - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED;
       EAGER if there will be none; NEW if the call that asked for it broke off.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. EAGER after a
@@ -44,7 +44,7 @@ class State(enum.Enum):
       the code `is_proved`. EAGER after a failed comparison, or an assertion of the function, which the call raises.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that has not passed
       is compared first. EAGER after a failed comparison, with all other graphs of the class. A call for which there is
-      no graph is eager.
+      no graph is eager, and its instance is compared anew, eight times at most.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
