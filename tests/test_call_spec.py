@@ -53,11 +53,13 @@ def test_where_gradients_are_recorded_nothing_is_changed():
         assert torch.is_grad_enabled()
 
 
-def test_keywords_have_plain_strides_as_well():
+def test_keywords_have_plain_strides_as_well_and_one_tensor_stays_one():
     with torch.no_grad():
-        _, keywords = with_plain_strides((), {"x": torch.ones(1, 8, 16)[:, :4], "y": 3})
+        x, tagged = (torch.ones(1, 8, 16)[:, :4] for _ in range(2))
+        tagged.tag = "a model's own"
+        args, keywords = with_plain_strides((x, tagged), {"x": x, "y": 3})
     assert keywords["x"].stride() == (64, 16, 1)
-    assert keywords["y"] == 3
+    assert (args[0] is keywords["x"], args[1] is tagged, keywords["y"]) == (True, True, 3)
 
 
 def test_kinds_of_calls_differ_by_shape_type_flag_and_training_and_not_by_numbers():

@@ -240,9 +240,9 @@ def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or 1 not in value.shape:
+    if type(value) is not torch.Tensor or vars(value) or value.layout != torch.strided or value.is_nested:
         return value
-    if value.dim() > 3 or vars(value):  # here strides tell whether a picture is stored channels first or last
+    if 1 not in value.shape or value.dim() > 3:  # here strides tell whether a picture is stored channels first or last
         return value
     strides, plain = value.stride(), []
     step = 1

@@ -67,7 +67,7 @@ class Compiler:
         self._is_released = False
         self._opening = threading.Lock()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
-        self.making = threading.RLock()
+        self.making = threading.Lock()
         self._is_open = False
         self._deadline_s = math.inf
         if settings.cold_start == "block" or has_artifacts(self._seen):
@@ -160,9 +160,7 @@ class Compiler:
     @property
     def is_compiling(self) -> bool:
         """Whether a thread makes code now, so that files may be half-written."""
-        if is_free := self.making.acquire(blocking=False):
-            self.making.release()
-        return not is_free
+        return self.making.locked()
 
     def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
         """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With

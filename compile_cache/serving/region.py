@@ -256,14 +256,16 @@ class Region:
             raise
 
     def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Full memory puts it off; any other error counts as a difference."""
+        """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
+        error of graphs, as one of this instance alone."""
         try:
             if comparison.drew and self._compiler.moment.open > 1:
                 raise ArtifactError("other predictions would see the generators of random numbers set back")
             check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
             self._put_off(case, error)
-            return
+        except NoGraph:
+            self.kinds.miss(case, module)
         except Exception as error:
             log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
             if code.path:
@@ -271,13 +273,13 @@ class Region:
             else:  # the graphs of the other instances are right
                 self.report.explain(f"eager for an instance: {Failure(error).reason}")
                 self.kinds.miss(case, module, MOST_FUNCTIONS)
-            return
-        self.report.note_error(check.error, check.tolerance)
-        if not check.passed:
-            self._drop(case, check.difference)
-            return
-        case.passed.add(module)
-        self._take_soon(case)
+        else:
+            self.report.note_error(check.error, check.tolerance)
+            if check.passed:
+                case.passed.add(module)
+                self._take_soon(case)
+            else:
+                self._drop(case, check.difference)
 
     def _take_soon(self, case: Case) -> None:
         """Mark code that has passed on all instances as compared, before it is published, and take it at the next
