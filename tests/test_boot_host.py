@@ -165,11 +165,19 @@ def test_the_report_is_seen_unless_the_program_says_otherwise(tmp_path, configur
     assert done.stdout == ""
 
 
-def test_the_library_adds_no_handlers(tmp_path):
-    handlers = list(logging.getLogger("compile_cache").handlers)
-    with compile_cache.boot("my-model", environ=settings(tmp_path, scope="off")):
-        pass
-    assert logging.getLogger("compile_cache").handlers == handlers
+def test_the_library_steps_back_once_the_program_configures_its_logging(tmp_path):
+    program = """
+import logging, sys, compile_cache
+boot = compile_cache.boot("my-model")
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+for _ in range(2):
+    logging.getLogger("compile_cache").warning("a warning")
+    logging.getLogger("compile_cache").info("a line")
+print(logging.getLogger("compile_cache").handlers)
+"""
+    done = run(program, environ=settings(tmp_path, scope="off"))
+    assert done.stdout.splitlines() == ["WARNING:compile_cache:a warning"] * 2 + ["[]"]
+    assert "a warning" not in done.stderr
 
 
 # Names

@@ -89,6 +89,14 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     assert case_of(kinds, module, seventh) is own
 
 
+def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_length():
+    kinds = Kinds()
+    for width in (16, 32, 48, 64):
+        module, tensor = nn.Linear(width, width), torch.ones(4, width)
+        case = case_of(kinds, module, tensor)
+        assert kinds.opened(case, module, (tensor,), {}) is case
+
+
 def test_one_of_two_threads_finds_or_orders_the_code_of_a_new_case():
     kinds, module = Kinds(), nn.Identity()
     case = case_of(kinds, module, 1)

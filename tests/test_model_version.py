@@ -134,6 +134,11 @@ def test_beside_source_only_visible_python_files_count(folder, source, name):
     assert version(folder, source) == before
 
 
+def test_a_source_has_the_same_name_however_its_path_is_written(folder, source, monkeypatch):
+    monkeypatch.chdir(source)
+    assert version(folder, Path()) == version(folder, source) == version(folder, source.parent / "." / source.name)
+
+
 def test_a_source_that_is_not_there_is_named(folder, tmp_path):
     with pytest.raises(SettingsError, match=r"missing\.py.* does not exist"):
         version(folder, tmp_path / "missing.py")
@@ -198,10 +203,9 @@ def run_hub_commit(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_offline_or_without_an_answer_from_the_hub_a_revision_stands_for_itself(tmp_path, closed_port):
-    assert run_hub_commit(PRINT_COMMIT, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == "some-branch"
-    endpoint = f"http://127.0.0.1:{closed_port}"
-    assert run_hub_commit(PRINT_COMMIT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path)) == "some-branch"
+def test_a_hub_id_that_is_not_downloaded_stands_for_itself_and_nobody_is_asked(tmp_path):
+    program = "import socket\nsocket.socket = None\n" + PRINT_COMMIT
+    assert run_hub_commit(program, HF_HOME=str(tmp_path)) == "some-branch"
 
 
 def test_without_huggingface_hub_installed_a_revision_stands_for_itself(tmp_path):

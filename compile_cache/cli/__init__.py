@@ -13,6 +13,8 @@ def main() -> None:
         from compile_cache.cli.app import app
 
         app()
+    except KeyboardInterrupt:  # during the imports; later, the command handles it
+        sys.exit(130)
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise

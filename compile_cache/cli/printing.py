@@ -84,10 +84,11 @@ def print_version(
     if as_json:
         environment = asdict(record) if record else None
         shown = [_pack_record(pack, with_files) for pack in packs]
-        document = {**version_record(version), "record": environment, "packs": shown}
+        document = {"store": store.location, **version_record(version), "record": environment, "packs": shown}
         out.print_json({**document, "logical_keys": dict(sorted(kinds.items()))})
         return
     out.print_line(f"{version.key.model_name}/{version.key.model_version}")
+    out.print_line(f"  store         {store.location}")
     out.print_line(f"  environment   {version.key.environment}: {out.environment_text(record)}")
     out.print_line(f"  published     {out.age_text(version.published_s)}, last used {out.age_text(version.used_s)}")
     out.print_line(f"  logical keys  {', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds)) or 'none'}")

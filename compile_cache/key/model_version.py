@@ -25,7 +25,6 @@ _COMMON_NAME = re.compile(r"(models?|weights|checkpoints?|ckpt|src|[0-9a-f]{40})
 _NO_FILE = b"\0no file"
 # Code of these packages is traced into the compiled graphs. torch and Triton are in the environment.
 _TRACED_PACKAGES = ("diffusers", "transformers", "accelerate", "peft")
-_HUB_TIMEOUT_S = 5
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -54,7 +53,7 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
     | model | ingredients |
     | --- | --- |
     | folder | its small files, and each weight file's name, size and safetensors header |
-    | hub id (`org/name`) | its commit |
+    | hub id (`org/name`) | its commit; its revision, if that is not downloaded |
     | any other name | the name |
     | all | the project's own `sources` (files, or folders of Python files), and the traced packages |
 
@@ -110,6 +109,7 @@ def _weights_identity(path: Path) -> bytes:
 def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
     if not source.exists():
         raise SettingsError(f"the model's source {source} does not exist. Relative paths start at {Path.cwd()}.")
+    source = source.absolute()  # `.` has a name, too
     for path in [source] if source.is_file() else _paths(source, ".py"):
         name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()
         yield name, path.read_bytes() if path.is_file() else _NO_FILE
@@ -143,19 +143,13 @@ def _paths(folder: Path, suffix: str = "") -> list[Path]:
 
 
 def hub_commit(name: str, revision: str) -> str:
-    """The commit of a hub repository's `revision`: `revision` itself if it is a commit, else from the local hub cache,
-    else from the hub. If neither knows it, `revision`: then torch's own keys tell graphs of different commits apart."""
+    """The commit of a hub repository's `revision`, if the local hub cache knows it; else `revision`. Then torch's own
+    keys tell graphs of different commits apart."""
     if _COMMIT.fullmatch(revision):
         return revision
     try:
         from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
-
-        reference = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "refs", revision)
-        if reference.is_file():
-            return reference.read_text().strip()
-        from huggingface_hub import HfApi
-
-        return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha or revision
-    except Exception as error:  # not installed, offline, not found, or an error of its HTTP client
-        log.info("model_version.unresolved model=%s revision=%s error=%s", name, revision, error)
+    except ImportError:
         return revision
+    reference = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "refs", revision)
+    return reference.read_text().strip() if reference.is_file() else revision

@@ -54,8 +54,9 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
     """
-    from compile_cache.lifecycle.host import resolve_cold_start
+    from compile_cache.lifecycle.host import resolve_cold_start, show_log
 
+    show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
     if settings.signing_key or settings.trusted_keys:
         from compile_cache.storage.verify import Rules
@@ -237,14 +238,17 @@ class Boot:
         self._join()
         return has_artifacts(self._restored_files)
 
-    def warm_up(self, call: Callable[[], Any]) -> None:
+    def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
 
-        `call` is repeated until it compiles nothing more.
+        `call` is repeated until it compiles nothing more. It may be the predictor's own `run` or `predict`: inputs that
+        are not given have the defaults of Cog's `Input()`, and a stream is taken to its end.
 
         Raises:
             Exception: any error of `call`.
         """
+        from compile_cache.lifecycle.warm_up import call_as_cog
+
         if self._compiler is not None and self._settings.setup_budget_s:
             age_s = time.perf_counter() - self._started
             self._compiler.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
@@ -252,7 +256,7 @@ class Boot:
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
                 with self._compiler.watching() if self._compiler else contextlib.nullcontext():
-                    call()
+                    call_as_cog(call, inputs)
                 after = read_counts()
                 if after.misses == before.misses:
                     return
@@ -319,7 +323,7 @@ class Boot:
             self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
-        from compile_cache.lifecycle.host import process_age_s, say
+        from compile_cache.lifecycle.host import process_age_s
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation
@@ -329,7 +333,8 @@ class Boot:
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()
-        say(self.report.lines())
+        for line in self.report.lines():
+            log.info(line)
         if self._settings.report is not None:
             with self._degrading(f"write the boot report to {self._settings.report}"):
                 self.report.write(Path(self._settings.report))

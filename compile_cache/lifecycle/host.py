@@ -1,4 +1,4 @@
-"""The host of a boot: the server that starts it, its cache directory, and its user, signals, age and setup log."""
+"""The host of a boot: the server that starts it, its cache directory, and its user, signals, age and log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from compile_cache.errors import CacheDirectoryError
 from compile_cache.key.model_version import has_common_name, model_name
@@ -85,14 +86,23 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def say(lines: Iterable[str]) -> None:
-    """Log each line. Without a configured logging, which would drop them, print the lines to stderr."""
-    is_configured = log.hasHandlers() or log.level != logging.NOTSET
-    for line in lines:
-        if is_configured:
-            log.info(line)
+def show_log() -> None:
+    """Print the library's lines to stderr, unless somebody has configured the logging."""
+    if not log.hasHandlers() and log.level == logging.NOTSET:
+        log.addHandler(_UntilConfigured())
+        log.setLevel(logging.INFO)
+
+
+class _UntilConfigured(logging.StreamHandler[TextIO]):
+    """Prints lines to stderr until the program configures its logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line. Once the root logger has a handler, step back."""
+        if logging.getLogger().handlers:
+            log.removeHandler(self)
+            log.setLevel(logging.NOTSET)
         else:
-            print(line, file=sys.stderr)
+            super().emit(record)
 
 
 @dataclass(frozen=True, slots=True)

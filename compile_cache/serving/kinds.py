@@ -252,8 +252,8 @@ class Kinds:
             case.passed.discard(module)
 
     def opened(self, case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
-        """The case to order in place of `case`: one that leaves sizes open, if several kinds differ in one size of a
-        tensor; else `case` itself."""
+        """The case to order in place of `case`: one that leaves sizes open, if kinds of calls of `module` differ in one
+        size of a tensor; else `case` itself."""
         spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
         with self._lock:
             if case.dynamic or spec not in self._kinds:  # which may have been dropped meanwhile
@@ -261,8 +261,10 @@ class Kinds:
             key = spec.without_sizes, numbers
             alike = [
                 other.sizes
-                for other in self._kinds
-                if other.without_sizes == spec.without_sizes and _is_alike(other.sizes, spec.sizes)
+                for other, kind in self._kinds.items()
+                if other.without_sizes == spec.without_sizes
+                and _is_alike(other.sizes, spec.sizes)
+                and any(module in one.instances for one in kind.cases)  # other modules may have another width
             ]
             if len(set(alike)) < _SIZES_BEFORE_DYNAMIC:
                 return case

@@ -296,6 +296,7 @@ class PictureFiles:
     """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
 
     def __init__(self) -> None:
+        self._root = tempfile.TemporaryDirectory(prefix="pictures-")  # is deleted when the process ends
         self._folders: deque[str] = deque()
 
     def save(self, pictures: Iterable[Image.Image], file_format: str, quality: int) -> list[Path]:
@@ -310,5 +311,5 @@ class PictureFiles:
     def _new_folder(self) -> Path:
         while len(self._folders) >= _KEPT_FOLDERS:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        self._folders.append(tempfile.mkdtemp(prefix="pictures-"))
+        self._folders.append(tempfile.mkdtemp(dir=self._root.name))
         return Path(self._folders[-1])
