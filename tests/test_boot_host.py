@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from boots import run_boot, settings
 
-import compile_cache
 from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
 
