@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from accelerate import cpu_offload
 from torch import nn
 
 from compile_cache.inductor.call_spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
@@ -96,11 +97,14 @@ def test_a_hook_a_forward_of_its_own_and_a_compiled_part_are_named():
         module[0].register_forward_hook(lambda *_: None)
         return module
 
-    own, compiled = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    own, compiled, offloaded = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     own[0].forward = lambda x: x
     compiled[0].compile()
+    cpu_offload(offloaded[0], "cpu")
     assert why_eager(hooked()) == "0 has a hook"
     assert why_eager(own) == "0 has its own `forward` attribute"
-    assert why_eager(compiled) == "0 is compiled by itself"
+    assert why_eager(compiled) == "0 is compiled by another torch.compile. Take that away"
+    assert why_eager(torch.compile(nn.Linear(2, 2))) == "it is compiled by another torch.compile. Take that away"
+    assert why_eager(offloaded) == "accelerate moves the weights of 0 in each call. Offload whole models, or nothing"
     assert why_eager(nn.utils.spectral_norm(nn.Linear(2, 2))) == ""
     assert why_eager(nn.Linear(2, 2)) == ""

@@ -11,6 +11,7 @@ from boots import stored
 from torch import nn
 from toy_model import CheatingModel, NormBlock, ToyModel, WideBlock, run
 
+from compile_cache.errors import NotAModuleError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
@@ -106,6 +107,18 @@ def test_regions_are_the_classes_that_transformers_names():
     assert find_regions(model, "regional") == list(model.wide)
 
 
+def test_what_stands_once_beside_the_blocks_that_transformers_names_is_no_region():
+    model = nn.Sequential(ToyModel(), InPlace())
+    model._no_split_modules = {"WideBlock", "InPlace"}
+    assert find_regions(model, "regional") == list(model[0].wide)
+
+
+def test_lists_in_a_list_are_no_regions():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleList([NormBlock(), NormBlock(), nn.Identity()]) for _ in range(2))
+    assert {type(module) for module in find_regions(model, "regional")} == {NormBlock}
+
+
 def test_regions_are_never_inside_one_another():
     model = Root(ToyModel)
     model._repeated_blocks = ["ToyModel", "WideBlock"]
@@ -175,6 +188,20 @@ def test_models_own_error_passes_through_and_demotes_nothing(compiler):
     with pytest.raises(ValueError, match="three rows"), compiler.watching():
         run(model, 3)
     assert warm_up(compiler, lambda: run(model)) == {"Picky": "cold"}
+
+
+def test_regions_inside_of_another_torch_compile_are_unused_and_say_so(compiler):
+    model = Root(NormBlock)
+    compiler.compile(model)
+    served = torch.compile(model, backend="inductor")
+    with torch.inference_mode():
+        assert warm_up(compiler, lambda: served(torch.ones(4, 16))) == {"NormBlock": "unused"}
+    assert "another torch.compile compiled code. Take that away" in only_report(compiler).reason
+
+
+def test_torch_script_is_refused(compiler):
+    with pytest.raises(NotAModuleError, match="Root is TorchScript"):
+        compiler.compile(torch.jit.trace(Root(NormBlock).eval(), torch.ones(4, 16)))
 
 
 def test_region_that_is_never_called_is_unused(compiler):

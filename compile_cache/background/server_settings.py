@@ -87,8 +87,8 @@ class ServerState:
         """
         values = switches(on_gpu)
         by_name = dict(zip(SWITCHES, values, strict=False))
-        if entered := [name for name in CONTEXTS if by_name[name]]:
-            raise StateNotTaken(f"another process cannot enter the contexts of this call: {', '.join(entered)}")
+        if entered := [words for name, words in CONTEXTS.items() if by_name[name]]:
+            raise StateNotTaken(f"the call is made in {' and '.join(entered)}, which another process cannot enter")
         return cls(
             on_gpu,
             values,

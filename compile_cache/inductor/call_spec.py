@@ -215,10 +215,14 @@ def why_eager(module: nn.Module) -> str:
         for kind in HOOKS:
             if (hooks := variables.get(kind)) and not all(map(_is_of_torch, hooks.values())):
                 return f"{name or 'it'} has a hook"
+        if "_hf_hook" in variables:  # accelerate's
+            remedy = "Offload whole models, or nothing" if name else "Compile its blocks, or do not offload it"
+            return f"accelerate moves the weights of {name or 'it'} in each call. {remedy}"
+        is_compiled = part is not module and variables.get(COMPILED_CALL) is not None
+        if is_compiled or hasattr(variables.get("forward"), "_torchdynamo_orig_callable"):
+            return f"{name or 'it'} is compiled by another torch.compile. Take that away"
         if "forward" in variables:
             return f"{name or 'it'} has its own `forward` attribute"
-        if part is not module and variables.get(COMPILED_CALL) is not None:
-            return f"{name} is compiled by itself"
     return ""
 
 

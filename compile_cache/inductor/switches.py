@@ -95,8 +95,11 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "default dtype": lambda value: torch.set_default_dtype(value),
     "threads": lambda value: torch.set_num_threads(value),
 }
-# Only a context of the calling code turns these on. They cannot be handed to another process.
-CONTEXTS = ("function modes", "dispatch modes")
+# Only a context of the calling code turns these on. They cannot be handed to another process. What it may be, in words:
+CONTEXTS = {
+    "function modes": "torch.set_default_device() or another function mode",
+    "dispatch modes": "a dispatch mode",
+}
 # The devices of autocast, by switch.
 AUTOCAST = {"autocast on CPU": "cpu", "autocast on CUDA": "cuda"}
 

@@ -367,9 +367,8 @@ class Boot:
             yield
         except Exception as error:
             is_known = isinstance(error, CompileCacheError | OSError)
-            log.warning("boot.degraded", exc_info=None if is_known else error)
-            self._warn(f"could not {what}: {error if is_known else repr(error)}")
+            self._warn(f"could not {what}: {error if is_known else repr(error)}", None if is_known else error)
 
-    def _warn(self, line: str) -> None:
-        log.warning(line)
+    def _warn(self, line: str, unknown: Exception | None = None) -> None:
+        log.warning(line, exc_info=unknown)
         self.report.warnings.append(line)

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
 from compile_cache.inductor.autotuner import unread_files
+from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.region import Region
@@ -167,11 +169,13 @@ class Compiler:
         `shares_weights`, the second process maps the same parameters.
 
         Raises:
-            NotAModuleError: `root` is not a module, but a function, for example.
+            NotAModuleError: `root` is not a module, but a function, for example; or it is TorchScript.
         """
         if not isinstance(root, nn.Module):
             name = getattr(root, "__qualname__", repr(root))
             raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}. Pass the module that it calls.")
+        if isinstance(root, torch.jit.ScriptModule):
+            raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
         self._configure()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
             if not self._left_eager.takes(module):
@@ -256,13 +260,18 @@ class Compiler:
         if self.artifacts is not None:
             self.artifacts.forget_options()
         self.is_warming_up = True
+        others = self._graphs_of_others()
         try:
             yield
         finally:
             self.moment.pass_by()
             self.is_warming_up = False
             for region in self.regions.values():
-                region.end_warm_up()
+                region.end_warm_up(self._graphs_of_others() > others)
+
+    def _graphs_of_others(self) -> int:
+        """How many graphs torch has compiled or found for other code than the regions'."""
+        return read_counts().graphs - sum(region.report.graphs for region in self.regions.values())
 
 
 class LeftEager:
@@ -306,21 +315,28 @@ def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
     """The modules to compile: all instances of the repeated block classes, none inside another.
 
     `root` itself is compiled if the scope is `whole` or nothing repeats. diffusers (`_repeated_blocks`) or transformers
-    (`_no_split_modules`) name the classes; else they are the classes with several instances in one `ModuleList`.
+    (`_no_split_modules`, where embeddings may stand beside the blocks) name the classes; else they are the classes with
+    several instances in one `ModuleList`.
     """
     if scope == "whole":
         return [root]
-    named = set(getattr(root, "_repeated_blocks", None) or getattr(root, "_no_split_modules", None) or ())
-    classes = {type(module) for module in root.modules() if type(module).__name__ in named} or _listed_classes(root)
+    counts = Counter(type(module) for module in root.modules())
+    blocks = getattr(root, "_repeated_blocks", None)
+    named = set(blocks or getattr(root, "_no_split_modules", None) or ())
+    classes = {kind for kind in counts if kind.__name__ in named}
+    if not blocks:
+        classes = {kind for kind in classes if counts[kind] > 1} or classes or _listed_classes(root)
     return list(_outermost(root, classes)) or [root]
 
 
 def _listed_classes(root: nn.Module) -> set[type[nn.Module]]:
-    """Classes that have children and several instances in one `ModuleList`. A list of plain layers is no block."""
+    """Classes that have children and several instances in one `ModuleList`. A list of plain layers is no block, nor is
+    one of lists, which nothing calls."""
     found = set()
     for module in root.modules():
         if isinstance(module, nn.ModuleList):
             classes = [type(child) for child in module if any(True for _ in child.children())]
+            classes = [kind for kind in classes if not issubclass(kind, nn.ModuleList | nn.ModuleDict)]
             found |= {kind for kind in classes if classes.count(kind) > 1}
     return found
 

@@ -45,6 +45,7 @@ log = logging.getLogger("compile_cache")
 
 _TOO_MANY = "eager for the kinds of calls that were used least: more are not kept"
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
+_INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 # For one instance: by the sizes of a call, the cases whose code serves it, the latest first. None: of any sizes.
 _Serving = dict[tuple[torch.Size, ...] | None, tuple[Case, ...]]
 
@@ -63,6 +64,7 @@ class Region:
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
         self.withheld: set[str] = set()
+        self._unused = ""
         self._compiler = compiler
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
@@ -456,13 +458,15 @@ class Region:
         self.report.take_step("eager")
         self.report.wait_for(self.kinds.waiting)
 
-    def end_warm_up(self) -> None:
-        """After the warm-up, report a region that nothing called."""
-        if self.served:
-            self.report.reason = self.report.reason.replace(_UNUSED, "").strip("; ")
-        else:
-            self.report.explain(_UNUSED)
-            log.warning("nothing of %s is compiled: %s", self.report.name, _UNUSED)
+    def end_warm_up(self, has_other_graphs: bool) -> None:
+        """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
+        found graphs that are no region's."""
+        if self.served or not self._unused:
+            self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
+        if not (self.served or self._unused):
+            self._unused = _INSIDE if has_other_graphs else _UNUSED
+            self.report.explain(self._unused)
+            log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
 
 
 def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
