@@ -97,6 +97,31 @@ def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_le
         assert kinds.opened(case, module, (tensor,), {}) is case
 
 
+def test_an_instance_of_another_structure_does_not_wait_for_code_that_cannot_fit_it():
+    kinds, one, alike, other = Kinds(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    case = case_of(kinds, one, 1)
+    assert kinds.claim(case)
+    case.ordered_by = one
+    assert case_of(kinds, alike, 1) is case
+    assert case_of(kinds, other, 1) is not case
+
+
+def test_code_that_fits_an_instance_again_is_not_compared_again():
+    """As when an adapter is put in, and taken out again."""
+    kinds, module, adapters = Kinds(), nn.Identity(), []
+    without = case_of(kinds, module, 0)
+    without.arrive(Code(lambda _: not adapters))
+    without.passed.add(module)
+    adapters.append("style")
+    assert case_of(kinds, module, 0) is without
+    kinds.leave(without, module)
+    assert case_of(kinds, module, 0) is not without
+    adapters.clear()
+    kinds.leave(case_of(kinds, module, 0), module)
+    assert case_of(kinds, module, 0) is without
+    assert not without.is_to_compare(module)
+
+
 def test_one_of_two_threads_finds_or_orders_the_code_of_a_new_case():
     kinds, module = Kinds(), nn.Identity()
     case = case_of(kinds, module, 1)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
+from compile_cache.inductor.describe import structure
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 MOST_FUNCTIONS = 8
@@ -237,9 +238,10 @@ class Kinds:
             return is_new
 
     def leave(self, case: Case, module: nn.Module) -> None:
-        """Note that a case's code does not fit `module`, whose next call gets another case."""
+        """Note that a case's code does not fit `module` now, whose next call gets another case. If it fits again later,
+        as after an adapter was taken out, it is not compared again."""
         with self._lock:
-            for modules in (case.instances, case.called, case.round or set(), case.passed):
+            for modules in (case.instances, case.called, case.round or set()):
                 modules.discard(module)
 
     def miss(self, case: Case, module: nn.Module, times: int = 1) -> None:
@@ -283,10 +285,11 @@ def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any,
     """Whether a case's code fits a call with other numbers or of another instance, or may fit it once it arrives."""
     code = case.code
     if code is None:
-        return case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
+        is_open = case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
+        return is_open and (case.ordered_by is None or structure(case.ordered_by) == structure(module))
     if code.step != "precompiled":  # of graphs, only the call itself finds out
         return case.numbers == numbers
-    return code.fits(module, args, kwargs) if module in case.passed else not code.misfit(module, args, kwargs)
+    return not code.misfit(module, args, kwargs)
 
 
 def _covers(case: Case, spec: CallSpec) -> bool:
