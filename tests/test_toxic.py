@@ -127,7 +127,7 @@ def packs(tmp_path_factory) -> Packs:
         (pack,) = cache.stage((), "the test")
         cache.publish(pack)
         names.append(key.prefix + pack.name)
-    os.close(directory._lock_fd)
+    os.close(directory.lock_fd)
     return Packs(root, {entry.name: store.read(entry.name) for entry in store.list("")}, *names)
 
 
@@ -165,7 +165,7 @@ class Host:
         self.proxy.heal()
         await_background_threads()
         assert read_files(directory.path) == restored.files, "a restore that was given up does nothing afterwards"
-        os.close(directory._lock_fd)
+        os.close(directory.lock_fd)
         return restored
 
 

@@ -379,6 +379,40 @@ def fill(
 
 
 @app.command()
+def run(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for the program, in the store.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
+    also: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The program's own cache folder.")] = None,
+) -> None:
+    """Run any program that uses `torch.compile` with a cache: ComfyUI, a training job, a notebook, an engine.
+
+    Files that runs with the same NAME have stored are restored before the command starts. New files are published while
+    it runs, when none changed for some seconds, and at its end, within COMPILE_CACHE_EXIT_BUDGET_S. The log says so:
+    `restore: hit`, and `publish.put` for each pack.
+
+    COMMAND is a Python, or a script whose first line names one, such as `vllm`. The packages of this Python are in the
+    key. In front of any other program there is no cache: put `compile-cache run` inside, before the Python.
+
+    NAME is only a name: a folder or a hub id is not read. There is one version, `any`, or COMPILE_CACHE_MODEL_VERSION,
+    because torch looks code up by a hash of everything that it depends on. The cache directory's path is in the key: a
+    second run on the same host has its own.
+
+    `--also FOLDER` is for engines that keep compiled code in a folder of their own. It must be missing or empty, and is
+    a link into the cache directory while the command runs, so for one run at a time. Its path is in the key.
+
+    The command has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
+    number of the signal that killed it; 127 if it does not exist, 126 if it cannot be executed. If it failed or was
+    killed, files of its last 5 s may be half-written, and are not published. If the store or a setting cannot be used,
+    the command runs without a cache, and `run.uncached` says why.
+    """
+    from compile_cache.lifecycle.run import run_program
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("compile_cache").setLevel(logging.INFO)
+    raise typer.Exit(run_program(name, command, also and also.absolute()))
+
+
+@app.command()
 def keygen(
     folder: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")

@@ -1,7 +1,9 @@
 """The environment: everything that a compiled artifact depends on, besides the model's version.
 
 It is read from package files, the CUDA driver and /proc before torch is imported, so that the restore can start at
-once. It is compared with torch's own values before any restored file is used.
+once. A boot compares it with torch's own values before it uses a restored file.
+
+Another Python runs this file as a script to name its own environment. So it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -259,3 +262,7 @@ def environment_from_record(record: Mapping[str, Any]) -> Environment:
     """
     values = {field.name: record[field.name] for field in fields(Environment)}
     return Environment(**{**values, "variables": tuple(values["variables"])})
+
+
+if __name__ == "__main__":
+    print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())

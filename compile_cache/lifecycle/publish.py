@@ -63,9 +63,11 @@ class Publisher:
         self._marked_on = ""
         self._merge_at: float | None = None
         self._staged: list[Pack] = []
-        # torch's counts and the records of the second process, when the artifacts were staged.
-        self._staged_at: tuple[CompileCounts, int] | None = None
+        # torch's counts and the records of the second process, or a program's files, when the artifacts were staged.
+        self._staged_at: tuple[CompileCounts, object] | None = None
         self._withheld: set[str] = set()
+        # Another program's files that may be published, if no compiler of this process makes any.
+        self.program_files: object = None
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
@@ -81,9 +83,10 @@ class Publisher:
         return self._idle.wait(timeout_s)
 
     def flush(self) -> None:
-        """The exit hook: publish the rest within the exit budget."""
-        self._closing.set()
-        self._thread.join(self._settings.exit_budget_s)
+        """The exit hook: publish the rest within the exit budget. A second call does not wait again."""
+        if self._thread.is_alive() and not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(self._settings.exit_budget_s)
 
     def _run(self) -> None:
         """Until the exit, stage new artifacts when the counters move or a file may be published now, and publish them
@@ -113,8 +116,8 @@ class Publisher:
         is_changed = self._staged_at != self._now() or not self._withheld <= set(self._compiler.withheld)
         return is_changed and not self._compiler.is_compiling
 
-    def _now(self) -> tuple[CompileCounts, int]:
-        return read_counts(), self._compiler.arrived if self._compiler else 0
+    def _now(self) -> tuple[CompileCounts, object]:
+        return read_counts(), self._compiler.arrived if self._compiler else self.program_files
 
     def _quiet_s(self) -> float:
         """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""

@@ -42,6 +42,16 @@ class RestoreReport:
     waited_s: float = 0.0
     refused: list[RefusedPack] = field(default_factory=list)
 
+    def lines(self) -> list[str]:
+        """The main figures for a log."""
+        return [
+            f"restore: {self.outcome}{_from(self)}{f' ({self.reason})' if self.reason else ''}, "
+            f"{self.files} files, "
+            f"{self.stored_bytes / 1e6:.1f} MB in {self.seconds:.2f} s, waited {self.waited_s:.2f} s",
+            *(f"layer left out: {problem}" for problem in self.problems),
+            *(f"refused pack {pack.name}: {pack.reason}" for pack in self.refused),
+        ]
+
 
 @dataclass(slots=True)
 class PublishReport:
@@ -133,14 +143,10 @@ class BootReport:
 
     def lines(self) -> list[str]:
         """The main figures for a setup log."""
-        restore, counts = self.restore, self.counts
+        counts = self.counts
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
         lines = [
-            f"restore: {restore.outcome}{_from(restore)}{f' ({restore.reason})' if restore.reason else ''}, "
-            f"{restore.files} files, "
-            f"{restore.stored_bytes / 1e6:.1f} MB in {restore.seconds:.2f} s, waited {restore.waited_s:.2f} s",
-            *(f"layer left out: {problem}" for problem in restore.problems),
-            *(f"refused pack {pack.name}: {pack.reason}" for pack in restore.refused),
+            *self.restore.lines(),
             *(_region_line(region) for region in self.regions),
             *(f"warning: {_slower_line(region)}" for region in self.regions if region.is_slower),
             f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "

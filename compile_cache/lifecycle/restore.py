@@ -45,7 +45,10 @@ class _Known:
 
 
 class Restore:
-    """Fetches on a thread. `join` then installs the files, unless torch contradicts the environment."""
+    """Fetches on a thread. `join` then installs the files, unless torch contradicts the environment.
+
+    With `environment`, the files are for another process of this environment, and torch is neither imported nor asked.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,9 @@ class Restore:
         model: str,
         sources: Sequence[str | Path],
         environ: MutableMapping[str, str],
+        environment: Environment | None = None,
     ) -> None:
+        self._environment = environment
         self._settings = settings
         self._directory = directory
         self._model = model
@@ -86,7 +91,8 @@ class Restore:
         return self._fetching.explanation
 
     def join(self) -> Restored:
-        """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment.
+        """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment,
+        unless the files are for another process.
 
         A store that does not answer costs at most `restore_timeout_s`.
         """
@@ -94,7 +100,7 @@ class Restore:
         known = self._known
         if known is None:
             return self._restored("failed", str(failure))
-        observed = observe_environment(known.environment)
+        observed = self._environment or observe_environment(known.environment)
         differences = known.environment.differences(observed)
         if differences and not self._abandoned.is_set():
             failure = self._fetch_again(known.stores, observed)
@@ -151,7 +157,7 @@ class Restore:
     def _run(self, fetching: _Fetching) -> None:
         with noted("restore", "key"):
             stores = open_stores(self._settings)
-            environment = environment_for(self._settings, self._directory.path, self._environ)
+            environment = self._environment or environment_for(self._settings, self._directory.path, self._environ)
             version = version_for(self._settings, self._model, self._sources)
             self._known = _Known(stores, environment, version)
         self._fetch(self._cache(stores, environment), fetching)
@@ -184,6 +190,7 @@ class Restore:
         if cache.is_empty and not fetching.fetched.files and not self._abandoned.is_set():
             fetching.done.set()  # nobody has to wait for the explanation
             fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
+            log.info("restore.miss reason=%s", fetching.explanation)
 
     def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
         """The files of the model's newest other version for this environment, from the written store alone: so a new

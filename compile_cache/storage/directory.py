@@ -44,7 +44,9 @@ class CacheDirectory:
         self.inbox = root / f"{number}.inbox"
         self._outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
-        self._lock_fd = lock_fd
+        self.lock_fd = lock_fd
+        # Files that another program has changed later may be half-written. They do not count as artifacts.
+        self.finished_ns = float("inf")
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
@@ -122,8 +124,8 @@ class CacheDirectory:
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
     def scan(self) -> dict[str, FileStamp]:
-        """The stamps of all artifacts by path inside the directory. Reads no file."""
-        return scan_folder(self.path)
+        """The stamps of all finished artifacts by path inside the directory. Reads no file."""
+        return {path: stamp for path, stamp in _walk(self.path, "") if stamp.modified_ns <= self.finished_ns}
 
 
 def scan_folder(root: Path) -> dict[str, FileStamp]:
@@ -134,7 +136,7 @@ def scan_folder(root: Path) -> dict[str, FileStamp]:
 def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
     try:
         entries = list(os.scandir(root / folder))
-    except FileNotFoundError:  # a temporary folder, renamed meanwhile, or a removed folder
+    except (FileNotFoundError, PermissionError):  # a temporary folder, renamed meanwhile, or a removed or closed one
         return
     for entry in entries:
         path = f"{folder}{entry.name}"

@@ -1,0 +1,147 @@
+"""Any program with a cache: restore a key's files, run a command, and publish what it compiles. Imports no torch.
+
+torch's caches look compiled code up by a hash of code and inputs. So a program has one version, and its key is its name
+and the environment of the Python that runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from compile_cache.errors import CompileCacheError
+from compile_cache.key import environment
+from compile_cache.lifecycle.publish import Publisher
+from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.restore import Restore
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory, scan_folder
+
+log = logging.getLogger("compile_cache")
+
+_PASSED_ON = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+_CAUGHT = {*_PASSED_ON, signal.SIGCHLD}
+# sigaction(2): the kernel has sent the signal, for a key of the terminal. The command got it, too.
+_SI_KERNEL = 0x80
+_PYTHON = re.compile(r"python[\d.]*t?")
+# The first line of a script. pip writes the second form if the interpreter's path is long, or has spaces.
+_SHEBANG = re.compile(rf"""#!\s*(?:\S*/env (?:-S )?|/bin/sh\n'''exec' ["']?)?([^\n]*?{_PYTHON.pattern})["'\s]""")
+_STILL_S = 5.0
+
+
+def run_program(name: str, command: list[str], also: Path | None = None) -> int:
+    """Run `command` with the cache `name`, and with the folder `also` inside the cache directory. Returns its exit code
+    as a shell counts it. A failure of the cache costs only speed. `also` is an absolute path.
+
+    The command is in this process group, and has its terminal. Other signals are passed on. Signals stay blocked
+    afterwards: the process should end.
+    """
+    path = shutil.which(command[0])
+    if path is None:
+        log.error("error: %s does not exist or is not executable", command[0])
+        return 126 if os.path.exists(command[0]) else 127
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns the exit code
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
+    environ, program = dict(os.environ), None
+    try:
+        program = Program(name, path, also, environ)
+    except Exception as error:
+        log.warning("run.uncached error=%s", error, exc_info=not isinstance(error, CompileCacheError | OSError))
+    # Python ignores the last two.
+    pid = os.posix_spawn(path, command, environ, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ))
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        came = signal.sigtimedwait(_CAUGHT, _STILL_S)
+        if came is None and program is not None:
+            program.look()
+        elif came is not None and came.si_signo != signal.SIGCHLD and came.si_code != _SI_KERNEL:
+            os.kill(pid, came.si_signo)
+    code = os.waitstatus_to_exitcode(ended[1])
+    if program is not None:
+        program.end(code)
+    return code if code >= 0 else 128 - code
+
+
+class Program:
+    """The cache of a command. Restores it, and publishes what is new until `end`.
+
+    Raises:
+        CompileCacheError, OSError, CalledProcessError: the cache cannot be used. `environ` is unchanged then.
+        SystemExit: a signal came.
+    """
+
+    def __init__(self, name: str, path: str, also: Path | None, environ: dict[str, str]) -> None:
+        settings, started = Settings.from_env(environ), time.monotonic()
+        settings = replace(settings, model_name=name, model_version=settings.model_version or "any", report=None)
+        self._directory = directory = CacheDirectory.claim(Path(settings.dir))
+        found = _environment_of(path, str(directory.path), f"run also={also or ''}")
+        restore = Restore(settings, directory, name, (), dict(environ), found)
+        restore.start()
+        while not restore.has_ended and time.monotonic() < started + settings.restore_timeout_s:
+            if came := signal.sigtimedwait(_PASSED_ON, 0.02):
+                raise SystemExit(128 + came.si_signo)
+        restored = restore.join()
+        if restored.cache is None or not (settings.may_publish or restored.report.files):
+            raise CompileCacheError(f"nothing can be restored or published: {restored.report.reason}")
+        restored.report.waited_s = time.monotonic() - started
+        log.info("\n".join(restored.report.lines()))
+        self._also = also and _link(also, directory.path / "also")
+        directory.finished_ns = time.time_ns()
+        directory.activate(environ)
+        os.set_inheritable(directory.lock_fd, True)  # the command owns the directory if this process is killed
+        self._publisher = Publisher(restored.cache, BootReport(), settings)
+        if settings.may_publish:
+            self._publisher.start()
+
+    def look(self, code: int | None = None) -> None:
+        """Let new files be published if none changed for 5 s, or after the end. Younger ones may be half-written (g++
+        writes libraries in place), but not after the exit code 0."""
+        finished_ns = time.time_ns() - (0 if code == 0 else int(_STILL_S * 1e9))
+        files = scan_folder(self._directory.path)
+        if code is not None or all(stamp.modified_ns <= finished_ns for stamp in files.values()):
+            self._directory.finished_ns, self._publisher.program_files = finished_ns, (code, files)
+
+    def end(self, code: int) -> None:
+        """Publish the rest."""
+        if self._also is not None and self._also.is_symlink():
+            self._also.unlink()
+        self.look(code)
+        self._publisher.flush()
+
+
+def _environment_of(path: str, *arguments: str) -> environment.Environment:
+    """The environment of the Python at `path`, or of the one that the first line of the script at `path` names.
+
+    Raises:
+        CompileCacheError: there is another program at `path`.
+        OSError, CalledProcessError: the Python cannot say it.
+    """
+    if not _PYTHON.fullmatch(os.path.basename(path)):
+        named = _SHEBANG.match(Path(path).read_text(errors="surrogateescape"))
+        if named is None:
+            raise CompileCacheError(f"{path} names no Python. Put `compile-cache run` inside, before the Python")
+        path = named[1]
+    answer = subprocess.check_output([path, environment.__file__, *arguments], stdin=subprocess.DEVNULL)
+    return environment.environment_from_record(json.loads(answer.splitlines()[-1]))
+
+
+def _link(folder: Path, target: Path) -> Path:
+    """Make `folder` a link to `target`, and return it.
+
+    Raises:
+        OSError: `folder` is neither missing nor empty.
+    """
+    target.mkdir(exist_ok=True)
+    if folder.is_symlink() and folder.readlink() == target:  # of a run that was killed
+        folder.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.rmdir()
+    folder.symlink_to(target)
+    return folder

@@ -1,0 +1,200 @@
+"""`compile-cache run`, from outside: a plain program finds its compiled code again, and notices nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from marked_processes import Marked, wait_for
+
+COMPILES = """
+import json, os, time, torch
+from torch._dynamo.utils import counters
+torch.compile(lambda x: torch.nn.functional.gelu(x @ x).sum(-1))(torch.ones(32, 32))
+found = counters["inductor"] + counters["aot_autograd"]
+hits, misses = (found[f"fxgraph_cache_{k}"] + found[f"autograd_cache_{k}"] for k in ("hit", "miss"))
+parent = open(f"/proc/{os.getppid()}/maps").read()
+print(json.dumps({"hits": hits, "misses": misses, "parent_has_torch": "libtorch" in parent}), flush=True)
+"""
+WRITES = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/kernel.so', 'w').write('code')\n"
+WAITS = "print('ready', flush=True); import time; time.sleep(60)\n"
+COUNTS_INTERRUPTS = """
+import signal, time
+came = []
+signal.signal(signal.SIGINT, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came: time.sleep(0.01)
+time.sleep(0.5)
+print(len(came), "interrupts", flush=True)
+"""
+TORCH = "__version__ = '9.9.9+other'\ncuda = None\n"
+
+
+@pytest.fixture
+def marked(variables) -> Iterator[Marked]:
+    """Nothing that a test has started is left."""
+    marked = Marked()
+    yield marked
+    left = marked.pids()
+    marked.kill()
+    assert not left
+
+
+def command(*arguments: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "compile_cache.cli", "run", "toy", *arguments]
+
+
+def start(marked: Marked, *arguments: str | Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command(*arguments), env=marked.environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(marked: Marked, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    with start(marked, *arguments) as running:
+        out, err = running.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, running.returncode, out, err)
+
+
+def python(source: str) -> tuple[str, ...]:
+    return "--", sys.executable, "-c", source
+
+
+def packs(folder: Path) -> list[Path]:
+    return sorted((folder / "store").rglob("*.pack"))
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def test_the_second_run_on_an_empty_machine_compiles_nothing(marked, tmp_path):
+    first = run(marked, *python(COMPILES))
+    assert json.loads(first.stdout)["misses"] > 0, first.stderr
+    assert "restore: miss" in first.stderr
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    second = run(marked, *python(COMPILES))
+    found = json.loads(second.stdout)
+    assert found["hits"] > 0, second.stderr
+    assert (found["misses"], found["parent_has_torch"], second.returncode) == (0, False, 0)
+    assert second.stderr.startswith("restore: hit")
+    assert "publish" not in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (python("raise SystemExit(3)"), 3),
+        (python("import os; os.kill(os.getpid(), 9)"), 137),
+        (("--", "no-such-command"), 127),
+        (("--", os.devnull), 126),
+        ((), 2),
+        (("--", "sh", "-c", "exit 4"), 4),
+    ],
+)
+def test_the_exit_code_is_the_commands_own(marked, arguments, code):
+    assert run(marked, *arguments).returncode == code
+
+
+def test_arguments_and_stdin_reach_the_command_unchanged(marked):
+    source = "import sys; print(sys.argv[1:], sys.stdin.read())"
+    given = command(*python(source), "--also", "x", "--", "-v", "--help")
+    done = subprocess.run(given, env=marked.environ, input="typed", capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['--also', 'x', '--', '-v', '--help'] typed\n"
+
+
+def test_a_program_that_is_ended_has_published_what_stood_still(marked, tmp_path):
+    """While it runs, and without a younger file, which may be half-written."""
+    young = f"open(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/young.so', 'w').write('co')\n{WAITS}"
+    running = start(marked, *python(f"{WRITES}import time; time.sleep(12)\n{young}"))
+    wait_for(lambda: packs(tmp_path))
+    assert running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 143
+    assert len(packs(tmp_path)) == 1, err
+    assert "restore: hit, 1 files" in run(marked, *python("")).stderr
+
+
+def test_ctrl_c_in_a_terminal_comes_once(marked):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [os.fspath(part) for part in command(*python(COUNTS_INTERRUPTS))], marked.environ)
+    said = b""
+    while b"interrupts" not in said:
+        said += os.read(terminal, 1000)
+        if said.rstrip().endswith(b"ready"):
+            os.write(terminal, b"\x03")
+            said = b"told"
+    os.close(terminal)
+    assert b"1 interrupts" in said
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_program_whose_run_is_killed_keeps_its_directory(marked, tmp_path):
+    running = start(marked, *python(WRITES + WAITS))
+    assert running.stdout.readline() == "ready\n"
+    child = child_of(running.pid)
+    running.kill()
+    running.communicate(timeout=60) if running.poll() else running.wait()
+    beside = run(marked, *python("import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"))
+    assert beside.stdout == f"{tmp_path / 'cache' / '1'}\n"
+    assert (tmp_path / "cache" / "0" / "kernel.so").exists()
+    os.kill(child, signal.SIGKILL)
+    wait_for(lambda: not marked.pids())
+
+
+def test_a_folder_of_the_programs_own_comes_back(marked, tmp_path):
+    folder = tmp_path / "engine" / "torch_compile_cache"
+    code = f"import os; p = '{folder}/a/plan.py'; print(os.path.exists(p)); os.makedirs('{folder}/a', exist_ok=True)\n"
+    code += "open(p, 'w').write('plan')\n"
+    said = [run(marked, "--also", folder, *python(code)).stdout for _ in range(2)]
+    assert said == ["False\n", "True\n"]
+    assert not folder.is_symlink()
+    run(marked, *python(f"import os; os.makedirs('{folder}'); open('{folder}/own', 'w')"))
+    refused = run(marked, "--also", folder, *python("print(4)"))
+    assert "run.uncached" in refused.stderr
+    assert (refused.stdout, [path.name for path in folder.iterdir()]) == ("4\n", ["own"])
+
+
+def test_the_key_has_the_packages_of_the_commands_own_python(marked, tmp_path):
+    """Also for a script whose first line names it; a program that names none runs without a cache."""
+    packages = tmp_path / "packages" / "torch"
+    packages.mkdir(parents=True)
+    for name, content in (("__init__.py", ""), ("version.py", TORCH)):
+        (packages / name).write_text(content)
+    other, script = tmp_path / "python3", tmp_path / "serve"
+    other.write_text(f'#!/bin/sh\nPYTHONPATH={packages.parent} exec {sys.executable} "$@"\n')
+    script.write_text(f"#!{other}\n{WRITES}")
+    for path in (other, script):
+        path.chmod(0o755)
+    assert run(marked, "--", script).returncode == 0
+    (record,) = (tmp_path / "store").rglob("environment.json")
+    assert json.loads(record.read_text())["torch"] == "9.9.9+other"
+    assert "restore: hit" in run(marked, "--", other, "-c", "").stderr
+    assert "restore: miss" in run(marked, *python("")).stderr
+    assert "names no Python" in run(marked, "--", "sh", "-c", "true").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("STORE", "s3://bucket/x", "restore: failed"),
+        ("STORE", "off", "run.uncached"),
+        ("STOER", "x", "run.uncached"),
+        ("DIR", "/proc/none", "run.uncached"),
+    ],
+)
+def test_without_a_cache_the_command_runs(marked, aws_variables, closed_port, name, value, said):
+    marked.environ |= {f"COMPILE_CACHE_{name}": value, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    marked.environ |= {"COMPILE_CACHE_EXIT_BUDGET_S": "1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    done = run(marked, *python("raise SystemExit(3)"))
+    assert done.returncode == 3
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
