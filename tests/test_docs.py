@@ -131,7 +131,7 @@ def test_commands_and_options_exist(page):
     unknown = []
     for text in codes(page):
         for found in _COMMAND.findall(text.replace("\\\n", " ")):
-            given = found.split()
+            given = found.partition(" -- ")[0].split()  # behind it stands another program's command
             if given and not given[0].startswith(("-", "…")) and given[0].isalpha() and given[0].islower():
                 command = COMMANDS.commands.get(given[0])
                 unknown += [given[0]] if command is None else [one for one in given if not has_option(command, one)]

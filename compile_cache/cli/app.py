@@ -397,8 +397,9 @@ def run(
     because torch looks code up by a hash of everything that it depends on. The cache directory's path is in the key: a
     second run on the same host has its own.
 
-    `--also FOLDER` is for engines that keep compiled code in a folder of their own. It must be missing or empty, and is
-    a link into the cache directory while the command runs, so for one run at a time. Its path is in the key.
+    `--also FOLDER` is for engines that keep compiled code in a folder of their own, such as vLLM's
+    `~/.cache/vllm/torch_compile_cache`. It must be missing or empty, and is a link into the cache directory while the
+    command runs, so for one run at a time. Its path is in the key.
 
     The command has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
     number of the signal that killed it; 127 if it does not exist, 126 if it cannot be executed. If it failed or was
