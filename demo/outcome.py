@@ -19,10 +19,6 @@ WHY_A_STEP_GAINS_LITTLE = (
     "the same libraries as eager. On an H200, a compiled step of FLUX.1 takes 135 ms instead of 177 "
     "(benchmarks/README.md)."
 )
-WHY_THE_COLD_BOOTS_WAIT = (
-    "The cold boots compiled before READY, because the demo sets COMPILE_CACHE_COLD_START=block. By default, a Cog "
-    "server is READY first, and a second process compiles."
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a server does until it is READY, from its log and its cache directory."""
+"""What a server does until its code is compiled, from its log and its cache directory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _STAGES = (
     (re.compile(r"compile\.begin region=(\w+)"), "compiling {}"),
     (re.compile(r"compile\.note region=(\w+) reason=lookups found nothing"), "storing {}, comparing it with eager"),
     (re.compile(r"ready after"), "ready"),
+    (re.compile(r"background\.started"), "serving eager, a second process compiles"),
+    (re.compile(r"background\.done call=(\w+)"), "serving eager, a second process has compiled {}"),
 )
 _LOOK_S = 0.5
 _SILENCE_S = 15.0
@@ -49,7 +51,7 @@ def doing(log: Path, cache: Path) -> Doing:
     """What a server does that logs to `log` and compiles into `cache`."""
     now = stage(log.read_text(errors="replace"))
     kernels = (name.endswith(".so") for _, _, names in os.walk(cache) for name in names)
-    return Doing(now, sum(kernels) if now.startswith(("compiling", "storing")) else 0)
+    return Doing(now, sum(kernels) if now.startswith(("compiling", "storing", "serving")) else 0)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Boot both demo models three times each in a real Cog server: eager, compiled cold, and restored.
+"""Boot both demo models three times each in a real Cog server: eager, cold (compiling after READY), and restored.
 
     make demo
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cog_server import PROJECT, CogServer
 from families import FAMILIES, Family
-from outcome import WHY_A_STEP_GAINS_LITTLE, WHY_THE_COLD_BOOTS_WAIT, DemoBoot, failures, headline, table
+from outcome import WHY_A_STEP_GAINS_LITTLE, DemoBoot, failures, headline, table
 from progress import doing, told
 from rich import box
 from rich.console import Console
@@ -28,9 +28,11 @@ PICTURES = OUTPUT / "pictures.png"
 LONGEST_BOOT_S = 1800.0
 BOOTS = {
     "eager": "nothing is compiled",
-    "cold": "compiled, nothing stored",
+    "cold": "nothing stored; a second process compiles after READY",
     "restored": "from what the cold boot stored",
 }
+_PAUSE_S = 2.0
+_ROUNDS = 3  # once all is compiled: new code is compared in one prediction, and serves from the next on
 
 
 def boot(family: Family, name: str, console: Console) -> DemoBoot:
@@ -45,9 +47,6 @@ def boot(family: Family, name: str, console: Console) -> DemoBoot:
         "COMPILE_CACHE_STORE": str(work / "store"),
         "COMPILE_CACHE_DIR": str(cache),
         "COMPILE_CACHE_REPORT": str(folder / "report.json"),
-        "COMPILE_CACHE_COLD_START": "block",
-        # Compile everything before READY, also on a slow machine.
-        "COMPILE_CACHE_SETUP_BUDGET_S": "0",
         "HF_HUB_OFFLINE": "1",
     }
     started = time.perf_counter()
@@ -58,7 +57,24 @@ def boot(family: Family, name: str, console: Console) -> DemoBoot:
             ready_s = time.perf_counter() - started
         console.print(f"{title} ({BOOTS[name]}): ready after {ready_s:.1f} s", soft_wrap=True)
         prediction = family.ask(server, folder)
+        if name == "cold":
+            with told(console, title, lambda: doing(log, cache)):
+                compiled_s = wait_compiled(family, server, folder)
+            console.print(f"{title}: compiled {compiled_s:.0f} s after READY", soft_wrap=True)
+            prediction = family.ask(server, folder)
     return DemoBoot(name, ready_s, prediction, json.loads((folder / "report.json").read_text()))
+
+
+def wait_compiled(family: Family, server: CogServer, folder: Path) -> float:
+    """Ask until the second process has compiled all that was asked, and its code serves. Returns the seconds that the
+    compiling took."""
+    started = time.monotonic()
+    while family.ask(server, folder).metrics["compiling"] and time.monotonic() < started + LONGEST_BOOT_S:
+        time.sleep(_PAUSE_S)
+    compiled_s = time.monotonic() - started
+    for _ in range(_ROUNDS):
+        family.ask(server, folder)
+    return compiled_s
 
 
 def show_pictures(boots: list[DemoBoot], folder: Path) -> str:
@@ -98,7 +114,7 @@ def main() -> int:
         if family.timed == "picture":
             said.append(f"  {show_pictures(boots, OUTPUT / 'text-to-image')}")
         problems += failed(family, boots)
-    for line in (*said, "", WHY_A_STEP_GAINS_LITTLE, WHY_THE_COLD_BOOTS_WAIT, ""):
+    for line in (*said, "", WHY_A_STEP_GAINS_LITTLE, ""):
         console.print(line, soft_wrap=not console.is_terminal)
     console.print(f"Answers, reports and logs: {OUTPUT.relative_to(PROJECT)}", soft_wrap=True)
     for problem in problems:
