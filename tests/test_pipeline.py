@@ -145,11 +145,13 @@ def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog
     assert "ChoosesSize drew 64x64 where 96x64 was asked for" in warnings[0]
 
 
-def test_folders_of_pictures_do_not_pile_up(tmp_path, monkeypatch):
+def test_folders_of_pictures_do_not_pile_up_and_are_gone_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = PictureFiles()
     for _ in range(4):
         paths = files.save([Image.new("L", (8, 8)), Image.new("L", (8, 8))], "png", 90)
         assert len(paths) == 2
         assert all(path.stat().st_size for path in paths)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*/*"))) == 2
+    del files
+    assert not list(tmp_path.iterdir())
