@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +148,17 @@ def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog
     assert "ChoosesSize drew 64x64 where 96x64 was asked for" in warnings[0]
 
 
-def test_folders_of_pictures_do_not_pile_up_and_are_gone_at_the_end(tmp_path, monkeypatch):
+def test_pictures_are_gone_when_the_process_has_ended(tmp_path):
+    program = "import sys, models.image.pipeline as p; p.PictureFiles().save([], 'png', 90); sys.exit(3)"
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert (
+        subprocess.run([sys.executable, "-c", program], env=environ, cwd=DEMO.parent.parent, check=False).returncode
+        == 3
+    )
+    assert not list(tmp_path.glob("pictures-*"))
+
+
+def test_folders_of_pictures_do_not_pile_up(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = PictureFiles()
     for _ in range(4):
@@ -153,5 +166,3 @@ def test_folders_of_pictures_do_not_pile_up_and_are_gone_at_the_end(tmp_path, mo
         assert len(paths) == 2
         assert all(path.stat().st_size for path in paths)
     assert len(list(tmp_path.glob("*/*"))) == 2
-    del files
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ pipelines.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import os
@@ -296,7 +297,8 @@ class PictureFiles:
     """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
 
     def __init__(self) -> None:
-        self._root = tempfile.TemporaryDirectory(prefix="pictures-")  # is deleted when the process ends
+        self._root = tempfile.mkdtemp(prefix="pictures-")
+        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
         self._folders: deque[str] = deque()
 
     def save(self, pictures: Iterable[Image.Image], file_format: str, quality: int) -> list[Path]:
@@ -311,5 +313,5 @@ class PictureFiles:
     def _new_folder(self) -> Path:
         while len(self._folders) >= _KEPT_FOLDERS:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        self._folders.append(tempfile.mkdtemp(dir=self._root.name))
+        self._folders.append(tempfile.mkdtemp(dir=self._root))
         return Path(self._folders[-1])
