@@ -1,0 +1,292 @@
+"""Public Cog predictors with tiny random weights, in Cog's server: untouched, and three boots with a patch of ours.
+
+    git clone https://github.com/lucataco/cog-SigLip checkouts/lucataco/cog-SigLip
+    python benchmarks/real_predictors.py --checkouts checkouts --work /tmp/real --only siglip --out real.jsonl
+    python benchmarks/real_predictors.py --out real.jsonl
+
+A predictor's files are read from its checkout at the commit that tiny_predictors.py names, and changed so that they run
+on a CPU. `patches` has what an adopter changes. All boots have one cache directory, which is empty at first. The patched
+boots share a store, and the first one waits until all is compiled and published. The last command prints the table of
+all lines in `real.jsonl`.
+
+Exits with 1 if an answer differs from the untouched predictor's, if a boot is READY late, if a request waits for a
+compiler, if the third boot makes anything, or if patches are long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy
+import processes
+from digit_server import with_tini
+from fresh_boot import ROOT, boot_environment, conclude, new_log, prepare
+from hard_predictors import wait_published
+from PIL import Image
+from table import markdown
+
+PATCHES = ROOT / "benchmarks/patches"
+STUBS = ROOT / "benchmarks/stubs"
+BOOTS = ("untouched", "first", "second", "third")
+_READY_S = 200.0
+_COMPILED_S = 280.0
+_EXIT_S = 15.0
+_PAUSE_S = 0.5
+_ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
+_MADE = re.compile(r'background\.done .*reason=([^"\n]*)')
+_LATE, _LATE_S = 1.1, 2.0
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """One boot. `regions` are those of its last report: name, step and reason. `served` has the steps of its last
+    predictions. `made` and `failed` count the jobs of the second process by whether they made code. `waited` counts
+    predictions that compiled or waited for it. `error` is the largest."""
+
+    ready_s: float
+    cached_s: float = 0.0
+    regions: tuple[tuple[str, str, str], ...] = ()
+    served: tuple[str, ...] = ()
+    made: int = 0
+    failed: int = 0
+    waited: int = 0
+    compiled_s: float = 0.0
+    is_settled: bool = True
+    error: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All boots of a predictor. `added` and `removed` count the patch's lines but for changes of white space."""
+
+    name: str
+    kind: str
+    repository: str
+    added: int
+    removed: int
+    tolerance: float
+    boots: dict[str, Boot]
+
+    @classmethod
+    def from_json(cls, line: str) -> Result:
+        """A line of the file of results."""
+        record = json.loads(line)
+        return cls(**{**record, "boots": {kind: Boot(**boot) for kind, boot in record["boots"].items()}})
+
+
+def numbers(output: Any) -> Any:
+    """The numbers of an answer: a picture's pixels, an array, or those in a text. A text without numbers is itself."""
+    if isinstance(output, list) and output and isinstance(output[0], str):
+        found = [numbers(part) for part in output]
+        is_text = any(isinstance(part, str) for part in found)
+        return "".join(map(str, found)) if is_text else numpy.concatenate([part.ravel() for part in found])
+    if isinstance(output, dict):
+        return numpy.array(next(iter(output.values())), dtype=float)
+    if not output.startswith("data:"):
+        return numpy.array(json.loads(output), dtype=float) if output.startswith("[") else output
+    content = base64.b64decode(output.partition(",")[2])
+    if content.startswith(b"\x93NUMPY"):
+        return numpy.load(io.BytesIO(content)).astype(float)
+    with Image.open(io.BytesIO(content)) as image:
+        return numpy.asarray(image, dtype=float)
+
+
+def apart(found: Any, right: Any) -> float:
+    """‖found − right‖ / ‖right‖; of texts 0 or infinite."""
+    if isinstance(found, str) or isinstance(right, str):
+        return 0.0 if isinstance(found, type(right)) and found == right else math.inf
+    if found.shape != right.shape:
+        return math.inf
+    return float(numpy.linalg.norm(found - right) / numpy.linalg.norm(right))
+
+
+def write_predictor(name: str, checkouts: Path, work: Path) -> tuple[int, int]:
+    """Write the untouched and the patched predictor, with their weights; the patch's lines, added and removed.
+
+    Raises:
+        CalledProcessError: the checkout lacks the commit, or the patch does not fit.
+    """
+    from tiny_predictors import PREDICTORS
+
+    import torch
+
+    public = PREDICTORS[name]
+    plain, patched, original = work / "untouched", work / "patched", work / "original"
+    for folder in (plain, original):
+        folder.mkdir()
+    for file in public.files:
+        path = str(Path(public.folder) / file)
+        shown = ["git", "-C", str(checkouts / public.repository), "show", f"{public.commit}:{path}"]
+        (original / file).write_bytes(subprocess.run(shown, check=True, capture_output=True).stdout)
+    torch.manual_seed(0)
+    public.build(plain)
+    for stub in (*public.stubs, "observed.py"):
+        shutil.copy(STUBS / stub, plain / stub)
+    shutil.copytree(plain, patched)
+    changed = work / "changed"
+    shutil.copytree(original, changed)
+    subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / f"{name}.patch")], cwd=changed, check=True)
+    for file in public.files:
+        (plain / file).write_text(public.text((original / file).read_text()))
+        prefix = "import observed\n" if file == "predict.py" else ""
+        (patched / file).write_text(prefix + public.text((changed / file).read_text()))
+    return count_lines(original, changed)
+
+
+def count_lines(before: Path, after: Path) -> tuple[int, int]:
+    """Lines that `git diff -w` adds and removes."""
+    command = ["git", "diff", "--no-index", "-w", "--numstat", str(before), str(after)]
+    told = subprocess.run(command, check=False, capture_output=True, text=True).stdout.splitlines()
+    return sum(int(line.split()[0]) for line in told), sum(int(line.split()[1]) for line in told)
+
+
+def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
+    """Boot a predictor in Cog's server and ask it. The untouched one's answers go into `answers`.
+
+    Raises:
+        RuntimeError: it is not READY, or a prediction fails.
+    """
+    from tiny_predictors import PREDICTORS
+
+    requests = PREDICTORS[name].requests
+    is_plain = kind == "untouched"
+    shutil.rmtree(work / "directory", ignore_errors=True)
+    log = new_log(work, kind)
+    metrics = Path(f"{log}.metrics")
+    metrics.touch()
+    environ = boot_environment(work, kind, work / "store") | {"OBSERVED_METRICS": str(metrics), processes.MARK: str(log)}
+    environ |= {"COMPILE_CACHE_COLD_START": "background", "COMPILE_CACHE_REPORT": f"{log}.json"}
+    began = time.monotonic()
+    with with_tini("predict.py:Predictor", log, environ, work / ("untouched" if is_plain else "patched")) as server:
+        server.wait_ready(_READY_S)
+        ready_s = time.monotonic() - began
+        at_ready = [] if is_plain else json.loads(Path(f"{log}.json").read_text())["regions"]
+        skipped = len(metrics.read_text().splitlines())
+        error, left, compiled_s = 0.0, _ROUNDS, 0.0
+        found = list[dict[str, Any]]()
+        while left and time.monotonic() < began + _COMPILED_S:
+            for number, inputs in enumerate(requests):
+                answer = server.predict(**inputs)
+                if answer["status"] != "succeeded":
+                    raise RuntimeError(f"{name}, {kind}: {answer.get('error')}; see {log}")
+                output = numbers(answer["output"])
+                if len(answers) == number:
+                    answers.append(output)
+                error = max(error, apart(output, answers[number]))
+            found = [json.loads(line) for line in metrics.read_text().splitlines()[skipped:]]
+            is_idle = all(one["compile_cache.compiling"] == 0 for one in found[-len(requests) :])
+            compiled_s = compiled_s if is_idle else time.monotonic() - began - ready_s
+            left -= is_idle
+            time.sleep(_PAUSE_S)
+        if not is_plain:
+            wait_published(log)
+        server.stop(signal.SIGTERM)
+        processes.wait_gone(str(log), _EXIT_S)
+    if is_plain:
+        return Boot(ready_s, error=error)
+    reasons = _MADE.findall(log.read_text())
+    made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
+    report = json.loads(Path(f"{log}.json").read_text())
+    served = {f"{region}: {steps}" for one in found[-len(requests) :] for region, steps in one["compile_cache.served"].items()}
+    return Boot(
+        ready_s,
+        sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
+        tuple((region["name"], region["step"], region["reason"]) for region in report["regions"]),
+        tuple(sorted(served)),
+        made,
+        len(reasons) - made,
+        sum(bool(one["compile_cache.waited_s"] or one["compile_cache.compiled_now"]) for one in found),
+        compiled_s,
+        not left,
+        error,
+        tuple(report["warnings"]),
+    )
+
+
+def check(results: Iterable[Result]) -> dict[str, bool]:
+    """What must hold."""
+    claims = dict[str, bool]()
+    for result in results:
+        plain, *patched = (result.boots[kind] for kind in BOOTS)
+        limit_s = _LATE * plain.ready_s + _LATE_S
+        name, (first, _, third) = result.name, patched
+        claims |= {
+            f"{name}: answers are the untouched predictor's to {result.tolerance:g}": all(
+                found.error <= result.tolerance for found in patched
+            ),
+            f"{name}: no request waits for a compiler": not any(found.waited for found in patched),
+            f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what CACHED took": all(
+                found.ready_s <= limit_s + found.cached_s for found in patched
+            ),
+            f"{name}: the third boot makes nothing": not third.made and third.failed <= first.failed,
+            f"{name}: all was compiled in time": all(found.is_settled for found in patched),
+        }
+    lines = median(result.added + result.removed for result in results)
+    return claims | {f"the median patch has at most {_MOST_LINES} lines": lines <= _MOST_LINES}
+
+
+def row(result: Result) -> list[str]:
+    """One line of the table."""
+    boots = result.boots
+    seconds = [f"{boots['untouched'].ready_s:.2f}"]
+    seconds += [f"{boots[kind].ready_s - boots['untouched'].ready_s:+.2f}" for kind in BOOTS[1:]]
+    steps = "<br>".join(boots["third"].served) or "nothing"
+    made = ", ".join(f"{boots[kind].made}/{boots[kind].failed}" for kind in BOOTS[1:])
+    error = max(boots[kind].error for kind in BOOTS[1:])
+    lines = f"+{result.added} −{result.removed}"
+    return [result.kind, result.repository, lines, *seconds, f"{boots['third'].cached_s:.2f}", steps, made, f"{error:.1e}"]
+
+
+def main() -> None:
+    """Boot the predictors, or print the table of what was booted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkouts", type=Path, help="folder of clones, each in owner/name; without it, only prints")
+    parser.add_argument("--work", type=Path, help="new folder for predictors, weights, stores and logs")
+    parser.add_argument("--only", action="append", help="these predictors alone")
+    parser.add_argument("--out", type=Path, required=True, help="file of results, a line each")
+    args = parser.parse_args()
+    if args.checkouts is not None:
+        serve(args)
+    last = {result.name: result for result in map(Result.from_json, args.out.read_text().splitlines())}
+    results = [result for name, result in last.items() if not args.only or name in args.only]
+    header = ("kind", "predictor", "lines", "READY untouched, s", "first", "second", "third", "CACHED, s")
+    print(f"\n{markdown((*header, 'served by', 'made/failed', 'error'), map(row, results))}\n")
+    conclude(check(results))
+
+
+def serve(args: Any) -> None:
+    """Boot each predictor, and add its result to the file."""
+    from tiny_predictors import PREDICTORS
+
+    folder = prepare(args.work)
+    for name in args.only or PREDICTORS:
+        work, answers, boots = folder / name, list[Any](), dict[str, Boot]()
+        work.mkdir()
+        lines = write_predictor(name, args.checkouts.resolve(), work)
+        for kind in BOOTS:
+            boots[kind] = boot(name, kind, work, answers)
+            print(name, kind, boots[kind], flush=True)
+        public = PREDICTORS[name]
+        result = Result(name, public.kind, public.repository, *lines, public.tolerance, boots)
+        with args.out.open("a") as out:
+            out.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
