@@ -4,10 +4,10 @@
     python benchmarks/real_predictors.py --checkouts checkouts --work /tmp/real --only siglip --out real.jsonl
     python benchmarks/real_predictors.py --out real.jsonl
 
-A predictor's files are read from its checkout at the commit that tiny_predictors.py names, and changed so that they run
-on a CPU. `patches` has what an adopter changes. All boots have one cache directory, which is empty at first. The patched
-boots share a store, and the first one waits until all is compiled and published. The last command prints the table of
-all lines in `real.jsonl`.
+A predictor's files are read from its checkout at the commit that tiny_predictors.py names. They are changed so that
+they run on a CPU. `patches` has what an adopter changes. All boots use one cache directory, empty at first. The
+patched boots share a store, and the first one waits until all is compiled and published. The last command prints the
+table of all lines in `real.jsonl`.
 
 Exits with 1 if an answer differs from the untouched predictor's, if a boot is READY late, if a request waits for a
 compiler, if the third boot makes anything, or if patches are long.
@@ -25,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -46,6 +46,7 @@ _READY_S = 200.0
 _COMPILED_S = 280.0
 _EXIT_S = 15.0
 _PAUSE_S = 0.5
+_COMPILING_PAUSE_S = 4.0  # what predictions leave to the second process, which has the lowest priority
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
 _MADE = re.compile(r'background\.done .*reason=([^"\n]*)')
 _LATE, _LATE_S = 1.1, 2.0
@@ -122,28 +123,27 @@ def write_predictor(name: str, checkouts: Path, work: Path) -> tuple[int, int]:
     Raises:
         CalledProcessError: the checkout lacks the commit, or the patch does not fit.
     """
+    import torch
     from tiny_predictors import PREDICTORS
 
-    import torch
-
     public = PREDICTORS[name]
-    plain, patched, original = work / "untouched", work / "patched", work / "original"
+    plain, patched, original, changed = (work / part for part in ("untouched", "patched", "original", "changed"))
     for folder in (plain, original):
         folder.mkdir()
     for file in public.files:
         path = str(Path(public.folder) / file)
         shown = ["git", "-C", str(checkouts / public.repository), "show", f"{public.commit}:{path}"]
         (original / file).write_bytes(subprocess.run(shown, check=True, capture_output=True).stdout)
-    torch.manual_seed(0)
-    public.build(plain)
+    for file in public.files:
+        (plain / file).write_text(public.text((original / file).read_text()))
     for stub in (*public.stubs, "observed.py"):
         shutil.copy(STUBS / stub, plain / stub)
+    torch.manual_seed(0)
+    public.build(plain)
     shutil.copytree(plain, patched)
-    changed = work / "changed"
     shutil.copytree(original, changed)
     subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / f"{name}.patch")], cwd=changed, check=True)
     for file in public.files:
-        (plain / file).write_text(public.text((original / file).read_text()))
         prefix = "import observed\n" if file == "predict.py" else ""
         (patched / file).write_text(prefix + public.text((changed / file).read_text()))
     return count_lines(original, changed)
@@ -170,7 +170,10 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
     log = new_log(work, kind)
     metrics = Path(f"{log}.metrics")
     metrics.touch()
-    environ = boot_environment(work, kind, work / "store") | {"OBSERVED_METRICS": str(metrics), processes.MARK: str(log)}
+    environ = boot_environment(work, kind, work / "store") | {
+        "OBSERVED_METRICS": str(metrics),
+        processes.MARK: str(log),
+    }
     environ |= {"COMPILE_CACHE_COLD_START": "background", "COMPILE_CACHE_REPORT": f"{log}.json"}
     began = time.monotonic()
     with with_tini("predict.py:Predictor", log, environ, work / ("untouched" if is_plain else "patched")) as server:
@@ -193,7 +196,7 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
             is_idle = all(one["compile_cache.compiling"] == 0 for one in found[-len(requests) :])
             compiled_s = compiled_s if is_idle else time.monotonic() - began - ready_s
             left -= is_idle
-            time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S if is_idle else _COMPILING_PAUSE_S)
         if not is_plain:
             wait_published(log)
         server.stop(signal.SIGTERM)
@@ -203,7 +206,9 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
     report = json.loads(Path(f"{log}.json").read_text())
-    served = {f"{region}: {steps}" for one in found[-len(requests) :] for region, steps in one["compile_cache.served"].items()}
+    served = {
+        f"{region}: {steps}" for one in found[-len(requests) :] for region, steps in one["compile_cache.served"].items()
+    }
     return Boot(
         ready_s,
         sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
@@ -250,7 +255,16 @@ def row(result: Result) -> list[str]:
     made = ", ".join(f"{boots[kind].made}/{boots[kind].failed}" for kind in BOOTS[1:])
     error = max(boots[kind].error for kind in BOOTS[1:])
     lines = f"+{result.added} −{result.removed}"
-    return [result.kind, result.repository, lines, *seconds, f"{boots['third'].cached_s:.2f}", steps, made, f"{error:.1e}"]
+    return [
+        result.kind,
+        result.repository,
+        lines,
+        *seconds,
+        f"{boots['third'].cached_s:.2f}",
+        steps,
+        made,
+        f"{error:.1e}",
+    ]
 
 
 def main() -> None:

@@ -1,0 +1,54 @@
+"""The patches of benchmarks/real_predictors.py, and its table."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PATCHES = sorted(BENCHMARKS.glob("patches/*.patch"))
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_has_only_changed_lines(patch: Path) -> None:
+    """It has as many lines as it says, and none of the context."""
+    lines = patch.read_text().splitlines()
+    assert lines[0].startswith("--- a/")
+    assert lines[1].startswith("+++ b/")
+    promised = {"-": 0, "+": 0}
+    for line in lines[2:]:
+        if found := _HUNK.fullmatch(line):
+            for sign, number in zip("-+", found.groups(), strict=True):
+                promised[sign] += int(number or 1)
+        elif not line.startswith("\\"):  # no newline at the end of the file
+            promised[line[0]] -= 1
+    assert promised == {"-": 0, "+": 0}
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_adopts_the_library(patch: Path) -> None:
+    """It imports the library, begins a boot, compiles and warms up."""
+    text = patch.read_text()
+    for call in ("+import compile_cache\n", "compile_cache.boot(", "self.boot.compile(", "self.boot.warm_up("):
+        assert call in text
+
+
+def test_results_make_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the file of results is a row, and a late boot fails."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sys.modules.pop("table", None)
+    from real_predictors import BOOTS, Boot, Result, check, row
+
+    boots = {kind: Boot(5.0, served=("Block: precompiled",)) for kind in BOOTS} | {"third": Boot(9.0)}
+    line = json.dumps(asdict(Result("one", "encoder", "owner/name", 6, 1, 1e-2, boots)))
+    result = Result.from_json(line)
+    assert row(result)[:6] == ["encoder", "owner/name", "+6 −1", "5.00", "+0.00", "+0.00"]
+    late = [claim for claim, holds in check([result]).items() if not holds]
+    assert [claim.partition(":")[0] for claim in late] == ["one"]
+    assert "READY" in late[0]
