@@ -25,8 +25,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +44,7 @@ PATCHES = ROOT / "benchmarks/patches"
 STUBS = ROOT / "benchmarks/stubs"
 BOOTS = ("untouched", "first", "second", "third")
 _READY_S = 200.0
-_COMPILED_S = 280.0
+_COMPILED_S = 420.0
 _EXIT_S = 15.0
 _PAUSE_S = 0.5
 _COMPILING_PAUSE_S = 4.0  # what predictions leave to the second process, which has the lowest priority
@@ -57,9 +58,11 @@ _MOST_LINES = 12
 class Boot:
     """One boot. `regions` are those of its last report: name, step and reason. `served` has the steps of its last
     predictions. `made` and `failed` count the jobs of the second process by whether they made code. `waited` counts
-    predictions that compiled or waited for it. `error` is the largest."""
+    predictions that compiled or waited for it. `error` is the largest. `import_s` of `ready_s` imported the
+    predictor's file, with torch."""
 
     ready_s: float
+    import_s: float = 0.0
     cached_s: float = 0.0
     regions: tuple[tuple[str, str, str], ...] = ()
     served: tuple[str, ...] = ()
@@ -202,7 +205,7 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
         server.stop(signal.SIGTERM)
         processes.wait_gone(str(log), _EXIT_S)
     if is_plain:
-        return Boot(ready_s, error=error)
+        return Boot(ready_s, import_seconds(log), error=error)
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
     report = json.loads(Path(f"{log}.json").read_text())
@@ -211,6 +214,7 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
     }
     return Boot(
         ready_s,
+        import_seconds(log),
         sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
         tuple((region["name"], region["step"], region["reason"]) for region in report["regions"]),
         tuple(sorted(served)),
@@ -224,12 +228,24 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
     )
 
 
-def check(results: Iterable[Result]) -> dict[str, bool]:
-    """What must hold."""
+def import_seconds(log: Path) -> float:
+    """How long Cog's worker imported the predictor's file."""
+    told = {line["fields"]["message"]: line["timestamp"] for line in map(json.loads, json_lines(log))}
+    began, ended = (datetime.fromisoformat(told[message]) for message in ("Loading predictor", "Running setup"))
+    return (ended - began).total_seconds()
+
+
+def json_lines(log: Path) -> list[str]:
+    """Cog's own lines of a log."""
+    return [line for line in log.read_text().splitlines() if line.startswith('{"timestamp"')]
+
+
+def check(results: Sequence[Result]) -> dict[str, bool]:
+    """What must hold. A patch changes no import but the library's, so imports of different length are left out."""
     claims = dict[str, bool]()
     for result in results:
         plain, *patched = (result.boots[kind] for kind in BOOTS)
-        limit_s = _LATE * plain.ready_s + _LATE_S
+        limit_s = _LATE * plain.ready_s + _LATE_S - plain.import_s
         name, (first, _, third) = result.name, patched
         claims |= {
             f"{name}: answers are the untouched predictor's to {result.tolerance:g}": all(
@@ -237,7 +253,7 @@ def check(results: Iterable[Result]) -> dict[str, bool]:
             ),
             f"{name}: no request waits for a compiler": not any(found.waited for found in patched),
             f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what CACHED took": all(
-                found.ready_s <= limit_s + found.cached_s for found in patched
+                found.ready_s - found.import_s <= limit_s + found.cached_s for found in patched
             ),
             f"{name}: the third boot makes nothing": not third.made and third.failed <= first.failed,
             f"{name}: all was compiled in time": all(found.is_settled for found in patched),
@@ -248,23 +264,18 @@ def check(results: Iterable[Result]) -> dict[str, bool]:
 
 def row(result: Result) -> list[str]:
     """One line of the table."""
-    boots = result.boots
-    seconds = [f"{boots['untouched'].ready_s:.2f}"]
-    seconds += [f"{boots[kind].ready_s - boots['untouched'].ready_s:+.2f}" for kind in BOOTS[1:]]
-    steps = "<br>".join(boots["third"].served) or "nothing"
-    made = ", ".join(f"{boots[kind].made}/{boots[kind].failed}" for kind in BOOTS[1:])
-    error = max(boots[kind].error for kind in BOOTS[1:])
+    plain, *patched = (result.boots[kind] for kind in BOOTS)
+    third = patched[-1]
+    seconds = [f"{plain.ready_s - plain.import_s:.2f}"]
+    seconds += [f"{found.ready_s - found.import_s - plain.ready_s + plain.import_s:+.2f}" for found in patched]
+    whole = ", ".join(f"{found.ready_s:.1f}" for found in (plain, *patched))
+    reasons = {name: f"; {reason}" for name, _, reason in third.regions if reason}
+    steps = [f"{served}{reasons.get(served.partition(':')[0], '')}" for served in third.served]
+    steps += [f"{name}: {step}{reasons.get(name, '')}" for name, step, _ in third.regions if step == "unused"]
+    made = ", ".join(f"{found.made}/{found.failed}" for found in patched)
+    error = max(found.error for found in patched)
     lines = f"+{result.added} −{result.removed}"
-    return [
-        result.kind,
-        result.repository,
-        lines,
-        *seconds,
-        f"{boots['third'].cached_s:.2f}",
-        steps,
-        made,
-        f"{error:.1e}",
-    ]
+    return [result.kind, result.repository, lines, *seconds, whole, "<br>".join(steps), made, f"{error:.0e}"]
 
 
 def main() -> None:
@@ -279,7 +290,7 @@ def main() -> None:
         serve(args)
     last = {result.name: result for result in map(Result.from_json, args.out.read_text().splitlines())}
     results = [result for name, result in last.items() if not args.only or name in args.only]
-    header = ("kind", "predictor", "lines", "READY untouched, s", "first", "second", "third", "CACHED, s")
+    header = ("kind", "predictor", "lines", "setup, s", "first", "second", "third", "READY, s")
     print(f"\n{markdown((*header, 'served by', 'made/failed', 'error'), map(row, results))}\n")
     conclude(check(results))
 

@@ -264,7 +264,7 @@ def _fill(network: nn.Module) -> None:
 
 def build_gemma(folder: Path, name: str = "gemma-cache") -> None:
     """No token ends the text."""
-    heads = {"num_key_value_heads": 1, "head_dim": 8}
+    heads = {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False}
     config = GemmaConfig(**_SMALL, **heads, vocab_size=_WORDS, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     GemmaForCausalLM(config).save_pretrained(folder / name)
     build_tokenizer(_WORDS).save_pretrained(folder / name)
@@ -314,7 +314,7 @@ def build_whisper(folder: Path) -> None:
     special += ["<|nospeech|>", "<|notimestamps|>", *(f"<|{number / 50:.2f}|>" for number in range(1501))]
     letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     vocabulary = {name: number for number, name in enumerate([*letters, "<|endoftext|>", *special])}
-    tokenizer = WhisperTokenizer(vocab=vocabulary, merges=[])
+    tokenizer = WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": special[:8]})
     end, start = vocabulary["<|endoftext|>"], vocabulary["<|startoftranscript|>"]
     special_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
@@ -375,6 +375,8 @@ _DRAW = {
     "seed": 1,
 }
 _FEW = {"default=768": "default=128", "default=50": "default=2", "(512, 512)": "(64, 64)"}
+# The widths of RMBG's decoder, whose inputs are two pictures at once.
+_DECODER = ("1024,256,512", "1024,128,256", "512,64,128", "256,32,64", "128,16,64")
 _GENERATE = {"max_new_tokens": 8, "min_new_tokens": -1, "temperature": 1.0, "top_p": 1.0, "top_k": 1}
 
 PREDICTORS = {
@@ -442,6 +444,7 @@ PREDICTORS = {
         replace={
             **_FEW,
             "default=30": "default=4",
+            "(image, 1024)": "(image, 64)",
             ".from_single_file(": ".from_pretrained(",
             '"https://huggingface.co/stabilityai/sd-vae-ft-mse-original/blob/main/'
             'vae-ft-mse-840000-ema-pruned.safetensors"': '"cache/vae"',
@@ -523,6 +526,7 @@ PREDICTORS = {
         files=("predict.py", "briarmbg.py", "utilities.py"),
         replace={
             "[1024, 1024]": "[96, 96]",
+            **{f"({widths})": "(32,16,16)" for widths in _DECODER},
             **{str(width): "16" for width in (512, 256, 128, 64)},
             "from skimage import io": "import media as io",
             "from torchvision.transforms.functional import normalize": "from media import normalize",
@@ -546,10 +550,11 @@ PREDICTORS = {
         ({"prompt": "w3 w4 w5", "max_tokens": 5, "temperature": 0.0},),
         files=("predict.py", "prompt_templates.py"),
         replace={
-            "weights: str\n": 'weights: str = "weights"\n',
+            "await resolve_model_path(str(weights))": '"weights"',
+            "if not weights:": "if False:",
             "from vllm.engine.arg_utils import": "from vllm import",
             "from vllm.sampling_params import": "from vllm import",
-            "from utils import": "from vllm import",
+            "from utils import resolve_model_path\n": "",
             "self.log(": "print(",
             "cog.emit_metric(": "print(",
             "default=512": "default=5",

@@ -1,4 +1,4 @@
-"""In place of vLLM, and of cog-vllm's download: an engine in this process, which makes a token at a time."""
+"""In place of vLLM: an engine in this process, which makes a token at a time."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,11 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 AsyncEngineArgs = SamplingParams = SimpleNamespace
-
-
-async def resolve_model_path(path):
-    """It is there."""
-    return path
 
 
 @dataclass
