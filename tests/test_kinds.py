@@ -101,7 +101,7 @@ def test_an_instance_of_another_structure_does_not_wait_for_code_that_cannot_fit
     kinds, one, alike, other = Kinds(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
     case = case_of(kinds, one, 1)
     assert kinds.claim(case)
-    case.ordered_by = one
+    case.order(one)
     assert case_of(kinds, alike, 1) is case
     assert case_of(kinds, other, 1) is not case
 

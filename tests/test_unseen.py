@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from blocks import Product
+from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from torch import nn
 
 from compile_cache.background.jobs import Done
 from compile_cache.errors import UnseenCallError
@@ -114,6 +116,77 @@ def test_code_that_was_not_compared_is_published_after_a_minute(many):
     assert path in compiler.withheld
     compiler.orders().arrived_s[path] -= 61
     assert path not in compiler.withheld
+
+
+def test_code_that_was_not_compared_is_published_at_the_end(many):
+    _, compiler = many
+    compiler.is_ending = True
+    assert not compiler.withheld
+
+
+class Memory:
+    """A cache as a language model's, or a part of one."""
+
+    def __init__(self) -> None:
+        self.layers = [SimpleNamespace(keys=torch.zeros(0, SIZE))]
+
+
+class Remembering(Product):
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        (layer,) = memory.layers
+        layer.keys = torch.cat([layer.keys, super().forward(x)])
+        return torch.mm(layer.keys.T, layer.keys)
+
+
+class Lengthening(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = torch.zeros(0, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys = torch.cat([self.keys, super().forward(x)])
+        return torch.mm(self.keys.T, self.keys)
+
+
+@pytest.mark.parametrize("settings", [BLOCK, BACKGROUND], ids=["block", "background"])
+@pytest.mark.parametrize(("block_class", "inputs"), [(Remembering, (Memory,)), (Lengthening, ())])
+def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(tmp_path, settings, block_class, inputs):
+    with activated(tmp_path) as directory:
+        block = build(block_class)
+        compiler, before = boot(directory, block, settings=settings), read_counts()
+        given = [make() for make in inputs]
+        warm_up(compiler, lambda: [block(tensor(4, 16), *given) for _ in range(3)])
+        assert read_counts().since(before).graphs == compiler.waiting == 0
+        assert served(compiler) == {"eager": 3}
+        assert "larger" in only_report(compiler).reason
+
+
+class Adaptable(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("adapter", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.adapter is None else torch.mm(y, self.adapter)
+
+
+def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Adaptable)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        compiler.release()
+        assert compiler.wait(600)
+        block.adapter = nn.Parameter(torch.eye(16))
+        answer(block, 4)
+        assert compiler.wait(600)  # for the adapter's code
+        block.adapter = None
+        for _ in range(4):
+            torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+        assert len(compiler.orders().arrived_s) == 2
+        assert served(compiler)["precompiled"] >= 1
+        assert not only_report(compiler).reason
 
 
 class BreakingIfTold(Product):

@@ -5,6 +5,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -146,6 +147,25 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
         for leaf in pytree.tree_leaves((args, kwargs))
         if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
     )
+
+
+def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
+    """The sizes of all tensors that a call can reach: its module's, its inputs, and those that objects among these
+    hold."""
+    sizes, seen, values = list[torch.Size](), dict[int, Any](), [module, args, kwargs]
+    while values:
+        value = values.pop()
+        if id(value) in seen or isinstance(value, type | types.ModuleType):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor) and not value.is_nested:
+            sizes.append(value.shape)
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            values += value
+        values += getattr(value, "__dict__", {}).values()
+    return sizes
 
 
 def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:

@@ -85,6 +85,8 @@ class Publisher:
     def flush(self) -> None:
         """The exit hook: publish the rest within the exit budget. A second call does not wait again."""
         if self._thread.is_alive() and not self._closing.is_set():
+            if self._compiler is not None:
+                self._compiler.is_ending = True
             self._closing.set()
             self._thread.join(self._settings.exit_budget_s)
 

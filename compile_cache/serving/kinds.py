@@ -94,7 +94,7 @@ class Case:
     | `instances` | the modules that made such calls |
     | `called`, `round` | those that made one since the code arrived; those before one of them made another |
     | `passed` | those on which the code was compared; of proved code, those that it serves |
-    | `ordered_by` | the module whose call was ordered |
+    | `ordered_by`, `ordered_as` | the module whose call was ordered, and its structure then |
     | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
     | `dynamic` | the (tensor, dimension) pairs that the code leaves open; it serves several kinds |
     | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin |
@@ -112,6 +112,7 @@ class Case:
     round: set[nn.Module] | None = None
     passed: set[nn.Module] = field(default_factory=set)
     ordered_by: nn.Module | None = None
+    ordered_as: tuple[Any, ...] = ()
     is_proved: bool = False
     dynamic: tuple[tuple[int, int], ...] = ()
     tries: int = 0
@@ -128,6 +129,10 @@ class Case:
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance, and has to be."""
         return module not in self.passed and not (self.is_proved and self.passed)
+
+    def order(self, module: nn.Module) -> None:
+        """Note that the code is ordered with a call of `module`."""
+        self.state, self.ordered_by, self.ordered_as = State.ORDERED, module, structure(module)
 
     def arrive(self, code: Code) -> None:
         """Take code that has to be compared."""
@@ -153,8 +158,8 @@ class _Kind:
 
 
 class Kinds:
-    """All kinds of one region, at most 64. To make room for another, the kind used longest ago is dropped, unless it
-    waits for code. Its calls are eager from then on."""
+    """All kinds of one region, at most 64. To make room for another, one that does not wait for code is dropped: first
+    those without code, then those used longest ago. Its calls are eager from then on."""
 
     def __init__(self) -> None:
         self._kinds: dict[CallSpec, _Kind] = {}
@@ -203,11 +208,16 @@ class Kinds:
                 idle = [one for one, kind in self._kinds.items() if State.ORDERED not in {c.state for c in kind.cases}]
                 if not idle:
                     return None, gone
-                least = min(idle, key=lambda one: max((case.used for case in self._kinds[one].cases), default=0))
+                least = min(idle, key=self._worth)
                 gone = [case for case in self._kinds.pop(least).cases if not case.dynamic]
                 self._forgotten.add(hash(least))
             self._kinds[spec] = _Kind(Case(spec, (), None, State.EAGER, CHANGING))
         return self._kinds[spec], gone
+
+    def _worth(self, spec: CallSpec) -> tuple[bool, int]:
+        """Whether a kind has code, and when it was last used: those worth least are dropped first."""
+        cases = self._kinds[spec].cases
+        return any(case.code for case in cases), max((case.used for case in cases), default=0)
 
     def _case(
         self, kind: _Kind, spec: CallSpec, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any
@@ -286,7 +296,7 @@ def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any,
     code = case.code
     if code is None:
         is_open = case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
-        return is_open and (case.ordered_by is None or structure(case.ordered_by) == structure(module))
+        return is_open and (case.ordered_by is None or case.ordered_as == structure(module))
     if code.step != "precompiled":  # of graphs, only the call itself finds out
         return case.numbers == numbers
     return not code.misfit(module, args, kwargs)

@@ -23,13 +23,16 @@ from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
+    CallSpec,
     call_region,
+    reachable_sizes,
     serve_by,
     top_sizes,
     why_eager,
     with_plain_strides,
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
+from compile_cache.inductor.describe import structure
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import MOST_FUNCTIONS, Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
+_GROWS = "it makes a tensor that it keeps larger, so no code fits the next call. Give it a cache of fixed size"
 _TOO_MANY = "eager for the kinds of calls that were used least: more are not kept"
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
@@ -69,6 +73,8 @@ class Region:
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
+        # The kinds of calls, without sizes, that made a tensor larger which they keep.
+        self._growing: set[CallSpec] = set()
 
     @property
     def proved(self) -> set[str]:
@@ -130,7 +136,7 @@ class Region:
             self._take_soon(case)  # the last instance that had not passed may have left
             return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
-            if module is case.ordered_by and not case.passed:
+            if module is case.ordered_by and not case.passed and structure(module) == case.ordered_as:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)
@@ -172,6 +178,9 @@ class Region:
             count_precompiled("loaded")
             self.report.loaded += 1
             return self._route(module, args, kwargs)
+        if case.spec.without_sizes in self._growing:
+            self._give_up(case, _GROWS)
+            return self._serve_eager(module, args, kwargs)
         policy = compiler.policy()
         if policy == "block":
             answer = self._compare(case, module, args, kwargs, self._made)
@@ -205,11 +214,14 @@ class Region:
         if not compiler.making.acquire(blocking=False):
             return self._serve_eager(module, args, kwargs)
         try:
+            sizes = reachable_sizes(module, args, kwargs) if make else []
             comparison = self._comparison(case, module, args, kwargs)
             if comparison is None:
                 return self._serve_eager(module, args, kwargs)
             answer = self._reference(case, comparison)
-            if make is not None:
+            if make is not None and _grows(sizes, module, args, kwargs):
+                self._note_growing(case)
+            elif make is not None:
                 self._make(case, make, comparison.pristine)
             code = case.code
             # Of code that was just made, only the copy was asked.
@@ -333,7 +345,8 @@ class Region:
             self._give_up(case, "nothing may be compiled ahead of time" if orders is None else "too many calls wait")
             return self._serve_eager(module, args, kwargs)
         case = case if self._compiler.is_warming_up else self.kinds.opened(case, module, args, kwargs)
-        case.state, case.ordered_by = State.ORDERED, module
+        case.order(module)
+        sizes = reachable_sizes(module, args, kwargs)
         call = attempt(orders.pack, module, args, kwargs, self.shares_weights)
         if isinstance(call, Failure):
             self._give_up(case, f"cannot be compiled in a second process: {call.reason}")
@@ -343,6 +356,9 @@ class Region:
         except BaseException:  # a cancelled request raises one
             case.state, case.ordered_by = State.NEW, None
             raise
+        if _grows(sizes, module, args, kwargs):
+            self._note_growing(case)
+            return answer
         receive = functools.partial(self._receive, case)
         ordered = attempt(orders.order, f"{self.report.name} {case.spec}", call, case.dynamic, receive)
         if isinstance(ordered, Failure):
@@ -450,11 +466,16 @@ class Region:
         self._give_up(case, reason)
         self._compiler.moment.note(case, functools.partial(self._stop, case))  # tells predictors with recorded calls
 
+    def _note_growing(self, case: Case) -> None:
+        """Give up calls that make a cache larger, and those like them."""
+        self._growing.add(case.spec.without_sizes)
+        self._give_up(case, _GROWS)
+
     def _give_up(self, case: Case, reason: str) -> None:
         """Serve a case's calls eager from now on."""
         case.state, case.reason = State.EAGER, reason
         self._stop(case)
-        self.report.explain(f"eager for {case.spec}: {reason}")
+        self.report.explain(reason, case.spec)
         self.report.take_step("eager")
         self.report.wait_for(self.kinds.waiting)
 
@@ -467,6 +488,12 @@ class Region:
             self._unused = _INSIDE if has_other_graphs else _UNUSED
             self.report.explain(self._unused)
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
+
+
+def _grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call that could reach tensors of these `sizes` has changed one, as a cache that grows."""
+    now = reachable_sizes(module, args, kwargs)
+    return len(now) == len(sizes) and now != sizes
 
 
 def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:

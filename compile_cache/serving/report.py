@@ -86,9 +86,10 @@ class RegionReport:
         self.waiting = kinds
         self.step = "eager" if kinds else self.settled
 
-    def explain(self, reason: str) -> None:
-        """Add a reason, once."""
+    def explain(self, reason: str, call: object = "") -> None:
+        """Add a reason, once. If it is why a kind of call is eager, the first such `call` is named."""
         if reason not in self.reason and len(self.reason) < _LONGEST_REASON:
+            reason = f"eager for {call}: {reason}" if call else reason
             log.info("compile.note region=%s reason=%s", self.name, reason)
             self.reason = "; ".join(filter(None, (self.reason, reason)))
 
