@@ -118,10 +118,12 @@ def test_code_that_was_not_compared_is_published_after_a_minute(many):
     assert path not in compiler.withheld
 
 
-def test_code_that_was_not_compared_is_published_at_the_end(many):
-    _, compiler = many
+def test_code_of_which_there_was_no_call_is_published_at_the_end(many):
+    blocks, compiler = many
     compiler.is_ending = True
     assert not compiler.withheld
+    answer_all(blocks[:5])
+    assert compiler.withheld
 
 
 class Memory:

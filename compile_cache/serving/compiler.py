@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# Code that was not compared on all instances is published after so long, or at the end, if nothing contradicts it. The
-# next boot compares it first.
+# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
+# compares it first.
 _UNPROVED_S = 60.0
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
@@ -246,12 +246,13 @@ class Compiler:
 
     @property
     def withheld(self) -> set[str]:
-        """The files that must not be published: code that failed; and until the end of the process, code of the second
-        process that arrived less than a minute ago and was not compared on all instances."""
+        """The files that must not be published: code that failed; and code of the second process that arrived less than
+        a minute ago and was not compared on all instances, unless the process ends before any call of its kind."""
         regions = list(self.regions.values())
         arrived = dict(self._orders.arrived_s) if self._orders else {}
-        now_s = math.inf if self.is_ending else time.monotonic()
-        young = {path for path, arrived_s in arrived.items() if now_s < arrived_s + _UNPROVED_S}
+        young = {path for path, arrived_s in arrived.items() if time.monotonic() < arrived_s + _UNPROVED_S}
+        if self.is_ending:
+            young &= set[str]().union(*(region.met for region in regions))
         unproved = young.difference(*(region.proved for region in regions))
         return unproved.union(*(region.withheld for region in regions))
 

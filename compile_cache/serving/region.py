@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-_GROWS = "it makes a tensor that it keeps larger, so no code fits the next call. Give it a cache of fixed size"
+_GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 _TOO_MANY = "eager for the kinds of calls that were used least: more are not kept"
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
@@ -80,6 +80,11 @@ class Region:
     def proved(self) -> set[str]:
         """The paths of the functions that were compared on every instance that called them."""
         return {case.code.path for case in self.kinds if case.code and case.has_passed}
+
+    @property
+    def met(self) -> set[str]:
+        """The paths of the functions that would fit a call that was made since they arrived."""
+        return {case.code.path for case in self.kinds if case.code and case.called}
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
