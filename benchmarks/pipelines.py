@@ -161,7 +161,8 @@ def clip_config(sizes: dict[str, Any], activation: str) -> CLIPTextConfig:
     )
 
 
-def _clip(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+def clip_sizes(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    """Of one tower of CLIP."""
     return {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -173,7 +174,7 @@ def _clip(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
 
 _VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
 _TINY_VAE = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "sample_size": 64}
-_CLIP, _TINY_CLIP = _clip(768, 3072, 12, 12), _clip(32, 64, 2, 2)
+_CLIP, _TINY_CLIP = clip_sizes(768, 3072, 12, 12), clip_sizes(32, 64, 2, 2)
 # As published in huggingface.co, file by file: black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-xl-base-1.0,
 # Tongyi-MAI/Z-Image-Turbo. z-image's blocks and text encoder are always few.
 SHAPES = {
@@ -196,7 +197,7 @@ SHAPES = {
             "addition_time_embed_dim": 256,
             "projection_class_embeddings_input_dim": 2816,
         },
-        encoder=_clip(1280, 5120, 32, 20),
+        encoder=clip_sizes(1280, 5120, 32, 20),
         vae=_VAE,
         clip=_CLIP,
         few=({"transformer_layers_per_block": (1, 1, 1)}, {"num_hidden_layers": 2}),
@@ -268,9 +269,11 @@ SHAPES = {
 }
 
 
-def build_pipeline(shape: Shape, tokenizers: Path, device: torch.device) -> DiffusionPipeline:
-    """All parts with the random weights that their classes begin with, made on `device` in bf16."""
-    with _random_weights(device):
+def build_pipeline(
+    shape: Shape, tokenizers: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> DiffusionPipeline:
+    """All parts with the random weights that their classes begin with, made on `device`."""
+    with random_weights(device, dtype):
         pipeline = shape.build(shape, tokenizers)
     for network in networks(pipeline).values():
         network.eval()
@@ -278,9 +281,10 @@ def build_pipeline(shape: Shape, tokenizers: Path, device: torch.device) -> Diff
 
 
 @contextlib.contextmanager
-def _random_weights(device: torch.device) -> Iterator[None]:
+def random_weights(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """In it, modules are made on `device`, the same each time."""
     torch.manual_seed(_SEED)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with device:
             yield

@@ -3,14 +3,18 @@
     git clone https://github.com/lucataco/cog-SigLip checkouts/lucataco/cog-SigLip
     python benchmarks/real_predictors.py --checkouts checkouts --work /tmp/real --only siglip --out real.jsonl
     python benchmarks/real_predictors.py --out real.jsonl
+    python benchmarks/real_predictors.py --full --checkouts checkouts --work /tmp/full --only z-image --out full.jsonl
 
 A predictor's files are read from its checkout at the commit that tiny_predictors.py names. They are changed so that
 they run on a CPU. `patches` has what an adopter changes. All boots use one cache directory, empty at first. The
-patched boots share a store, and the first one waits until all is compiled and published. The last command prints the
+patched boots share a store, and the first one waits until all is compiled and published. The second command prints the
 table of all lines in `real.jsonl`.
 
+--full needs a GPU. It serves the predictors of full_predictors.py, with two patched boots, and reports the seconds of
+their requests.
+
 Exits with 1 if an answer differs from the untouched predictor's, if a boot is READY late, if a request waits for a
-compiler, if the third boot makes anything, or if patches are long.
+compiler, if the last boot makes anything, or if patches are long.
 """
 
 from __future__ import annotations
@@ -20,14 +24,17 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,11 +51,11 @@ PATCHES = ROOT / "benchmarks/patches"
 STUBS = ROOT / "benchmarks/stubs"
 BOOTS = ("untouched", "first", "second", "third")
 _READY_S = 200.0
-_COMPILED_S = 420.0
 _EXIT_S = 15.0
 _PAUSE_S = 0.5
 _COMPILING_PAUSE_S = 4.0  # what predictions leave to the second process, which has the lowest priority
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
+_STEADY = 2  # the last of them, which are timed
 _MADE = re.compile(r'background\.done .*reason=([^"\n]*)')
 _LATE, _LATE_S = 1.1, 2.0
 _MOST_LINES = 12
@@ -59,7 +66,7 @@ class Boot:
     """One boot. `regions` are those of its last report: name, step and reason. `served` has the steps of its last
     predictions. `made` and `failed` count the jobs of the second process by whether they made code. `waited` counts
     predictions that compiled or waited for it. `error` is the largest. `import_s` of `ready_s` imported the
-    predictor's file, with torch."""
+    predictor's file, with torch. `rounds` are the seconds of each request, as often as all were asked."""
 
     ready_s: float
     import_s: float = 0.0
@@ -73,11 +80,18 @@ class Boot:
     is_settled: bool = True
     error: float = 0.0
     warnings: tuple[str, ...] = ()
+    rounds: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def steady(self) -> list[float]:
+        """The seconds of each request in the end."""
+        return [median(seconds) for seconds in zip(*self.rounds[-_STEADY:], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All boots of a predictor. `added` and `removed` count the patch's lines but for changes of white space."""
+    """All boots of a predictor. `added` and `removed` count the patch's lines but for changes of white space. `steps`
+    are those of each request."""
 
     name: str
     kind: str
@@ -86,6 +100,7 @@ class Result:
     removed: int
     tolerance: float
     boots: dict[str, Boot]
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, line: str) -> Result:
@@ -120,16 +135,26 @@ def apart(found: Any, right: Any) -> float:
     return float(numpy.linalg.norm(found - right) / numpy.linalg.norm(right))
 
 
-def write_predictor(name: str, checkouts: Path, work: Path) -> tuple[int, int]:
+def predictors(is_full: bool) -> Mapping[str, Any]:
+    """The table of them. Imports torch."""
+    if is_full:
+        from full_predictors import PREDICTORS as FULL
+
+        return FULL
+    from tiny_predictors import PREDICTORS
+
+    return PREDICTORS
+
+
+def write_predictor(name: str, checkouts: Path, work: Path, is_full: bool) -> tuple[int, int]:
     """Write the untouched and the patched predictor, with their weights; the patch's lines, added and removed.
 
     Raises:
         CalledProcessError: the checkout lacks the commit, or the patch does not fit.
     """
     import torch
-    from tiny_predictors import PREDICTORS
 
-    public = PREDICTORS[name]
+    public = predictors(is_full)[name]
     plain, patched, original, changed = (work / part for part in ("untouched", "patched", "original", "changed"))
     for folder in (plain, original):
         folder.mkdir()
@@ -143,11 +168,12 @@ def write_predictor(name: str, checkouts: Path, work: Path) -> tuple[int, int]:
         shutil.copy(STUBS / stub, plain / stub)
     torch.manual_seed(0)
     public.build(plain)
-    shutil.copytree(plain, patched)
+    shutil.copytree(plain, patched, copy_function=os.link)
     shutil.copytree(original, changed)
     subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / f"{name}.patch")], cwd=changed, check=True)
     for file in public.files:
         prefix = "import observed\n" if file == "predict.py" else ""
+        (patched / file).unlink()
         (patched / file).write_text(prefix + public.text((changed / file).read_text()))
     return count_lines(original, changed)
 
@@ -159,15 +185,12 @@ def count_lines(before: Path, after: Path) -> tuple[int, int]:
     return sum(int(line.split()[0]) for line in told), sum(int(line.split()[1]) for line in told)
 
 
-def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
+def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], answers: list[Any], args: Any) -> Boot:
     """Boot a predictor in Cog's server and ask it. The untouched one's answers go into `answers`.
 
     Raises:
         RuntimeError: it is not READY, or a prediction fails.
     """
-    from tiny_predictors import PREDICTORS
-
-    requests = PREDICTORS[name].requests
     is_plain = kind == "untouched"
     shutil.rmtree(work / "directory", ignore_errors=True)
     log = new_log(work, kind)
@@ -184,17 +207,21 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
         ready_s = time.monotonic() - began
         at_ready = [] if is_plain else json.loads(Path(f"{log}.json").read_text())["regions"]
         skipped = len(metrics.read_text().splitlines())
-        error, left, compiled_s = 0.0, _ROUNDS, 0.0
-        found = list[dict[str, Any]]()
-        while left and time.monotonic() < began + _COMPILED_S:
+        error, left, compiled_s = 0.0, args.rounds, 0.0
+        found, rounds = list[dict[str, Any]](), list[tuple[float, ...]]()
+        while left and time.monotonic() < began + args.limit_s:
+            seconds = ()
             for number, inputs in enumerate(requests):
+                asked = time.monotonic()
                 answer = server.predict(**inputs)
+                seconds += (time.monotonic() - asked,)
                 if answer["status"] != "succeeded":
                     raise RuntimeError(f"{name}, {kind}: {answer.get('error')}; see {log}")
                 output = numbers(answer["output"])
                 if len(answers) == number:
                     answers.append(output)
                 error = max(error, apart(output, answers[number]))
+            rounds.append(seconds)
             found = [json.loads(line) for line in metrics.read_text().splitlines()[skipped:]]
             is_idle = all(one["compile_cache.compiling"] == 0 for one in found[-len(requests) :])
             compiled_s = compiled_s if is_idle else time.monotonic() - began - ready_s
@@ -205,7 +232,7 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
         server.stop(signal.SIGTERM)
         processes.wait_gone(str(log), _EXIT_S)
     if is_plain:
-        return Boot(ready_s, import_seconds(log), error=error)
+        return Boot(ready_s, import_seconds(log), error=error, rounds=tuple(rounds))
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
     report = json.loads(Path(f"{log}.json").read_text())
@@ -225,6 +252,7 @@ def boot(name: str, kind: str, work: Path, answers: list[Any]) -> Boot:
         not left,
         error,
         tuple(report["warnings"]),
+        tuple(rounds),
     )
 
 
@@ -244,9 +272,9 @@ def check(results: Sequence[Result]) -> dict[str, bool]:
     """What must hold. A patch changes no import but the library's, so imports of different length are left out."""
     claims = dict[str, bool]()
     for result in results:
-        plain, *patched = (result.boots[kind] for kind in BOOTS)
+        plain, *patched = result.boots.values()
         limit_s = _LATE * plain.ready_s + _LATE_S - plain.import_s
-        name, (first, _, third) = result.name, patched
+        name, first, last = result.name, patched[0], patched[-1]
         claims |= {
             f"{name}: answers are the untouched predictor's to {result.tolerance:g}": all(
                 found.error <= result.tolerance for found in patched
@@ -255,7 +283,7 @@ def check(results: Sequence[Result]) -> dict[str, bool]:
             f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what CACHED took": all(
                 found.ready_s - found.import_s <= limit_s + found.cached_s for found in patched
             ),
-            f"{name}: the third boot makes nothing": not third.made and third.failed <= first.failed,
+            f"{name}: the last boot makes nothing": not last.made and last.failed <= first.failed,
             f"{name}: all was compiled in time": all(found.is_settled for found in patched),
         }
     lines = median(result.added + result.removed for result in results)
@@ -278,6 +306,19 @@ def row(result: Result) -> list[str]:
     return [result.kind, result.repository, lines, *seconds, whole, "<br>".join(steps), made, f"{error:.0e}"]
 
 
+def timed_rows(result: Result) -> list[list[str]]:
+    """A line for each boot of the table with --full. A step is the difference of two requests."""
+    rows = []
+    for kind, found in result.boots.items():
+        first, steady, steps = found.rounds[0], found.steady, result.steps
+        step = f"{1e3 * (steady[1] - steady[0]) / (steps[1] - steps[0]):.1f}" if len(steps) > 1 else ""
+        ready = (f"{found.ready_s:.2f}", f"{found.ready_s - found.import_s:.2f}")
+        seconds = (" / ".join(f"{one:.2f}" for one in each) for each in (first, steady))
+        made = f"{found.made}/{found.failed}"
+        rows.append([result.name, kind, *ready, *seconds, step, f"{found.error:.0e}", "<br>".join(found.served), made])
+    return rows
+
+
 def main() -> None:
     """Boot the predictors, or print the table of what was booted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -285,30 +326,36 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="new folder for predictors, weights, stores and logs")
     parser.add_argument("--only", action="append", help="these predictors alone")
     parser.add_argument("--out", type=Path, required=True, help="file of results, a line each")
+    parser.add_argument("--full", action="store_true", help="full-size weights, on a GPU")
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="how often to ask after all is compiled")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds of a boot in which all is to be compiled")
     args = parser.parse_args()
     if args.checkouts is not None:
         serve(args)
     last = {result.name: result for result in map(Result.from_json, args.out.read_text().splitlines())}
     results = [result for name, result in last.items() if not args.only or name in args.only]
-    header = ("kind", "predictor", "lines", "setup, s", "first", "second", "third", "READY, s")
-    print(f"\n{markdown((*header, 'served by', 'made/failed', 'error'), map(row, results))}\n")
+    if args.full:
+        header = ("predictor", "boot", "READY, s", "but imports", "first requests, s", "last", "step, ms")
+        rows = [line for result in results for line in timed_rows(result)]
+        print(f"\n{markdown((*header, 'error', 'served by', 'made/failed'), rows)}\n")
+    else:
+        header = ("kind", "predictor", "lines", "setup, s", "first", "second", "third", "READY, s")
+        print(f"\n{markdown((*header, 'served by', 'made/failed', 'error'), map(row, results))}\n")
     conclude(check(results))
 
 
 def serve(args: Any) -> None:
     """Boot each predictor, and add its result to the file."""
-    from tiny_predictors import PREDICTORS
-
-    folder = prepare(args.work)
-    for name in args.only or PREDICTORS:
-        work, answers, boots = folder / name, list[Any](), dict[str, Boot]()
+    table, folder = predictors(args.full), prepare(args.work)
+    for name in args.only or table:
+        public, work, answers, boots = table[name], folder / name, list[Any](), dict[str, Boot]()
         work.mkdir()
-        lines = write_predictor(name, args.checkouts.resolve(), work)
-        for kind in BOOTS:
-            boots[kind] = boot(name, kind, work, answers)
+        with ProcessPoolExecutor(1, get_context("spawn")) as builder:  # it leaves the GPU's memory
+            lines = builder.submit(write_predictor, name, args.checkouts.resolve(), work, args.full).result()
+        for kind in BOOTS[:3] if args.full else BOOTS:
+            boots[kind] = boot(name, kind, work, public.requests, answers, args)
             print(name, kind, boots[kind], flush=True)
-        public = PREDICTORS[name]
-        result = Result(name, public.kind, public.repository, *lines, public.tolerance, boots)
+        result = Result(name, public.kind, public.repository, *lines, public.tolerance, boots, public.steps)
         with args.out.open("a") as out:
             out.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
 

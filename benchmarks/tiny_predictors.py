@@ -87,8 +87,8 @@ _VISION: dict[str, Any] = {**_SMALL, "image_size": 32, "patch_size": 8}
 class Public:
     """A public predictor.
 
-    `build` writes its weights into the folder in which it is served. `replace` changes its files, `stubs` are modules
-    of benchmarks/stubs. `requests` are the inputs of its predictions. `tolerance` is the largest
+    `build` writes its weights into the folder in which it is served. `on_cpu` and `replace` change its files, `stubs`
+    are modules of benchmarks/stubs. `requests` are the inputs of its predictions. `tolerance` is the largest
     ‖found − untouched‖ / ‖untouched‖ of an answer's numbers: pixels, or text that is one.
     """
 
@@ -102,12 +102,18 @@ class Public:
     replace: Mapping[str, str] = field(default_factory=dict)
     stubs: tuple[str, ...] = ()
     tolerance: float = 1e-2
+    on_cpu: Mapping[str, str] = field(default_factory=_CPU.copy)
 
     def text(self, source: str) -> str:
         """A file of it as it is served."""
-        for old, new in {**_CPU, **self.replace}.items():
+        for old, new in {**self.on_cpu, **self.replace}.items():
             source = source.replace(old, new)
         return source
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The denoising steps of each request; 0 if it does not say."""
+        return tuple(inputs.get("num_inference_steps", inputs.get("steps", 0)) for inputs in self.requests)
 
 
 def picture(width: int, height: int) -> str:
@@ -251,11 +257,11 @@ def build_flux_controlnet(folder: Path) -> None:
     pipeline = build_flux(Shape(build_flux, _FLUX, t5, tiny.vae, _SMALL), TOKENIZERS)
     pipeline.save_pretrained(folder / "FLUX.1-dev")
     network = FluxControlNetModel(in_channels=64, num_mode=7, **_FLUX)
-    _fill(network)
+    fill(network)
     network.save_pretrained(folder / "FLUX.1-dev-ControlNet-Union-Pro")
 
 
-def _fill(network: nn.Module) -> None:
+def fill(network: nn.Module) -> None:
     """Make parameters random that are zero."""
     for parameter in network.parameters():
         if not parameter.any():
@@ -308,21 +314,20 @@ def build_hunyuan_video(folder: Path) -> None:
     ).save_pretrained(folder / "checkpoints")
 
 
-def build_whisper(folder: Path) -> None:
-    """Bytes, and the tokens that Whisper has beside words."""
+def build_whisper(folder: Path, words: int = 0, **sizes: Any) -> None:
+    """Bytes, so many words, and the tokens that Whisper has beside words. `sizes` are those that are not tiny."""
     special = ["<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
     special += ["<|nospeech|>", "<|notimestamps|>", *(f"<|{number / 50:.2f}|>" for number in range(1501))]
-    letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    vocabulary = {name: number for number, name in enumerate([*letters, "<|endoftext|>", *special])}
+    texts = [*pre_tokenizers.ByteLevel.alphabet(), *(f"w{word}" for word in range(words)), "<|endoftext|>"]
+    vocabulary = {name: number for number, name in enumerate([*texts, *special])}
     tokenizer = WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": special[:8]})
     end, start = vocabulary["<|endoftext|>"], vocabulary["<|startoftranscript|>"]
     special_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
     towers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     widths = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 80}
-    model = WhisperForConditionalGeneration(
-        WhisperConfig(vocab_size=len(vocabulary), **widths, **towers, **special_ids)
-    )
+    config = WhisperConfig(**{**widths, **towers, **sizes}, vocab_size=len(vocabulary), **special_ids)
+    model = WhisperForConditionalGeneration(config)
     model.generation_config = GenerationConfig(
         is_multilingual=False,
         no_timestamps_token_id=vocabulary["<|notimestamps|>"],
@@ -331,7 +336,8 @@ def build_whisper(folder: Path) -> None:
         **special_ids,
     )
     model.save_pretrained(folder / "openai/whisper-large-v3")
-    WhisperProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(folder / "openai/whisper-large-v3")
+    sounds = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+    WhisperProcessor(sounds, tokenizer).save_pretrained(folder / "openai/whisper-large-v3")
 
 
 def build_lora(folder: Path) -> None:
