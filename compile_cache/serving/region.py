@@ -23,7 +23,6 @@ from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
-    CallSpec,
     call_region,
     reachable_sizes,
     serve_by,
@@ -73,8 +72,9 @@ class Region:
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
-        # The kinds of calls, without sizes, that made a tensor larger which they keep.
-        self._growing: set[CallSpec] = set()
+        # The first tensor's size of calls that made a tensor larger which they keep. Each such call has another kind,
+        # so it is not even described.
+        self._growing: set[tuple[torch.Size, ...]] = set()
 
     @property
     def proved(self) -> set[str]:
@@ -95,10 +95,13 @@ class Region:
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_plain_strides(args, kwargs)
         serving = self._serving[module]
-        for sizes in (top_sizes(args, kwargs), None):
-            for case in serving.get(sizes, ()):
+        sizes = top_sizes(args, kwargs)
+        for key in (sizes, None):
+            for case in serving.get(key, ()):
                 if (code := case.code) is not None and _fits(code, module, args, kwargs):
                     return self._serve(case, code, module, args, kwargs)
+        if sizes[:1] in self._growing:
+            return self._serve_eager(module, args, kwargs)
         return self._route(module, args, kwargs)
 
     def _route(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -183,9 +186,6 @@ class Region:
             count_precompiled("loaded")
             self.report.loaded += 1
             return self._route(module, args, kwargs)
-        if case.spec.without_sizes in self._growing:
-            self._give_up(case, _GROWS)
-            return self._serve_eager(module, args, kwargs)
         policy = compiler.policy()
         if policy == "block":
             answer = self._compare(case, module, args, kwargs, self._made)
@@ -225,7 +225,7 @@ class Region:
                 return self._serve_eager(module, args, kwargs)
             answer = self._reference(case, comparison)
             if make is not None and _grows(sizes, module, args, kwargs):
-                self._note_growing(case)
+                self._note_growing(case, args, kwargs)
             elif make is not None:
                 self._make(case, make, comparison.pristine)
             code = case.code
@@ -362,7 +362,7 @@ class Region:
             case.state, case.ordered_by = State.NEW, None
             raise
         if _grows(sizes, module, args, kwargs):
-            self._note_growing(case)
+            self._note_growing(case, args, kwargs)
             return answer
         receive = functools.partial(self._receive, case)
         ordered = attempt(orders.order, f"{self.report.name} {case.spec}", call, case.dynamic, receive)
@@ -471,9 +471,9 @@ class Region:
         self._give_up(case, reason)
         self._compiler.moment.note(case, functools.partial(self._stop, case))  # tells predictors with recorded calls
 
-    def _note_growing(self, case: Case) -> None:
+    def _note_growing(self, case: Case, args: Any, kwargs: Any) -> None:
         """Give up calls that make a cache larger, and those like them."""
-        self._growing.add(case.spec.without_sizes)
+        self._growing.add(top_sizes(args, kwargs)[:1])
         self._give_up(case, _GROWS)
 
     def _give_up(self, case: Case, reason: str) -> None:
