@@ -6,6 +6,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from compile_cache.serving.comparison import Comparison, compare
@@ -42,3 +44,20 @@ def test_keys_of_other_types_and_attributes_of_an_empty_dictionary_are_differenc
     one.version, other.version = 1, 2  # type: ignore[attr-defined]
     assert not compare(({1: "a"},), ({True: "a"},)).passed
     assert not compare((one,), (other,)).passed
+
+
+class Scale(ModelMixin, ConfigMixin):
+    """Its configuration is a dictionary whose copy has its attributes in another order."""
+
+    @register_to_config
+    def __init__(self, by: float = 2.0, name: str = "scale") -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.by
+
+
+def test_a_model_of_diffusers_is_equal_to_itself():
+    comparison = Comparison(Scale(), (torch.ones(2),), {})
+    comparison.eager()
+    assert comparison.check(lambda module, args, kwargs: module.forward(*args)).passed

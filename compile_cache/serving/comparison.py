@@ -158,7 +158,7 @@ class _Keys(tuple[Any, ...]):
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """An object's items, attributes and slots, with their keys and names, in order; None if it has none of these."""
+    """An object's items, attributes and slots, with their keys and names; None if it has none of these."""
     parts: list[Any] | None = None
     if isinstance(value, dict):
         parts = [_Keys((*value, *map(type, value))), *value.values()]
@@ -166,7 +166,8 @@ def _parts(value: Any) -> list[Any] | None:
         parts = list(value)
     attributes = _attributes(value)
     if attributes is not None:  # a dictionary too, but a module's has its compiled call, which its shadow has not
-        attributes = {name: part for name, part in attributes.items() if name != COMPILED_CALL}
+        # Their order means nothing, and a copy may have another one.
+        attributes = {name: part for name, part in sorted(attributes.items()) if name != COMPILED_CALL}
         parts = [*(parts or ()), *(_parts(attributes) or ())]
     names = [name for name in _slots(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
