@@ -7,13 +7,14 @@ import os
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Iterator, List, Optional
 
-from cog import BaseRunner, ConcatenateIterator, Input, Path, streaming
+from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.image.settings import ImageSettings, choose_size
+from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
 from models.text.settings import TextSettings
 from warmup import warm_up
 
@@ -38,6 +39,7 @@ class Predictor(BaseRunner):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
+                from models.image.lora_files import LoraFiles
                 from models.image.pipeline import DiffusionModel, PictureFiles, import_pipeline
 
                 import_pipeline(model, revision)
@@ -45,8 +47,10 @@ class Predictor(BaseRunner):
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes)
             self.boot.compile(self.model.denoiser)
-            warm_up(self.boot, self.model, self.model.warm_up_inputs(settings.warm_up_sizes))
+            sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
+            warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
+        self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes)
 
     def run(
         self,
@@ -57,8 +61,22 @@ class Predictor(BaseRunner):
             default=None,
             choices=["1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21"],
         ),
+        megapixels: Optional[str] = Input(
+            description="1: the model's own resolution; 0.25: a quarter of its pixels; match_input: as the image's",
+            default=None,
+            choices=["1", "0.25", "match_input"],
+        ),
         width: Optional[int] = Input(description="Width in pixels, with height", default=None, ge=1),
         height: Optional[int] = Input(description="Height in pixels, with width", default=None, ge=1),
+        image: Optional[Path] = Input(
+            description="A picture to start from; its shape decides the size, whatever else is asked for", default=None
+        ),
+        mask: Optional[Path] = Input(
+            description="A picture that is white where the image may change, and black where it stays", default=None
+        ),
+        prompt_strength: float = Input(
+            description="How much of the image the prompt may change: 1 keeps nothing of it", default=0.8, ge=0, le=1
+        ),
         num_outputs: int = Input(description="How many pictures, with seeds counting up", default=1, ge=1, le=8),
         num_inference_steps: Optional[int] = Input(
             description="Denoising steps; the model's own number if not given", default=None, ge=1, le=200
@@ -69,6 +87,18 @@ class Predictor(BaseRunner):
             ge=0,
             le=50,
         ),
+        lora_weights: Optional[str] = Input(
+            description="A LoRA: org/name of Hugging Face, or the https address of a .safetensors file", default=None
+        ),
+        lora_scale: float = Input(description="How strongly to apply the LoRA", default=1.0, ge=-1, le=3),
+        extra_lora: Optional[str] = Input(description="A second LoRA, named like the first", default=None),
+        extra_lora_scale: float = Input(description="How strongly to apply the second LoRA", default=1.0, ge=-1, le=3),
+        hf_api_token: Optional[Secret] = Input(
+            description="Hugging Face token, for a LoRA that needs it", default=None
+        ),
+        civitai_api_token: Optional[Secret] = Input(
+            description="Civitai token, for a LoRA that needs it", default=None
+        ),
         seed: Optional[int] = Input(
             description="The same seed draws the same picture; random if not given", default=None, ge=0, le=4294967295
         ),
@@ -76,16 +106,25 @@ class Predictor(BaseRunner):
         output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        from models.image.pipeline import ImageInputs
+        from models.image.lora import Lora
+        from models.image.pipeline import ImageInputs, open_picture
 
         seed = random.getrandbits(32) if seed is None else seed
-        size = choose_size(self.model.sizes, aspect_ratio, width, height)
-        first = ImageInputs(prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale)
+        start, masked = (open_picture(str(path)) if path else None for path in (image, mask))
+        sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
+        size = nearest_size(sizes, *start.size) if start else choose_size(sizes, aspect_ratio, width, height)
+        first = ImageInputs(
+            prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale, start, masked, prompt_strength
+        )
+        tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
+        asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
+        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in asked if name]
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
+            self.model.loras.use(loras)
             pictures = (self.model.run(replace(first, seed=seed + number)) for number in range(num_outputs))
             paths = self.files.save(pictures, output_format, output_quality)
-        for name, value in {"seed": seed, **prediction.metrics()}.items():
+        for name, value in {"seed": seed, "image_output_count": num_outputs, **prediction.metrics()}.items():
             self.record_metric(name, value)
         return [Path(path) for path in paths]
 
@@ -171,7 +210,7 @@ class TextPredictor(BaseRunner):
             prediction.count_from_now()
             answer = self.model.answer(inputs)
             yield from answer
-        counts = {"input_token_count": answer.prompt_tokens, "output_token_count": answer.new_tokens}
+        counts = {"token_input_count": answer.prompt_tokens, "token_output_count": answer.new_tokens}
         for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)
 

@@ -67,7 +67,7 @@ def add(server: CogServer, folder: Path) -> Prediction:
     (folder / "sums.txt").write_text("\n".join(lines) + "\n")
     right = sum(found == answer(a, b) for (a, b), found in zip(SUMS, answers, strict=True))
     metrics = [prediction["metrics"] for prediction in predictions]
-    tokens = sum(entry["output_token_count"] for entry in metrics)
+    tokens = sum(entry["token_output_count"] for entry in metrics)
     seconds = sum(entry["predict_time"] for entry in metrics) / tokens
     shown = f"{right} of {len(SUMS)} unseen sums right, such as {lines[0]}"
     return Prediction(

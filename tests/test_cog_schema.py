@@ -21,6 +21,8 @@ TYPES = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
     "float": {"type": "number"},
+    "Path": {"type": "string", "format": "uri"},
+    "Secret": {"type": "string", "format": "password", "writeOnly": True, "x-cog-secret": True},
     "List[str]": {"type": "array", "items": {"type": "string"}},
 }
 # What Cog calls the arguments of an Input.

@@ -6,16 +6,26 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy
 import pytest
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeline
 from diffusers.utils import BaseOutput
 from PIL import Image
 
-from models.image.pipeline import DiffusionModel, ImageInputs, PictureFiles, check_pipeline, ignored_inputs
+from models.image.pipeline import (
+    DiffusionModel,
+    ImageInputs,
+    PictureFiles,
+    check_pipeline,
+    find_picture_pipeline,
+    ignored_inputs,
+    open_picture,
+)
 from models.image.settings import Size
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
@@ -52,6 +62,74 @@ def test_a_loaded_pipeline_that_needs_a_picture_is_refused(parts):
     """A pipeline of the repository's own code is known only once it is loaded."""
     with pytest.raises(ValueError, match=r"FluxImg2ImgPipeline .*strength"):
         DiffusionModel(diffusers.FluxImg2ImgPipeline(**parts), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("FluxPipeline", "image", "FluxImg2ImgPipeline"),
+        ("FluxPipeline", "mask", "FluxInpaintPipeline"),
+        ("StableDiffusionXLPipeline", "image", "StableDiffusionXLImg2ImgPipeline"),
+        ("StableDiffusion3Pipeline", "mask", "StableDiffusion3InpaintPipeline"),
+        ("FluxKontextPipeline", "image", "FluxKontextPipeline"),
+    ],
+)
+def test_the_pipeline_that_starts_from_a_picture_has_the_name_that_diffusers_gives_it(name, given, found):
+    assert find_picture_pipeline(getattr(diffusers, name), given) is getattr(diffusers, found)
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.effect_noise((width, height), 80)
+
+
+def drawn(model: DiffusionModel, **changed: Any) -> numpy.ndarray[Any, Any]:
+    picture = model.run(replace(PICTURE, num_inference_steps=4, shows_progress=False, **changed))
+    assert picture.size == (64, 64)
+    return numpy.asarray(picture, dtype=float)
+
+
+def test_a_picture_to_start_from_is_kept_the_more_the_smaller_the_strength(parts):
+    model, start = DiffusionModel(FluxPipeline(**parts), SIZES), noise(200, 120)
+    little, half, all_of_it = (drawn(model, image=start, strength=strength) for strength in (0.25, 0.5, 1.0))
+    assert abs(little - half).mean() < abs(little - all_of_it).mean()
+    assert abs(little - half).mean() > 1
+
+
+def test_a_mask_keeps_what_is_black(parts):
+    model, start = DiffusionModel(FluxPipeline(**parts), SIZES), noise(64, 64)
+    kept = drawn(model, image=start, mask=Image.new("L", (64, 64), 0), strength=1.0)
+    new = drawn(model, image=start, mask=Image.new("L", (64, 64), 255), strength=1.0)
+    original = numpy.asarray(start.convert("RGB"), dtype=float)
+    assert abs(kept - original).mean() < abs(new - original).mean()
+
+
+def test_pipelines_for_pictures_share_every_part(parts):
+    pipeline = FluxPipeline(**parts)
+    model = DiffusionModel(pipeline, SIZES)
+    drawn(model, image=noise(64, 64), strength=0.5)
+    (other,) = model._of_pictures.values()
+    assert all(other.components[name] is part for name, part in pipeline.components.items())
+
+
+def test_a_mask_without_an_image_is_refused(parts):
+    with pytest.raises(ValueError, match="a mask needs an image"):
+        DiffusionModel(FluxPipeline(**parts), SIZES).run(replace(PICTURE, mask=noise(64, 64)))
+
+
+class WithoutPictures(FluxPipeline):
+    """A pipeline that diffusers knows no relatives of."""
+
+
+def test_a_pipeline_without_a_relative_for_pictures_says_so(parts):
+    model = DiffusionModel(WithoutPictures(**parts), SIZES)
+    with pytest.raises(ValueError, match="no pipeline that takes image and has the parts of WithoutPictures"):
+        model.run(replace(PICTURE, image=noise(64, 64)))
+
+
+def test_what_is_no_picture_is_refused(tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(ValueError, match="no picture that Pillow can read"):
+        open_picture(str(tmp_path / "text.png"))
 
 
 def test_a_pipeline_without_prompts_is_refused():

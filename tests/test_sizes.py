@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.image.settings import ASPECT_RATIOS, DEMO_MODEL, ImageSettings, Size, choose_size, native_sizes, parse_sizes
+from models.image.settings import (
+    ASPECT_RATIOS,
+    DEMO_MODEL,
+    ImageSettings,
+    Size,
+    choose_size,
+    native_sizes,
+    nearest_size,
+    offered_sizes,
+    parse_sizes,
+    sizes_of,
+)
 
 SIZES = (Size(1024, 1024), Size(1344, 768), Size(768, 1344))
 
@@ -98,3 +109,39 @@ def test_variables_set_the_model_and_its_sizes():
 def test_a_warm_up_size_that_is_no_image_size_is_refused():
     with pytest.raises(ValueError, match=r"WARM_UP_SIZES has 32x32, which is not in IMAGE_SIZES: 64x64, 96x64"):
         ImageSettings.from_env({"IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "64x64,32x32"})
+
+
+@pytest.mark.parametrize(
+    ("picture", "expected"),
+    [((80, 80), "64x64"), ((640, 660), "128x128"), ((300, 100), "96x64"), ((90, 200), "64x96")],
+)
+def test_a_picture_is_drawn_in_the_size_of_its_shape_and_then_of_its_pixels(picture, expected):
+    sizes = parse_sizes("IMAGE_SIZES", "64x64,128x128,96x64,64x96")
+    assert str(nearest_size(sizes, *picture)) == expected
+
+
+def test_all_sizes_may_be_warmed_up_and_loras_have_a_folder_and_a_limit():
+    settings = ImageSettings.from_env({"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5"})
+    assert (settings.warm_up_sizes, settings.warms_up_all) == ((), True)
+    assert (settings.lora_folder, settings.lora_bytes) == ("/loras", 500_000_000)
+    assert ImageSettings.from_env({"LORA_GB": ""}).lora_bytes == 20_000_000_000
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "many", "1e3"])
+def test_a_limit_that_is_no_number_of_gigabytes_is_named(wrong):
+    with pytest.raises(ValueError, match="LORA_GB"):
+        ImageSettings.from_env({"LORA_GB": wrong})
+
+
+def test_a_quarter_of_the_pixels_is_offered_where_the_sides_stay_whole_steps():
+    offered = offered_sizes(1024)
+    assert len(offered) == 2 * len(ASPECT_RATIOS)
+    assert Size(1024, 1024) in sizes_of(offered, "1")
+    assert Size(512, 512) in sizes_of(offered, "0.25")
+    assert {*sizes_of(offered, "1"), *sizes_of(offered, "0.25")} == {*sizes_of(offered, "match_input")} == {*offered}
+    assert offered_sizes(64) == native_sizes(64)
+
+
+def test_megapixels_that_no_size_has_are_refused():
+    with pytest.raises(ValueError, match=r"megapixels 0\.25 is not available; this model draws 1024x1024"):
+        sizes_of(SIZES, "0.25")

@@ -184,7 +184,7 @@ def test_a_cancelled_answer_ends_early_and_leaves_nothing_behind(restored):
 
 def test_a_prediction_counts_its_tokens(restored):
     metrics = restored.first["metrics"]
-    assert (metrics["input_token_count"], metrics["output_token_count"]) == (7, 3)
+    assert (metrics["token_input_count"], metrics["token_output_count"]) == (7, 3)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("too long", "64 (CACHE_TOKENS)"), ("too much", "max_new_tokens is 100")])

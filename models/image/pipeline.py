@@ -1,6 +1,7 @@
-"""Text to image: any pipeline of diffusers that draws from a prompt alone, by folder or hub id.
+"""Text to image: any pipeline of diffusers that draws from a prompt alone, by folder or hub id. Where diffusers has
+pipelines for its components that start from a picture, these draw from a picture, or fill a masked part of it.
 
-A pipeline's signature and configuration decide whether it does, and which inputs it ignores. There is no list of
+A pipeline's signature and configuration decide what it takes, and which inputs it ignores. There is no list of
 pipelines.
 """
 
@@ -13,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
-from models.image.settings import Size, native_sizes
+from models.image.lora import Loras
+from models.image.settings import Size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 _WARM_UP_STEPS = 2
@@ -40,7 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default."""
+    """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default.
+
+    It starts from `image`, if given, and changes it by `strength`, 0 to 1; with a `mask`, only where that is white.
+    """
 
     prompt: str
     size: Size
@@ -48,6 +53,9 @@ class ImageInputs:
     negative_prompt: str | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    image: Image.Image | None = None
+    mask: Image.Image | None = None
+    strength: float | None = None
     shows_progress: bool = True
 
 
@@ -96,9 +104,12 @@ class DiffusionModel:
         self._pipeline = pipeline
         self._name = type(pipeline).__name__
         self._parameters = inspect.signature(pipeline.__call__).parameters
+        # Those that start from a picture, made when they are first asked for. They have the same components.
+        self._of_pictures: dict[str, Any] = {}
+        self.loras = Loras(pipeline)
         # The network that is called once a step: the one to compile.
         self.denoiser = find_denoiser(pipeline)
-        self.sizes = tuple(sizes) or native_sizes(self._native_resolution())
+        self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
         self._wrong_sizes: set[Size] = set()
         self._check_sizes()
         for ignored in ignored_inputs(pipeline, self.denoiser):
@@ -153,15 +164,17 @@ class DiffusionModel:
         It sets the thread-local state that it needs, because Cog calls it from changing threads.
 
         Raises:
-            ValueError: the pipeline takes no negative prompt, or does not draw pictures from a prompt alone.
+            ValueError: the pipeline takes no negative prompt or no picture, or does not draw from a prompt alone.
         """
+        pipeline = self._pipeline_for(inputs)
         if inputs.negative_prompt and not self.takes_negative_prompt:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
         # On the CPU, so that the same seed starts from the same noise on every device.
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
-        self._pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
+        pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
+        arguments = self._arguments(inputs, inspect.signature(pipeline.__call__).parameters)
         with torch.inference_mode():
-            result = self._call(generator=generator, output_type="pil", **self._arguments(inputs))
+            result = self._call(pipeline, generator=generator, output_type="pil", **arguments)
         if not hasattr(result, "images"):
             raise ValueError(
                 f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
@@ -170,11 +183,28 @@ class DiffusionModel:
         self._compare_sizes(inputs.size, Size(*picture.size))
         return picture
 
-    def _call(self, **arguments: Any) -> Any:
+    def _pipeline_for(self, inputs: ImageInputs) -> Any:
+        """The pipeline that starts from what the inputs have: a prompt, a picture, or a picture and a mask."""
+        if inputs.image is None:
+            if inputs.mask is not None:
+                raise ValueError("a mask needs an image to fill")
+            return self._pipeline
+        given = "image" if inputs.mask is None else "mask"
+        if given not in self._of_pictures:
+            kind = find_picture_pipeline(type(self._pipeline), given)
+            if kind is None:
+                raise ValueError(f"diffusers has no pipeline that takes {given} and has the parts of {self._name}")
+            # Not `from_pipe`, which casts all weights.
+            parts = {**self._pipeline.config, **self._pipeline.components}
+            names = inspect.signature(kind.__init__).parameters
+            self._of_pictures[given] = kind(**{name: parts[name] for name in names if name in parts})
+        return self._of_pictures[given]
+
+    def _call(self, pipeline: Any, **arguments: Any) -> Any:
         try:
-            return self._pipeline(**arguments)
+            return pipeline(**arguments)
         except (AttributeError, TypeError, ValueError) as error:
-            if "image" not in self._parameters:
+            if "image" not in self._parameters or "image" in arguments:
                 raise
             # Several pipelines of diffusers have an `image` that is optional in their signature alone.
             raise ValueError(f"{self._name} failed without an image; it may need one ({error})") from error
@@ -189,11 +219,14 @@ class DiffusionModel:
                 asked,
             )
 
-    def _arguments(self, inputs: ImageInputs) -> dict[str, Any]:
+    def _arguments(self, inputs: ImageInputs, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
         arguments = {
             "prompt": inputs.prompt,
             "width": inputs.size.width,
             "height": inputs.size.height,
+            "image": fit(inputs.image, inputs.size, "RGB"),
+            "mask_image": fit(inputs.mask, inputs.size, "L"),
+            "strength": inputs.strength if inputs.image is not None else None,
             "num_inference_steps": inputs.num_inference_steps,
             "guidance_scale": inputs.guidance_scale,
         }
@@ -201,10 +234,10 @@ class DiffusionModel:
             arguments["negative_prompt"] = inputs.negative_prompt
             # Where guidance_scale is an input of a distilled network, true_cfg_scale applies a negative prompt, if it
             # is above 1.
-            if "true_cfg_scale" in self._parameters:
+            if "true_cfg_scale" in parameters:
                 asked = arguments.pop("guidance_scale")
                 arguments["true_cfg_scale"] = self._default_guidance if asked is None else asked
-        return {name: value for name, value in arguments.items() if value is not None and name in self._parameters}
+        return {name: value for name, value in arguments.items() if value is not None and name in parameters}
 
     @property
     def _default_guidance(self) -> Any:
@@ -234,6 +267,26 @@ class DiffusionModel:
             )
 
 
+def open_picture(path: str) -> Image.Image:
+    """A picture, turned as its camera was held.
+
+    Raises:
+        ValueError: the file is no picture, or one of too many pixels.
+    """
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture.convert("RGB" if picture.mode != "L" else "L"))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an input is no picture that Pillow can read: {error}") from error
+
+
+def fit(picture: Image.Image | None, size: Size, mode: str) -> Image.Image | None:
+    """The middle of a picture, as large as possible, in this size."""
+    if picture is None:
+        return None
+    return ImageOps.fit(picture.convert(mode), (size.width, size.height), Image.Resampling.LANCZOS)
+
+
 def check_pipeline(pipeline: type[Any]) -> None:
     """Check that a class of pipelines draws from a prompt alone.
 
@@ -254,6 +307,17 @@ def check_pipeline(pipeline: type[Any]) -> None:
             f"{pipeline.__name__} needs more than a prompt ({', '.join(dict.fromkeys(missing))}): "
             "set MODEL to a text-to-image pipeline"
         )
+
+
+def find_picture_pipeline(pipeline: type[Any], given: str) -> Any:
+    """diffusers' pipeline that has the same parts and takes an `image`, or a `mask` too; None if there is none.
+
+    diffusers names it after the one that draws from a prompt. Some of these take an image themselves.
+    """
+    parameter, name = {"image": ("image", "Img2Img"), "mask": ("mask_image", "Inpaint")}[given]
+    if parameter in inspect.signature(pipeline.__call__).parameters:
+        return pipeline
+    return getattr(diffusers, f"{pipeline.__name__.removesuffix('Pipeline')}{name}Pipeline", None)
 
 
 def find_denoiser(pipeline: Any) -> nn.Module:

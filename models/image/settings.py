@@ -6,11 +6,15 @@ A model draws a fixed list of sizes, and is compiled once for each.
 from __future__ import annotations
 
 import math
+import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 DEMO_MODEL = "demo/flux-digits"
+DEFAULT_LORA_FOLDER = os.path.join(tempfile.gettempdir(), "loras")
+DEFAULT_LORA_BYTES = 20_000_000_000
 # Width to height: the choices of Replicate's image models.
 ASPECT_RATIOS = ("1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21")
 # A size serves every aspect ratio within this factor: 1152x896 is 4:3 within 4 %.
@@ -34,27 +38,53 @@ class ImageSettings:
     """`model` is a folder or `org/name@revision`.
 
     Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the warm-up
-    draws the first size.
+    draws the first size; with `warms_up_all`, each. Downloaded LoRAs are kept in `lora_folder`, up to `lora_bytes`.
     """
 
     model: str = DEMO_MODEL
     image_sizes: tuple[Size, ...] = ()
     warm_up_sizes: tuple[Size, ...] = ()
+    warms_up_all: bool = False
+    lora_folder: str = DEFAULT_LORA_FOLDER
+    lora_bytes: int = DEFAULT_LORA_BYTES
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ImageSettings:
-        """Read `MODEL`, `IMAGE_SIZES` and `WARM_UP_SIZES`. An empty variable counts as not set.
+        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR` and `LORA_GB`. An empty variable
+        counts as not set.
 
         Raises:
             ValueError: a value is invalid. The message names the variable and its mistake.
         """
         image_sizes = parse_sizes("IMAGE_SIZES", environ.get("IMAGE_SIZES", ""))
-        warm_up_sizes = parse_sizes("WARM_UP_SIZES", environ.get("WARM_UP_SIZES", ""))
+        warm_up = environ.get("WARM_UP_SIZES", "").strip()
+        warms_up_all = warm_up.lower() == "all"
+        warm_up_sizes = () if warms_up_all else parse_sizes("WARM_UP_SIZES", warm_up)
         unknown = [size for size in warm_up_sizes if image_sizes and size not in image_sizes]
         if unknown:
             listed = ", ".join(map(str, image_sizes))
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}, which is not in IMAGE_SIZES: {listed}")
-        return cls(environ.get("MODEL", "").strip() or DEMO_MODEL, image_sizes, warm_up_sizes)
+        return cls(
+            environ.get("MODEL", "").strip() or DEMO_MODEL,
+            image_sizes,
+            warm_up_sizes,
+            warms_up_all,
+            environ.get("LORA_DIR", "").strip() or DEFAULT_LORA_FOLDER,
+            parse_gigabytes("LORA_GB", environ.get("LORA_GB", "")) or DEFAULT_LORA_BYTES,
+        )
+
+
+def parse_gigabytes(variable: str, text: str) -> int:
+    """Read a number of gigabytes such as `20` or `0.5`, as bytes; 0 for an empty text.
+
+    Raises:
+        ValueError: it is no positive number. The message names `variable`.
+    """
+    if not text.strip():
+        return 0
+    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()) or not float(text):
+        raise ValueError(f"{variable} is {text!r}; give gigabytes, such as 20")
+    return max(1, round(float(text) * 1e9))
 
 
 def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
@@ -86,6 +116,26 @@ def native_sizes(resolution: int) -> tuple[Size, ...]:
     return tuple(size(_ratio(aspect_ratio)) for aspect_ratio in ASPECT_RATIOS)
 
 
+def offered_sizes(resolution: int) -> tuple[Size, ...]:
+    """The native sizes, and those of a quarter of their pixels if half the resolution is a whole number of steps."""
+    has_quarter = resolution % (2 * _NATIVE_STEP) == 0
+    return native_sizes(resolution) + (native_sizes(resolution // 2) if has_quarter else ())
+
+
+def sizes_of(sizes: Sequence[Size], megapixels: str) -> list[Size]:
+    """`1`: the sizes with more than half of the largest one's pixels. `0.25`: the others. `match_input`: all.
+
+    Raises:
+        ValueError: there are none.
+    """
+    most = max(size.width * size.height for size in sizes)
+    is_large = {"1": (True,), "0.25": (False,), "match_input": (True, False)}[megapixels]
+    found = [size for size in sizes if (2 * size.width * size.height > most) in is_large]
+    if not found:
+        raise ValueError(f"megapixels {megapixels} is not available; this model draws {', '.join(map(str, sizes))}")
+    return found
+
+
 def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | None, height: int | None) -> Size:
     """Choose one of `sizes`: exactly `width` x `height` if given, else the nearest to `aspect_ratio`, else the first.
 
@@ -106,6 +156,16 @@ def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | No
     if min(distances) > math.log(_RATIO_TOLERANCE):
         raise ValueError(f"aspect_ratio {aspect_ratio} is not available; {available}")
     return sizes[distances.index(min(distances))]
+
+
+def nearest_size(sizes: Sequence[Size], width: int, height: int) -> Size:
+    """The size nearest to a picture's: first in its shape, then in its pixels."""
+
+    def distance(size: Size) -> tuple[float, float]:
+        shape = abs(math.log(size.width / size.height * height / width))
+        return round(shape, 2), abs(math.log(size.width * size.height / (width * height)))
+
+    return min(sizes, key=distance)
 
 
 def _ratio(aspect_ratio: str) -> float:

@@ -1,0 +1,704 @@
+"""LoRAs by name: what is downloaded, kept, evicted and refused. Servers are real, with TLS, on the loopback."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import ipaddress
+import json
+import os
+import pickle
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from safetensors.numpy import save
+from web_servers import answer, answering
+
+from models.image import lora_files
+from models.image.lora_files import LoraError, LoraFiles
+
+HOSTS = ("loras.example", "other.example", "civitai.com", "files.civitai.com", "huggingface.co")
+LORA = save({"up": np.arange(64, dtype=np.float32)})
+ADDRESS = "https://loras.example/lora.safetensors"
+CIVITAI = "https://civitai.com/api/download/models/12"
+PICKLE = pickle.dumps({"up": [1.0] * 64})
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for HOSTS and 127.0.0.1, which is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loras")])
+    now = datetime.datetime.now(datetime.UTC)
+    names: list[x509.GeneralName] = [x509.DNSName(host) for host in HOSTS]
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([*names, x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("certificate") / "loras.pem"
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(key.private_bytes(*form) + signed.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+@pytest.fixture
+def server_tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+@pytest.fixture
+def files(tmp_path: Path, certificate: Path) -> LoraFiles:
+    return made_files(tmp_path / "loras", certificate)
+
+
+def made_files(folder: Path, certificate: Path, **limits: int) -> LoraFiles:
+    return LoraFiles(folder, tls=ssl.create_default_context(cafile=certificate), **limits)
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The loopback's port of each host: what stands in for the DNS. The loopback counts as public, and nothing else."""
+    found: dict[str, int] = {}
+    look_up, is_allowed = socket.getaddrinfo, lora_files._is_allowed
+
+    def getaddrinfo(host: Any, *arguments: Any, **named: Any) -> Any:
+        if host in found:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", found[host]))]
+        assert ipaddress.ip_address(host), "a test looks up a real name"
+        return look_up(host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(lora_files, "_is_allowed", lambda address: address == "127.0.0.1" or is_allowed(address))
+    return found
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(ports: dict[str, int], server_tls: ssl.SSLContext) -> Iterator[Serve]:
+    """Start a server of a host that gives these answers."""
+    with ExitStack() as stack:
+
+        def start(host: str, *answers: bytes | None) -> Any:
+            served = stack.enter_context(answering(*answers, context=server_tls))
+            ports[host] = int(served.url.rpartition(":")[2])
+            return served
+
+        yield start
+
+
+def redirect(address: str) -> bytes:
+    return answer("302 Found", Location=address)
+
+
+def without_length(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body
+
+
+def refusal(files: LoraFiles, name: str, *tokens: str | None) -> str:
+    with pytest.raises(LoraError) as caught:
+        files.path(name, *tokens)
+    return str(caught.value)
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.rglob("*"))
+
+
+@contextmanager
+def handling(tls: ssl.SSLContext, handle: Callable[[ssl.SSLSocket], None]) -> Iterator[int]:
+    """A server that handles one connection by hand; its port."""
+
+    def serve_one() -> None:
+        connection, _ = listener.accept()
+        with tls.wrap_socket(connection, server_side=True) as secure, suppress(OSError):  # the client hangs up
+            secure.recv(1 << 16)
+            handle(secure)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve_one, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(10)
+
+
+# Local files
+
+
+def test_a_local_file_is_given_as_it_is(files: LoraFiles, tmp_path: Path) -> None:
+    local = tmp_path / "mine.safetensors"
+    local.write_bytes(LORA)
+    assert files.path(str(local)) == local
+    assert local.read_bytes() == LORA
+    assert left_in(tmp_path / "loras") == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "../../x.safetensors",
+        "org/../x.safetensors",
+        "org/name/../../x.safetensors",
+        "org/name/%2e%2e/x.safetensors",
+        "org/..",
+        "org/name@..",
+        "no/such.safetensors",
+        "file:///etc/x.txt",
+        "https://loras.example/page.html",
+        "https://civitai.com/models/12",
+        "a\0b.safetensors",
+        "x" * 100_000,
+    ],
+)
+def test_other_names_are_refused(files: LoraFiles, tmp_path: Path, name: str) -> None:
+    """And none becomes a path, or a request."""
+    message = refusal(files, name)
+    assert "give an existing .safetensors file" in message
+    assert len(message) < 400
+    assert left_in(tmp_path) == [tmp_path / "loras"]
+
+
+# Addresses
+
+
+def test_an_address_is_downloaded_once(files: LoraFiles, tmp_path: Path, serve: Serve) -> None:
+    served = serve("loras.example", answer("200 OK", LORA))
+    path = files.path(ADDRESS)
+    assert path.read_bytes() == LORA
+    assert files.path(ADDRESS) == path
+    assert len(served.requests) == 1
+    assert left_in(tmp_path / "loras") == [path]
+
+
+def test_a_kept_file_needs_no_network(
+    files: LoraFiles, tmp_path: Path, certificate: Path, serve: Serve, ports: dict[str, int]
+) -> None:
+    """Also in the next process, and with another token."""
+    serve("civitai.com", answer("200 OK", LORA))
+    path = files.path(CIVITAI, None, "one")
+    ports.clear()
+    assert made_files(tmp_path / "loras", certificate).path(CIVITAI, None, "another") == path
+
+
+def test_the_name_of_a_kept_file_is_a_digest(files: LoraFiles, serve: Serve) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    paths = [files.path(f"https://loras.example/../../{name}.safetensors") for name in ("one", "two")]
+    assert all(len(path.stem) == 64 and int(path.stem, 16) for path in paths)
+    assert paths[0] != paths[1]
+
+
+def test_the_query_is_sent_and_distinguishes(files: LoraFiles, serve: Serve) -> None:
+    served = serve("loras.example", answer("200 OK", LORA))
+    assert files.path(ADDRESS + "?key=a%20b") != files.path(ADDRESS + "?key=c d")
+    assert [request.split()[1] for request in served.requests] == [
+        "/lora.safetensors?key=a%20b",
+        "/lora.safetensors?key=c%20d",
+    ]
+
+
+def test_an_answer_without_a_length_is_taken(files: LoraFiles, serve: Serve) -> None:
+    serve("loras.example", without_length(LORA))
+    assert files.path(ADDRESS).read_bytes() == LORA
+
+
+def test_a_chunked_answer_is_taken(files: LoraFiles, serve: Serve) -> None:
+    parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (LORA[:100], LORA[100:])) + b"0\r\n\r\n"
+    serve("loras.example", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + parts)
+    assert files.path(ADDRESS).read_bytes() == LORA
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        PICKLE,
+        b"PK\3\4" + bytes(500),
+        b"<!DOCTYPE html><html>Log in</html>",
+        LORA[:-1],
+        LORA[:20],
+        LORA + b"0",
+        struct.pack("<Q", 100 * 10**9) + b"{}",
+    ],
+    ids=["empty", "pickle", "zip", "html", "truncated", "header cut", "longer", "100 GB"],
+)
+@pytest.mark.parametrize("form", [lambda body: answer("200 OK", body), without_length], ids=["length", "no length"])
+def test_other_formats_are_refused_and_deleted(
+    files: LoraFiles, tmp_path: Path, serve: Serve, body: bytes, form: Callable[[bytes], bytes]
+) -> None:
+    serve("loras.example", form(body))
+    assert "no whole safetensors file" in refusal(files, ADDRESS)
+    assert left_in(tmp_path / "loras") == []
+
+
+@pytest.mark.parametrize("length", [1, len(LORA) + 1, 10**30, -1])
+def test_a_length_that_lies_gives_no_file_or_the_whole_one(
+    files: LoraFiles, tmp_path: Path, serve: Serve, length: int
+) -> None:
+    serve("loras.example", answer("200 OK", LORA, Content_Length=str(length)))
+    if length in (-1, len(LORA) + 1):  # the header of the format says where the file ends
+        assert files.path(ADDRESS).read_bytes() == LORA
+    else:
+        refusal(files, ADDRESS)
+        assert left_in(tmp_path / "loras") == []
+
+
+def test_a_file_of_the_largest_size_is_taken(tmp_path: Path, certificate: Path, serve: Serve) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    assert made_files(tmp_path, certificate, largest_bytes=len(LORA)).path(ADDRESS).exists()
+
+
+@pytest.mark.parametrize("form", [lambda body: answer("200 OK", body), without_length], ids=["length", "no length"])
+def test_larger_files_are_refused(
+    tmp_path: Path, certificate: Path, serve: Serve, form: Callable[[bytes], bytes]
+) -> None:
+    serve("loras.example", form(LORA))
+    assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=len(LORA) - 1), ADDRESS)
+    assert left_in(tmp_path) == []
+
+
+def test_a_length_over_the_limit_is_refused_before_the_body(
+    tmp_path: Path, certificate: Path, server_tls: ssl.SSLContext, ports: dict[str, int]
+) -> None:
+    over = threading.Event()
+
+    def handle(connection: ssl.SSLSocket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        over.wait(10)
+
+    with handling(server_tls, handle) as port:
+        ports["loras.example"] = port
+        assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=1000), ADDRESS)
+        over.set()
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "404 Not Found", "500 Error", "204 No Content"])
+def test_other_statuses_are_named(files: LoraFiles, serve: Serve, status: str) -> None:
+    serve("loras.example", answer(status, LORA))
+    assert f"status {status[:3]}" in refusal(files, ADDRESS)
+
+
+def test_an_answer_that_is_not_http_is_refused(files: LoraFiles, serve: Serve) -> None:
+    serve("loras.example", b"220 mail.example ESMTP\r\n")
+    assert "BadStatusLine" in refusal(files, ADDRESS)
+
+
+# Who is asked
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "127.0.0.1", "127.1", "0x7f000001", "2130706433", "0.0.0.0", "10.1.2.3", "192.168.0.1"),
+        *("169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255", "[::1]", "[::ffff:127.0.0.1]", "[fd00::1]"),
+        *("[fe80::1]", "[fec0::1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[::7f00:1]", "[ff0e::1]"),
+    ],
+)
+def test_private_addresses_are_refused(files: LoraFiles, host: str) -> None:
+    assert "private network" in refusal(files, f"https://{host}/lora.safetensors")
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8"])
+def test_public_addresses_are_allowed(address: str) -> None:
+    assert lora_files._is_allowed(address)
+
+
+def test_one_private_address_of_a_host_is_enough(files: LoraFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 443)) for address in ("8.8.8.8", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("it connects"))
+    assert "private network" in refusal(files, ADDRESS)
+
+
+def test_the_connection_is_to_the_address_that_was_checked(
+    files: LoraFiles, serve: Serve, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is looked up once, whatever a second look-up would give."""
+    serve("loras.example", answer("200 OK", LORA))
+    look_up = socket.getaddrinfo
+    asked: list[str] = []
+
+    def getaddrinfo(host: str, *arguments: Any, **named: Any) -> Any:
+        asked.append(host)
+        return look_up(host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    files.path(ADDRESS)
+    assert asked.count("loras.example") == 1
+    assert set(asked) <= {"loras.example", "127.0.0.1"}
+
+
+def test_a_certificate_of_another_host_is_refused(files: LoraFiles, serve: Serve) -> None:
+    serve("wrong.example", answer("200 OK", LORA))
+    assert "CERTIFICATE_VERIFY_FAILED" in refusal(files, "https://wrong.example/lora.safetensors")
+
+
+def test_an_unknown_authority_is_refused(tmp_path: Path, serve: Serve) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    assert "CERTIFICATE_VERIFY_FAILED" in refusal(LoraFiles(tmp_path), ADDRESS)
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    files: LoraFiles, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    serve("loras.example", answer("200 OK", LORA))
+    assert files.path(ADDRESS).exists()
+
+
+@pytest.mark.parametrize("address", ["http://loras.example/a.safetensors", "ftp://loras.example/a.safetensors"])
+def test_only_https_is_asked(files: LoraFiles, serve: Serve, address: str) -> None:
+    assert "no https:// address" in refusal(files, address)
+    serve("loras.example", redirect(address))
+    assert "no https:// address" in refusal(files, ADDRESS)
+
+
+def test_a_redirect_is_followed(files: LoraFiles, serve: Serve) -> None:
+    serve("loras.example", redirect("/next?a=b"), redirect("https://other.example/file"))
+    serve("other.example", answer("200 OK", LORA))
+    assert files.path(ADDRESS).read_bytes() == LORA
+
+
+def test_a_redirect_to_a_private_address_is_refused(files: LoraFiles, serve: Serve) -> None:
+    serve("loras.example", redirect("https://10.0.0.1/lora.safetensors"))
+    assert "private network" in refusal(files, ADDRESS)
+
+
+@pytest.mark.parametrize(("redirects", "is_taken"), [(5, True), (6, False)])
+def test_five_redirects_are_followed(files: LoraFiles, serve: Serve, redirects: int, is_taken: bool) -> None:
+    served = serve("loras.example", *[redirect(ADDRESS)] * redirects, answer("200 OK", LORA))
+    if is_taken:
+        assert files.path(ADDRESS).exists()
+    else:
+        assert "redirects more than 5 times" in refusal(files, ADDRESS)
+        assert len(served.requests) == 6
+
+
+# Tokens
+
+
+def test_a_token_goes_to_its_own_site(files: LoraFiles, serve: Serve) -> None:
+    hosts = ("loras.example", "civitai.com", "files.civitai.com")
+    served = [serve(host, answer("200 OK", LORA)) for host in hosts]
+    for address in (ADDRESS, CIVITAI, "https://files.civitai.com/a.safetensors"):
+        files.path(address, "hub-secret", "civitai-secret")
+    sent = ["Bearer civitai-secret" in each.requests[0] for each in served]
+    assert sent == [False, True, True]
+    assert not any("hub-secret" in each.requests[0] for each in served)
+
+
+@pytest.mark.parametrize("host", ["evilcivitai.com", "civitai.com.example", "huggingface.co.example"])
+def test_a_token_goes_to_no_host_of_a_similar_name(
+    files: LoraFiles, ports: dict[str, int], server_tls: ssl.SSLContext, serve: Serve, host: str
+) -> None:
+    served = serve(host, answer("200 OK", LORA))
+    files._tls.check_hostname = False
+    files.path(f"https://{host}/a.safetensors", "hub-secret", "civitai-secret")
+    assert "secret" not in served.requests[0]
+
+
+def test_a_token_does_not_follow_to_another_host(files: LoraFiles, serve: Serve) -> None:
+    """Nor comes back from there."""
+    first = serve("civitai.com", redirect("/second"), redirect("https://other.example/x"), answer("200 OK", LORA))
+    other = serve("other.example", redirect("https://civitai.com/back"))
+    files.path(CIVITAI, "hub-secret", "civitai-secret")
+    assert ["civitai-secret" in request for request in (*first.requests, *other.requests)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        answer("404 Not Found"),
+        answer("200 OK", PICKLE),
+        redirect("https://10.0.0.1/?token=query-secret"),
+        redirect("http://other.example/?token=query-secret"),
+        redirect("https://user:query-secret@other.example/"),
+        redirect("https://other.example:query-secret/"),
+        redirect("https://[query-secret/"),
+        redirect("/?query-secret\x01"),
+        b"query-secret",
+    ],
+)
+@pytest.mark.parametrize("token", ["civitai-secret", "civitai-secret\n", "civitai-secret\u20ac"])
+def test_no_error_has_a_token_or_a_query(
+    files: LoraFiles, serve: Serve, caplog: pytest.LogCaptureFixture, answered: bytes, token: str
+) -> None:
+    """Neither its words, nor a traceback, nor the log."""
+    serve("civitai.com", answered)
+    name = CIVITAI + "?token=query-secret#secret"
+    with pytest.raises(LoraError) as caught:
+        files.path(name, None, token)  # the traceback has this line
+    text = "".join(traceback.format_exception(caught.value)) + caplog.text
+    assert "civitai.com" in text
+    assert "secret" not in text
+
+
+def test_no_error_has_a_password(files: LoraFiles) -> None:
+    message = refusal(files, "https://user:secret@loras.example/a.safetensors")
+    assert "without a user name" in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("start", ["https://loras.example/", "/", "org/"])
+def test_an_error_has_200_characters_of_the_name(files: LoraFiles, start: str) -> None:
+    message = refusal(files, start + "x" * 100_000 + ".txt")
+    assert message.count("x") < 220
+
+
+# Limits of time and space
+
+
+def test_a_server_that_says_nothing_is_left(files: LoraFiles, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_files, "_READ_S", 0.05)
+    serve("loras.example", None)
+    assert "TimeoutError" in refusal(files, ADDRESS)
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["header", "body"])
+def test_a_server_that_sends_a_byte_at_a_time_is_left(
+    files: LoraFiles,
+    tmp_path: Path,
+    server_tls: ssl.SSLContext,
+    ports: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    start: bytes,
+) -> None:
+    """After the limit of the whole download: each read of this clock takes 20 of its 1,800 seconds."""
+    now_s = iter(range(0, 10**6, 20))
+    monkeypatch.setattr(lora_files, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
+
+    def handle(connection: ssl.SSLSocket) -> None:
+        for byte in start + b"x" * 500:
+            connection.send(bytes([byte]))
+
+    with handling(server_tls, handle) as port:
+        ports["loras.example"] = port
+        assert "longer than 30 minutes" in refusal(files, ADDRESS)
+    assert left_in(tmp_path / "loras") == []
+
+
+def test_a_full_disk_is_an_error_in_words(
+    files: LoraFiles, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    write = Path.open
+    monkeypatch.setattr(lora_files, "open", lambda _, mode: write(Path("/dev/full"), mode), raising=False)
+    assert "No space left on device" in refusal(files, ADDRESS)
+    assert left_in(tmp_path / "loras") == []
+
+
+def test_the_least_recently_used_files_are_evicted(tmp_path: Path, certificate: Path, serve: Serve) -> None:
+    """And no other files of the folder."""
+    serve("loras.example", answer("200 OK", LORA))
+    folder = tmp_path / "loras"
+    files = made_files(folder, certificate, most_bytes=3 * len(LORA))
+    (folder / "mine.safetensors").write_bytes(LORA)
+    addresses = [f"https://loras.example/{number}.safetensors" for number in range(4)]
+    first, second, third = (files.path(address) for address in addresses[:3])
+    for age, path in enumerate((first, second, third)):
+        os.utime(path, (age, age))
+    assert files.path(addresses[0]) == first  # now the last used
+    fourth = files.path(addresses[3])
+    assert set(folder.iterdir()) == {first, third, fourth, folder / "mine.safetensors"}
+
+
+def test_the_file_asked_for_is_not_evicted(tmp_path: Path, certificate: Path, serve: Serve) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    files = made_files(tmp_path, certificate, most_bytes=1)
+    assert files.path(ADDRESS).exists()
+    kept = files.path("https://loras.example/next.safetensors")
+    assert left_in(tmp_path) == [kept]
+
+
+KILLED = """
+import ssl, sys
+from pathlib import Path
+from models.image import lora_files
+lora_files._is_allowed = lambda address: True
+folder, certificate, address = sys.argv[1:]
+lora_files.LoraFiles(Path(folder), tls=ssl.create_default_context(cafile=certificate)).path(address)
+"""
+
+
+def test_a_killed_download_leaves_nothing_that_is_used(
+    tmp_path: Path, certificate: Path, server_tls: ssl.SSLContext, serve: Serve
+) -> None:
+    folder = tmp_path / "loras"
+    is_half_sent, is_killed = threading.Event(), threading.Event()
+
+    def handle(connection: ssl.SSLSocket) -> None:
+        connection.sendall(answer("200 OK", LORA)[: -len(LORA) // 2])
+        is_half_sent.set()
+        is_killed.wait(30)
+
+    with handling(server_tls, handle) as port:
+        arguments = (str(folder), str(certificate), f"https://127.0.0.1:{port}/lora.safetensors")
+        process = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], cwd=Path(__file__).parents[1])
+        assert is_half_sent.wait(30)
+        process.kill()
+        process.wait()
+        is_killed.set()
+    assert [path.name[:5] for path in folder.iterdir()] == ["part-"]
+    serve("loras.example", answer("200 OK", LORA))
+    files = made_files(folder, certificate)
+    assert files.path(ADDRESS).read_bytes() == LORA
+    assert left_in(folder) == [files.path(ADDRESS)]
+
+
+# Hugging Face
+
+
+class Hub:
+    """A server of the hub's protocol: the listing with sizes, and files by commit."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self) -> None:
+        self.files = {"README.md": b"", "pytorch_lora_weights.safetensors": LORA}
+        self.revision = "main"
+        self.requests: list[tuple[str, str, str | None]] = []
+
+    def answer(self, path: str) -> tuple[int, bytes]:
+        if path == f"/api/models/org/name/revision/{self.revision}?blobs=true":
+            siblings = [{"rfilename": name, "size": len(body)} for name, body in self.files.items()]
+            return 200, json.dumps({"id": "org/name", "sha": self.commit, "siblings": siblings}).encode()
+        file = path.removeprefix(f"/org/name/resolve/{self.commit}/")
+        return (200, self.files[file]) if file in self.files else (404, b"")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    made = Hub()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            made.requests.append((self.command, self.path, self.headers["Authorization"]))
+            status, body = made.answer(self.path)
+            self.send_response(status)
+            for name, value in {"X-Repo-Commit": made.commit, "ETag": '"tag"', "Content-Length": len(body)}.items():
+                self.send_header(name, str(value))
+            if status == 404:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b"")
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "machine-secret")
+        yield made
+        server.shutdown()
+
+
+@pytest.mark.parametrize("start", ["", "huggingface.co/", "https://huggingface.co/"])
+def test_a_repository_is_downloaded_once(files: LoraFiles, tmp_path: Path, hub: Hub, start: str) -> None:
+    path = files.path(start + "org/name")
+    assert path.read_bytes() == LORA
+    asked = len(hub.requests)
+    assert files.path("org/name") == files.path("org/name@main") == path
+    assert len(hub.requests) == asked
+    assert left_in(tmp_path / "loras") == [path]
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1"])
+def test_a_revision_is_another_file(files: LoraFiles, hub: Hub, revision: str) -> None:
+    main = files.path("org/name")
+    hub.revision = revision.replace("/", "%2F")
+    assert files.path(f"org/name@{revision}") != main
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "org/name/a b/x.safetensors",
+        "https://huggingface.co/org/name/resolve/main/a%20b/x.safetensors",
+        "https://huggingface.co/org/name/blob/main/a b/x.safetensors",
+    ],
+)
+def test_a_file_of_a_repository_is_taken(files: LoraFiles, hub: Hub, name: str) -> None:
+    """Also by the address of its page."""
+    other = save({"down": np.zeros(3)})
+    hub.files["a%20b/x.safetensors"] = hub.files["a b/x.safetensors"] = other
+    assert files.path(name).read_bytes() == other
+
+
+def test_the_only_file_of_a_repository_is_taken(files: LoraFiles, hub: Hub) -> None:
+    hub.files = {"style.safetensors": LORA, "old/style.safetensors": b""}
+    assert files.path("org/name").read_bytes() == LORA
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/name/c.safetensors"])
+def test_an_unclear_file_is_an_error_that_lists_the_files(files: LoraFiles, hub: Hub, name: str) -> None:
+    hub.files = {"a.safetensors": LORA, "b.safetensors": LORA, "c.bin": b""}
+    assert "['a.safetensors', 'b.safetensors']" in refusal(files, name)
+
+
+def test_a_missing_repository_is_an_error_in_words(files: LoraFiles, hub: Hub) -> None:
+    message = refusal(files, "org/other", "hub-secret")
+    assert "org/other" in message
+    assert "RepositoryNotFoundError" in message
+    assert "secret" not in message
+
+
+def test_a_larger_file_of_a_repository_is_not_downloaded(tmp_path: Path, certificate: Path, hub: Hub) -> None:
+    assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=len(LORA) - 1), "org/name")
+    assert len(hub.requests) == 1
+
+
+def test_a_pickle_of_a_repository_is_refused(files: LoraFiles, tmp_path: Path, hub: Hub) -> None:
+    hub.files = {"a.safetensors": PICKLE}
+    assert "no whole safetensors file" in refusal(files, "org/name")
+    assert left_in(tmp_path / "loras") == []
+
+
+def test_the_hub_gets_the_tokens_of_the_request_alone(files: LoraFiles, hub: Hub) -> None:
+    """Not the machine's own."""
+    files.path("org/name")
+    assert {token for *_, token in hub.requests} == {None}
+    hub.requests.clear()
+    hub.revision = "v1"
+    files.path("org/name@v1", "hub-secret", "civitai-secret")
+    assert {token for *_, token in hub.requests} == {"Bearer hub-secret"}
+
+
+def test_offline_is_said(files: LoraFiles, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = files.path("org/name")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refusal(files, "org/name@v1")
+    assert files.path("org/name") == kept
