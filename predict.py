@@ -103,7 +103,7 @@ class Predictor(BaseRunner):
             description="The same seed draws the same picture; random if not given", default=None, ge=0, le=4294967295
         ),
         output_format: str = Input(description="File format", default="webp", choices=["png", "webp", "jpg"]),
-        output_quality: int = Input(description="Quality of webp and jpg files", default=90, ge=1, le=100),
+        output_quality: int = Input(description="Quality of webp and jpg files", default=80, ge=0, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
         from models.image.lora import Lora

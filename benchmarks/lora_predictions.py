@@ -23,7 +23,6 @@ from typing import Any
 from fresh_boot import ROOT, SEED, boot_environment, conclude, new_log, prepare, run_process
 from served import Answer
 
-_SIZES = ("64x64", "96x64", "64x96")
 _RANKS = (1, 2, 4, 4, 8, 8, 16, 16, 32, 32)
 _SCALES = (1.0, 0.5, -0.7, 1.3)
 _STEPS = 3
@@ -33,19 +32,22 @@ _BASE: dict[str, Any] = {"prompt": "a handwritten seven", "num_inference_steps":
 def write_loras(model: Path, folder: Path) -> list[str]:
     """Random LoRAs of the attention, every second one of the other linear layers too."""
     import torch
-    from diffusers import FluxPipeline, FluxTransformer2DModel
+    from diffusers import DiffusionPipeline
+    from safetensors.torch import save_file
 
-    transformer = FluxTransformer2DModel.from_pretrained(model / "transformer")
-    linear = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
+    pipeline = DiffusionPipeline.from_pretrained(model)
+    component = "unet" if hasattr(pipeline, "unet") else "transformer"
+    modules = getattr(pipeline, component).named_modules()
+    linear = {f"{component}.{name}": layer for name, layer in modules if isinstance(layer, torch.nn.Linear)}
     files = []
     for number, rank in enumerate(_RANKS):
         generator, state = torch.Generator().manual_seed(number), {}
         for name, layer in linear.items():
-            if number % 2 or ".attn." in name:
+            if number % 2 or ".attn" in name:
                 state[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator) * 0.05
                 state[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator) * 0.05
-        FluxPipeline.save_lora_weights(folder / str(number), transformer_lora_layers=state)
-        files.append(str(folder / str(number) / "pytorch_lora_weights.safetensors"))
+        files.append(str(folder / f"{number}.safetensors"))
+        save_file(state, files[-1])
     return files
 
 
@@ -63,7 +65,7 @@ def write_pictures(folder: Path) -> tuple[str, str]:
     return paths
 
 
-def requests(loras: Sequence[str], pictures: tuple[str, str], count: int) -> list[dict[str, Any]]:
+def requests(sizes: Sequence[str], loras: Sequence[str], pictures: tuple[str, str], count: int) -> list[dict[str, Any]]:
     """The inputs of `count` predictions; the last one is the first again, which has no LoRA."""
     rng = random.Random(SEED)
     found = [_BASE]
@@ -73,7 +75,7 @@ def requests(loras: Sequence[str], pictures: tuple[str, str], count: int) -> lis
         for name, lora in zip(names, rng.sample(loras, len(names)), strict=True):
             scale = "lora_scale" if name == "lora_weights" else "extra_lora_scale"
             request |= {name: lora, scale: rng.choice(_SCALES)}
-        width, height = map(int, rng.choice(_SIZES).split("x"))
+        width, height = map(int, rng.choice(sizes).split("x"))
         start = rng.choice(({"width": width, "height": height}, {"image": pictures[0]}, {"mask": pictures[1]}))
         request |= {"image": pictures[0], **start} if "mask" in start else start
         if rng.random() < 0.25:
@@ -97,10 +99,11 @@ def serve(asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"answers": answers, "graphs": graphs}
 
 
-def boot(work: Path, kind: str, asked: Sequence[dict[str, Any]], cold_start: str) -> tuple[list[Answer], int]:
+def boot(kind: str, asked: Sequence[dict[str, Any]], args: Any) -> tuple[list[Answer], int]:
     """The answers of a boot in a process of its own, and the graphs that it compiled for them."""
-    environ = boot_environment(work, kind, work / "store")
-    environ |= {"IMAGE_SIZES": ",".join(_SIZES), "WARM_UP_SIZES": "all", "COMPILE_CACHE_COLD_START": cold_start}
+    work = args.store
+    environ = boot_environment(work, kind, work / "store") | {"MODEL": str(args.model), "IMAGE_SIZES": args.sizes}
+    environ |= {"WARM_UP_SIZES": "all", "COMPILE_CACHE_COLD_START": "block" if kind == "cold" else "background"}
     log = new_log(work, kind)
     file = log.with_suffix(".json")
     file.write_text(json.dumps(asked))
@@ -113,6 +116,8 @@ def main() -> None:
     """Fill, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, help="new folder for LoRAs, the store and logs")
+    parser.add_argument("--model", type=Path, default=ROOT / "demo/flux-digits", help="a pipeline's folder")
+    parser.add_argument("--sizes", default="64x64,96x64,64x96")
     parser.add_argument("--predictions", type=int, default=200)
     parser.add_argument("--fresh", type=int, default=40, help="predictions that a process of their own repeats")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -121,13 +126,14 @@ def main() -> None:
         print(json.dumps(serve(json.loads(args.serve.read_text()))), flush=True)
         return
     work = prepare(args.store)
-    asked = requests(write_loras(ROOT / "demo/flux-digits", work), write_pictures(work), args.predictions)
-    boot(work, "cold", [], "block")
-    answers, graphs = boot(work, "warm", asked, "background")
+    loras, pictures = write_loras(args.model, work), write_pictures(work)
+    asked = requests(args.sizes.split(","), loras, pictures, args.predictions)
+    boot("cold", [], args)
+    answers, graphs = boot("warm", asked, args)
     chosen = random.Random(SEED).sample(range(len(asked)), min(args.fresh, len(asked)))
     same = []
     for number in chosen:
-        (alone,), _ = boot(work, "fresh", [asked[number]], "background")
+        (alone,), _ = boot("fresh", [asked[number]], args)
         same.append(alone.sha256 == answers[number].sha256)
     different = len({answer.sha256 for answer in answers})
     print(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from families import Family, Prediction
@@ -23,12 +23,13 @@ WHY_A_STEP_GAINS_LITTLE = (
 
 @dataclass(frozen=True, slots=True)
 class DemoBoot:
-    """One boot. `ready_s` is wall-clock, from the server's start to its READY."""
+    """One boot. `ready_s` is wall-clock, from the server's start to its READY. `more` are answers that only it gave."""
 
     name: str
     ready_s: float
     prediction: Prediction
     report: dict[str, Any]
+    more: list[Prediction] = field(default_factory=list)
 
 
 def headline(family: str, eager_s: float, cold_s: float, restored_s: float) -> str:

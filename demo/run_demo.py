@@ -62,7 +62,8 @@ def boot(family: Family, name: str, console: Console) -> DemoBoot:
                 compiled_s = wait_compiled(family, server, folder)
             console.print(f"{title}: compiled {compiled_s:.0f} s after READY", soft_wrap=True)
             prediction = family.ask(server, folder)
-    return DemoBoot(name, ready_s, prediction, json.loads((folder / "report.json").read_text()))
+        more = family.ask_more(server, folder) if name == "restored" else []
+    return DemoBoot(name, ready_s, prediction, json.loads((folder / "report.json").read_text()), more)
 
 
 def wait_compiled(family: Family, server: CogServer, folder: Path) -> float:
@@ -93,7 +94,8 @@ def show_pictures(boots: list[DemoBoot], folder: Path) -> str:
 def failed(family: Family, boots: list[DemoBoot]) -> list[str]:
     """All that went wrong with one family, in words."""
     _, cold, restored = boots
-    wrong = [f"{entry.name} boot: {entry.prediction.shown}" for entry in boots if not entry.prediction.is_right]
+    answers = [(entry.name, answer) for entry in boots for answer in (entry.prediction, *entry.more)]
+    wrong = [f"{name} boot: {answer.shown}" for name, answer in answers if not answer.is_right]
     return [f"{family.name}: {problem}" for problem in [*failures(cold, restored), *wrong]]
 
 
@@ -110,7 +112,7 @@ def main() -> int:
         rows.box = box.SIMPLE_HEAD if console.is_terminal else None
         console.print("", rows, "", sep="\n")
         said.append(headline(family.name, *(entry.ready_s for entry in boots)))
-        said.append(f"  answer: {boots[-1].prediction.shown}")
+        said += [f"  answer: {answer.shown}" for answer in (boots[-1].prediction, *boots[-1].more)]
         if family.timed == "picture":
             said.append(f"  {show_pictures(boots, OUTPUT / 'text-to-image')}")
         problems += failed(family, boots)

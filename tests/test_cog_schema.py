@@ -66,3 +66,26 @@ def test_the_signature_is_the_one_that_cog_read(predictor):
 
 def test_the_predictor_offers_the_aspect_ratios_that_sizes_know():
     assert tuple(declared("Predictor")["aspect_ratio"]["enum"]) == ASPECT_RATIOS
+
+
+# Inputs of replicate/cog-flux (its source of July 2025): the default, the least and the most. A model's own default is None here.
+COG_FLUX: dict[str, tuple[Any, Any, Any]] = {
+    "num_outputs": (1, 1, 4),
+    "num_inference_steps": (None, 1, 50),
+    "guidance_scale": (None, 0, 10),
+    "prompt_strength": (0.8, 0, 1),
+    "lora_scale": (1.0, -1, 3),
+    "extra_lora_scale": (1.0, -1, 3),
+    "output_quality": (80, 0, 100),
+    "output_format": ("webp", None, None),
+    **dict.fromkeys(("image", "mask", "seed", "lora_weights", "extra_lora"), (None, None, None)),
+    **dict.fromkeys(("hf_api_token", "civitai_api_token"), (None, None, None)),
+}
+
+
+@pytest.mark.parametrize("name", COG_FLUX)
+def test_what_a_request_to_cog_flux_may_say_means_the_same_here(name):
+    (default, least, most), ours = COG_FLUX[name], declared("Predictor")[name]
+    assert ours["default"] == default
+    assert least is None or ours["minimum"] <= least <= most <= ours["maximum"]
+    assert {"1", "0.25", "match_input"} == {*declared("Predictor")["megapixels"]["enum"]}
