@@ -194,7 +194,7 @@ def _merge(base: torch.Tensor, updates: Sequence[_Update]) -> torch.Tensor:
     """The merged weight in fp32."""
     merged = base.to(torch.float32, copy=True).flatten(1)
     for update in updates:
-        down, up = (part.flatten(1).to(base.device, torch.float32) for part in (update.down, update.up))
+        down, up = (part.flatten(1).to(base.device).float() for part in (update.down, update.up))
         merged.addmm_(up, down, alpha=update.factor)
     return merged.view(base.shape)
 
