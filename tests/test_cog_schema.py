@@ -68,7 +68,7 @@ def test_the_predictor_offers_the_aspect_ratios_that_sizes_know():
     assert tuple(declared("Predictor")["aspect_ratio"]["enum"]) == ASPECT_RATIOS
 
 
-# Inputs of replicate/cog-flux (its source of July 2025): the default, the least and the most. A model's own default is None here.
+# Inputs of replicate/cog-flux (its source of July 2025): the default, the least and the most. None is the model's own.
 COG_FLUX: dict[str, tuple[Any, Any, Any]] = {
     "num_outputs": (1, 1, 4),
     "num_inference_steps": (None, 1, 50),

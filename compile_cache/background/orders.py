@@ -155,7 +155,13 @@ class Orders:
         if isinstance(taken, Failure):
             taken = Making(reason=f"its artifact cannot be used: {taken.reason}"), None
         making, function = taken
-        log.info("background.done call=%s seconds=%.1f reason=%s", answer.name, answer.seconds, making.reason or "-")
+        log.info(
+            "background.done call=%s seconds=%.1f waiting=%d reason=%s",
+            answer.name,
+            answer.seconds,
+            self.jobs.waiting - 1,
+            making.reason or "-",
+        )
         done(making, function)
 
     def _taken(self, answer: Done) -> tuple[Making, Precompiled | None]:

@@ -282,7 +282,10 @@ def _renew_index(store: ObjectStore) -> None:
 
 @app.command()
 def explain(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, or org/name@revision.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or the name that the predictor gives."),
+    ] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="A source that the predictor names; may be repeated."),
