@@ -284,7 +284,7 @@ def _renew_index(store: ObjectStore) -> None:
 def explain(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or the name that the predictor gives."),
+        typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or any name."),
     ] = None,
     source: Annotated[
         list[Path] | None,
