@@ -110,12 +110,14 @@ class Predictor(BaseRunner):
         from models.image.pipeline import ImageInputs, open_picture
 
         seed = random.getrandbits(32) if seed is None else seed
-        start, masked = (open_picture(str(path)) if path else None for path in (image, mask))
+        start = open_picture(str(image), "white") if image else None
+        masked = open_picture(str(mask), "black") if mask else None
         sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
         size = nearest_size(sizes, *start.size) if start else choose_size(sizes, aspect_ratio, width, height)
         first = ImageInputs(
             prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale, start, masked, prompt_strength
         )
+        self.model.check(first)
         tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
         asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
         loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in asked if name]

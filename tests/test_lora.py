@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline
+from pipelines import SHAPES, build_pipeline
 from safetensors.torch import save_file
 from torch import nn
 
@@ -204,4 +205,88 @@ def test_after_an_error_while_weights_change_all_are_made_right(tmp_path, pipeli
 
 def test_a_pipeline_without_a_loader_is_named(tmp_path):
     with pytest.raises(LoraError, match="DDPMPipeline takes no LoRA"):
-        Loras(diffusers.DDPMPipeline(None, diffusers.DDPMScheduler())).use([Lora(tmp_path / "any.safetensors", 1.0)])
+        Loras(diffusers.DDPMPipeline(None, diffusers.DDPMScheduler())).use([Lora(any_file(tmp_path), 1.0)])
+
+
+def any_file(folder: Path) -> Path:
+    save_file({"any": torch.ones(1)}, folder / "any.safetensors")
+    return folder / "any.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sdxl() -> Any:
+    return build_pipeline(SHAPES["tiny-sdxl"], DEMO, torch.device("cpu"))
+
+
+def test_kohyas_format_of_a_unet_and_its_text_encoders_is_converted_with_its_alpha(tmp_path, sdxl):
+    """diffusers names the alphas of attention layers unlike others."""
+    named = {
+        "unet": ("attn1.to_q", "attn1.to_out.0", "ff.net.2", "proj_in"),
+        "text_encoder": ("layers.0.self_attn.q_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.fc1"),
+    }
+    state, layers = {}, {}
+    for component, endings in named.items():
+        for name, layer in getattr(sdxl, component).named_modules():
+            if not name.endswith(endings) or not hasattr(layer, "weight"):
+                continue
+            prefix = "lora_unet_" if component == "unet" else "lora_te1_text_model_"
+            kohya = prefix + name.removeprefix("text_model.").replace(".", "_")
+            down, up = torch.randn(4, *layer.weight.shape[1:]) / 8, torch.randn(layer.weight.shape[0], 4) / 8
+            up = up.reshape(*up.shape, *(1,) * (down.dim() - 2))
+            state |= {f"{kohya}.lora_down.weight": down, f"{kohya}.lora_up.weight": up}
+            state[f"{kohya}.alpha"] = torch.tensor(1.0)
+            product = (up.flatten(1) @ down.flatten(1)).view(layer.weight.shape)
+            layers[component, name] = (layer.weight.detach().float() + 0.25 * product).to(layer.weight.dtype)
+    assert len(layers) > 6
+    save_file(state, tmp_path / "kohya.safetensors")
+    loras = Loras(sdxl)
+    loras.use([Lora(tmp_path / "kohya.safetensors", 1.0)])
+    for (component, name), expected in layers.items():
+        torch.testing.assert_close(getattr(sdxl, component).get_submodule(name).weight.detach(), expected)
+    loras.use([])
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_factors_that_are_not_finite_are_refused(tmp_path, pipeline, wrong):
+    state = {f"transformer.{name}": tensor * wrong for name, tensor in factors(pipeline, QUERY).items()}
+    refused(pipeline, state, tmp_path, "not finite")
+
+
+def test_a_dora_of_kohya_is_refused(tmp_path, pipeline):
+    state = {f"transformer.{name}": tensor for name, tensor in factors(pipeline, QUERY).items()}
+    refused(pipeline, {**state, f"transformer.{QUERY}.dora_scale": torch.ones(1)}, tmp_path, "DoRA")
+
+
+def test_an_alpha_of_no_layer_is_refused(tmp_path, pipeline):
+    state = {f"transformer.{name}": tensor for name, tensor in factors(pipeline, QUERY).items()}
+    refused(pipeline, {**state, f"transformer.{KEY}.alpha": torch.tensor(1.0)}, tmp_path, f"{KEY}.alpha")
+
+
+def test_names_in_errors_are_cut(tmp_path, pipeline):
+    save_file({"transformer." + "x" * 5000: torch.ones(1)}, tmp_path / "bad.safetensors")
+    with pytest.raises(LoraError) as caught:
+        Loras(pipeline).use([Lora(tmp_path / "bad.safetensors", 1.0)])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [({"alpha_pattern": {"to_q|to_k": 8}}, "an expression"), ({"lora_alpha": "x"}, "settings are wrong")],
+)
+def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settings, pattern):
+    FluxPipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=factors(pipeline, QUERY),
+        transformer_lora_adapter_metadata={"r": 4, "lora_alpha": 4, **settings},
+    )
+    with pytest.raises(LoraError, match=pattern):
+        Loras(pipeline).use([Lora(tmp_path / "pytorch_lora_weights.safetensors", 1.0)])
+
+
+def test_another_file_of_the_same_path_is_merged(tmp_path, pipeline):
+    loras, file = Loras(pipeline), write(tmp_path, pipeline, QUERY)
+    loras.use([Lora(file, 1.0)])
+    before = weights(pipeline)
+    write(tmp_path, pipeline, QUERY, name="other", rank=8).replace(file)
+    loras.use([Lora(file, 1.0)])
+    assert changed(before, pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -95,12 +96,77 @@ def test_a_picture_to_start_from_is_kept_the_more_the_smaller_the_strength(parts
     assert abs(little - half).mean() > 1
 
 
-def test_a_mask_keeps_what_is_black(parts):
+def test_a_mask_keeps_what_is_black_to_the_bit(parts):
     model, start = DiffusionModel(FluxPipeline(**parts), SIZES), noise(64, 64)
-    kept = drawn(model, image=start, mask=Image.new("L", (64, 64), 0), strength=1.0)
-    new = drawn(model, image=start, mask=Image.new("L", (64, 64), 255), strength=1.0)
     original = numpy.asarray(start.convert("RGB"), dtype=float)
-    assert abs(kept - original).mean() < abs(new - original).mean()
+    kept = drawn(model, image=start, mask=Image.new("L", (64, 64), 0), strength=1.0)
+    assert numpy.array_equal(kept, original)
+    half = Image.new("L", (64, 64), 0)
+    half.paste(255, (0, 0, 64, 32))
+    changed = drawn(model, image=start, mask=half, strength=1.0) != original
+    assert changed[:30].any()
+    assert not changed[34:].any()
+
+
+def test_a_mask_of_another_shape_is_cut_as_its_image(parts):
+    """Its upper part is that of the image."""
+    model, start = DiffusionModel(FluxPipeline(**parts), SIZES), noise(128, 64)
+    mask = Image.new("L", (100, 100), 0)
+    mask.paste(255, (0, 0, 100, 50))
+    changed = drawn(model, image=start, mask=mask, strength=1.0) != numpy.asarray(
+        start.crop((32, 0, 96, 64)).convert("RGB")
+    )
+    assert changed[:28].any()
+    assert not changed[36:].any()
+
+
+def test_what_a_request_leaves_open_is_as_without_a_picture(parts, monkeypatch):
+    """FLUX's pipelines for pictures have a guidance of their own."""
+    asked = {}
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    monkeypatch.setattr(
+        diffusers.FluxImg2ImgPipeline, "__call__", recorded(asked, diffusers.FluxImg2ImgPipeline.__call__)
+    )
+    drawn(model, image=noise(64, 64), strength=0.5)
+    assert asked["guidance_scale"] == model._parameters["guidance_scale"].default
+    drawn(model, image=noise(64, 64), strength=0.1)
+    assert asked["num_inference_steps"] == 10
+
+
+def recorded(asked: dict[str, Any], call: Any) -> Any:
+    @functools.wraps(call)
+    def recording(self: Any, **arguments: Any) -> Any:
+        asked.update(arguments)
+        return call(self, **arguments)
+
+    return recording
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("RGBA", 255), ("LA", 255), ("P", 0), ("CMYK", 255)])
+def test_transparent_parts_show_the_background(tmp_path, mode, expected):
+    picture = Image.new("RGBA", (4, 4), (10, 10, 10, 0)).convert(mode)
+    file = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
+    picture.save(file)
+    if mode in ("RGBA", "LA"):
+        assert open_picture(str(file), "white").getpixel((0, 0)) == (expected,) * 3
+        assert open_picture(str(file), "black").getpixel((0, 0)) == (0, 0, 0)
+    assert open_picture(str(file), "white").mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("picture", "why"),
+    [(Image.new("I;16", (4, 4)), "8 bits"), (Image.new("L", (8000, 7000)), "50 million pixels")],
+    ids=["16 bits", "large"],
+)
+def test_pictures_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_path, picture, why):
+    picture.save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=why):
+        open_picture(str(tmp_path / "a.png"), "white")
+
+
+def test_a_strength_of_zero_is_refused(parts):
+    with pytest.raises(ValueError, match="prompt_strength 0"):
+        DiffusionModel(FluxPipeline(**parts), SIZES).check(replace(PICTURE, image=noise(64, 64), strength=0.0))
 
 
 def test_pipelines_for_pictures_share_every_part(parts):
@@ -129,7 +195,7 @@ def test_a_pipeline_without_a_relative_for_pictures_says_so(parts):
 def test_what_is_no_picture_is_refused(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(ValueError, match="no picture that Pillow can read"):
-        open_picture(str(tmp_path / "text.png"))
+        open_picture(str(tmp_path / "text.png"), "white")
 
 
 def test_a_pipeline_without_prompts_is_refused():

@@ -120,6 +120,14 @@ def test_a_picture_is_drawn_in_the_size_of_its_shape_and_then_of_its_pixels(pict
     assert str(nearest_size(sizes, *picture)) == expected
 
 
+@pytest.mark.parametrize(
+    ("picture", "expected"),
+    [((3440, 1440), "1472x640"), ((512, 288), "704x384"), ((1000, 1000), "1024x1024"), ((300, 310), "512x512")],
+)
+def test_of_sizes_of_about_a_pictures_shape_the_one_with_its_pixels_is_drawn(picture, expected):
+    assert str(nearest_size(offered_sizes(1024), *picture)) == expected
+
+
 def test_all_sizes_may_be_warmed_up_and_loras_have_a_folder_and_a_limit():
     settings = ImageSettings.from_env({"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5"})
     assert (settings.warm_up_sizes, settings.warms_up_all) == ((), True)

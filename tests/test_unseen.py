@@ -191,6 +191,33 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path
         assert not only_report(compiler).reason
 
 
+class Scaled(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Scaled)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        compiler.release()
+        assert compiler.wait(600)
+        block.scale = 2.0
+        answer(block, 4)
+        assert compiler.wait(600)
+        for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
+            block.scale = scale
+            torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
+        assert len(compiler.orders().arrived_s) == 2
+        assert served(compiler)["precompiled"] == 4
+        assert not only_report(compiler).reason
+
+
 class BreakingIfTold(Product):
     def forward(self, x: torch.Tensor, breaks: bool) -> torch.Tensor:
         y = super().forward(x)

@@ -23,6 +23,7 @@ from compile_cache.background.shadow import Shadow
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, UnseenCallError, attempt, first_line
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
+    CallSpec,
     call_region,
     reachable_sizes,
     serve_by,
@@ -31,7 +32,6 @@ from compile_cache.inductor.call_spec import (
     with_plain_strides,
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.inductor.describe import structure
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import MOST_FUNCTIONS, Case, Code, Kinds, State
 from compile_cache.serving.report import RegionReport
@@ -72,6 +72,8 @@ class Region:
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
+        # Why code did not fit the module that it was ordered with. Once, the module may have changed meanwhile.
+        self._misfits: set[tuple[CallSpec, str]] = set()
         # The first tensor's size of calls that made a tensor larger which they keep. Each such call has another kind,
         # so it is not even described.
         self._growing: set[tuple[torch.Size, ...]] = set()
@@ -144,7 +146,9 @@ class Region:
             self._take_soon(case)  # the last instance that had not passed may have left
             return self._serve_eager(module, args, kwargs)
         if misfit := code.misfit(module, args, kwargs):
-            if module is case.ordered_by and not case.passed and structure(module) == case.ordered_as:
+            is_new = (case.spec, misfit) not in self._misfits
+            self._misfits.add((case.spec, misfit))
+            if module is case.ordered_by and not case.passed and not is_new:
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)

@@ -7,6 +7,7 @@ whatever was merged before.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -19,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.utils.state_dict_utils import convert_all_state_dict_to_peft
-from safetensors import SafetensorError
+from diffusers import ModelMixin
+from diffusers.utils.state_dict_utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from models.image.lora_files import LoraError
@@ -29,7 +35,12 @@ log = logging.getLogger(__name__)
 
 # peft's names of the two factors.
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+# What follows a layer's name in the names of alphas, once they are converted as weights are.
+_ALPHA = re.compile(r"(\.lora_A\.weight|\.lora\.down\.weight)?\.alpha$")
+# Parts of a file that diffusers leaves out with a warning.
+_LEFT_OUT = ("dora_scale", "lora_magnitude_vector")
 _SHOWN_NAMES = 5
+_SHOWN_CHARACTERS = 200
 # What the base weights leave free on the GPU, for predictions and for the second process.
 _SPARE_BYTES = 4 << 30
 
@@ -57,7 +68,7 @@ class Loras:
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         # None while weights change, so that an error is followed by a complete merge.
-        self._merged: tuple[Lora, ...] | None = ()
+        self._merged: tuple[tuple[Lora, int, int], ...] | None = ()
         # The base weights of all parameters that a LoRA has touched, and those that differ from them now.
         self._base: dict[nn.Parameter, torch.Tensor] = {}
         self._changed: set[nn.Parameter] = set()
@@ -69,12 +80,12 @@ class Loras:
             LoraError: one cannot be read, or does not fit the pipeline. Nothing has changed.
             torch.OutOfMemoryError: the base weights cannot be kept.
         """
-        wanted = tuple(lora for lora in loras if lora.scale)
+        wanted = tuple(_identified(lora) for lora in loras if lora.scale)
         if wanted == self._merged:
             return
         started = time.perf_counter()
         updates: dict[nn.Parameter, list[_Update]] = defaultdict(list)
-        for lora in wanted:
+        for lora, *_ in wanted:
             for parameter, update in read_lora(self._pipeline, lora):
                 updates[parameter].append(update)
         self._keep(updates.keys())
@@ -101,36 +112,47 @@ class Loras:
                 self._base[parameter] = parameter.detach().clone()
 
 
+def _identified(lora: Lora) -> tuple[Lora, int, int]:
+    """A LoRA with what tells its file from another one of the same path."""
+    try:
+        stat = lora.file.stat()
+    except OSError as error:
+        raise LoraError(f"the LoRA's file cannot be read: {error.strerror}") from error
+    return lora, stat.st_ino, stat.st_size
+
+
 def read_lora(pipeline: Any, lora: Lora) -> Iterator[tuple[nn.Parameter, _Update]]:
     """What a LoRA adds, for each parameter of the pipeline that it changes.
 
     Raises:
         LoraError: the file cannot be read, or a part of it does not fit the pipeline.
     """
-    state, alphas, metadata = _read_file(pipeline, lora.file)
-    unknown = set(state)
+    state, alphas, settings = _read_file(pipeline, lora.file)
+    unknown = {*state, *alphas}
     for component in getattr(pipeline, "_lora_loadable_modules", ()):
-        prefix = f"{component}."
-        part = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         network = getattr(pipeline, component, None)
-        if not part or not isinstance(network, nn.Module):
+        parts = [_below(component, values) for values in (state, alphas, settings)]
+        if not parts[0] or not isinstance(network, nn.Module):
             continue
-        unknown -= {f"{prefix}{name}" for name in part}
-        options = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
-        if options.get("use_dora"):
-            raise LoraError("the LoRA is a DoRA, which is not supported")
+        unknown -= {f"{component}.{name}" for part in parts for name in part}
+        own_alphas = {_ALPHA.sub("", name): alpha for name, alpha in _converted(network, parts[1]).items()}
         layers = dict(network.named_modules())
-        for name, factors in _factors(part).items():
-            down, up = factors.get("A"), factors.get("B")
-            weight = getattr(layers.get(name), "weight", None)
+        for name, factors in _factors(_converted(network, parts[0])).items():
+            down, up, weight = factors.get("A"), factors.get("B"), getattr(layers.get(name), "weight", None)
             if down is None or up is None or weight is None:
-                unknown.add(f"{prefix}{name}")
+                unknown.add(f"{component}.{name}")
                 continue
-            _check(f"{prefix}{name}", weight, down, up)
-            alpha = alphas.get(f"{prefix}{name}.alpha", _alpha(options, name))
-            yield weight, _Update(down, up, lora.scale * _factor(alpha, down.shape[0], options))
+            _check(f"{component}.{name}", weight, down, up)
+            yield weight, _Update(down, up, lora.scale * _factor(name, down.shape[0], own_alphas, parts[2]))
+            own_alphas.pop(name, None)
+        unknown |= {f"{component}.{name}.alpha" for name in own_alphas}
     if unknown:
         raise LoraError(f"the LoRA does not fit {type(pipeline).__name__}, which has none of these: {_listed(unknown)}")
+
+
+def _below(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = f"{component}."
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _read_file(pipeline: Any, file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any], Mapping[str, Any]]:
@@ -144,22 +166,37 @@ def _read_file(pipeline: Any, file: Path) -> tuple[dict[str, torch.Tensor], Mapp
     if hasattr(pipeline, "unet"):
         options["unet_config"] = pipeline.unet.config
     try:
+        with safe_open(file, "pt") as opened:
+            if left_out := [name for name in opened.keys() if name.rpartition(".")[2] in _LEFT_OUT]:  # noqa: SIM118
+                raise LoraError(f"the LoRA is a DoRA, which is not supported: it has {_listed(left_out)}")
         state, *alphas, metadata = read(str(file.parent), weight_name=file.name, **options)
+    except LoraError:
+        raise
     except (OSError, SafetensorError) as error:
-        raise LoraError(f"the LoRA's file cannot be read: {error}") from error
+        raise LoraError(f"the LoRA's file cannot be read: {_shortened(str(error))}") from error
     except Exception as error:  # diffusers' converters raise whatever they meet
-        raise LoraError(f"diffusers cannot convert the LoRA for {type(pipeline).__name__}: {error!r}") from error
-    return state, (alphas[0] if alphas else None) or {}, metadata or {}
+        raise LoraError(
+            f"diffusers cannot convert the LoRA for {type(pipeline).__name__}: {_shortened(repr(error))}"
+        ) from error
+    return state, (alphas[0] if alphas else None) or {}, metadata if isinstance(metadata, dict) else {}
+
+
+def _converted(network: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """Values by peft's names, as diffusers converts them: those of a network of its own, and of a text encoder."""
+    if isinstance(network, ModelMixin):
+        return dict(convert_unet_state_dict_to_peft(values))
+    for convert in (convert_state_dict_to_diffusers, convert_state_dict_to_peft):
+        with contextlib.suppress(ValueError):  # they have this format already
+            values = convert(values)
+    if not hasattr(network, "text_model"):  # as transformers' text encoders since version 5
+        values = {name.removeprefix("text_model."): value for name, value in values.items()}
+    return values
 
 
 def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """The factors A (down) and B (up) of each layer; what is neither has none."""
-    try:
-        converted = convert_all_state_dict_to_peft(dict(state))
-    except Exception:  # of an unknown format
-        converted = state
     found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in converted.items():
+    for name, tensor in state.items():
         if match := _FACTOR.fullmatch(name):
             found[match[1]][match[2]] = tensor
         else:
@@ -170,24 +207,34 @@ def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 def _check(name: str, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> None:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() < 2:
         raise LoraError(f"{name} is quantized, so no LoRA can be merged into it")
+    if not all(factor.is_floating_point() and factor.isfinite().all() for factor in (down, up)):
+        raise LoraError(f"{name} has factors that are not finite numbers")
     shapes = tuple(up.shape), tuple(down.shape), tuple(weight.shape)
     fits = min(up.dim(), down.dim()) >= 2 and up.flatten(1).shape == (weight.shape[0], down.shape[0])
     if not fits or down.flatten(1).shape[1] != weight[0].numel():
         raise LoraError(f"the LoRA does not fit: {name} has up {shapes[0]} and down {shapes[1]} for {shapes[2]}")
 
 
-def _alpha(options: Mapping[str, Any], name: str) -> Any:
-    """peft's setting for a layer; None if there is none."""
-    for pattern, alpha in (options.get("alpha_pattern") or {}).items():
-        if name == pattern or name.endswith(f".{pattern}"):
-            return alpha
-    return options.get("lora_alpha")
-
-
-def _factor(alpha: Any, rank: int, options: Mapping[str, Any]) -> float:
-    if alpha is None:
-        return 1.0
-    return float(alpha) / (math.sqrt(rank) if options.get("use_rslora") else rank)
+def _factor(name: str, rank: int, alphas: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
+    """alpha / rank of a layer, from the file's own alphas, or from peft's settings."""
+    if settings.get("use_dora"):
+        raise LoraError("the LoRA is a DoRA, which is not supported")
+    try:
+        alpha = alphas.get(name, settings.get("lora_alpha"))
+        for pattern, other in (settings.get("alpha_pattern") or {}).items():
+            path = pattern.removeprefix("^").replace("\\.", ".")
+            if not re.fullmatch(r"[\w.]+", path):  # a file's own expression is not run
+                raise LoraError(f"the LoRA's alpha_pattern is an expression: {_shortened(pattern)}")
+            if name not in alphas and f".{name}".endswith(f".{path}"):
+                alpha = other
+        factor = 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, LoraError):
+            raise
+        raise LoraError(f"the LoRA's settings are wrong: {_shortened(repr(error))}") from error
+    if not math.isfinite(factor):
+        raise LoraError("the LoRA's settings are wrong: an alpha is not finite")
+    return factor
 
 
 def _merge(base: torch.Tensor, updates: Sequence[_Update]) -> torch.Tensor:
@@ -207,4 +254,8 @@ def _has_room(nbytes: int) -> bool:
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN_NAMES} more" if len(ordered) > _SHOWN_NAMES else ""
-    return ", ".join(ordered[:_SHOWN_NAMES]) + more
+    return ", ".join(map(_shortened, ordered[:_SHOWN_NAMES])) + more
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -34,6 +35,10 @@ _WARM_UP_STEPS = 2
 _DENOISERS = ("transformer", "unet", "prior")
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
 _OF_PICTURES = ("mask_image", "control_image", "strength")
+# Defaults that pipelines for pictures have of their own.
+_DEFAULTS = ("guidance_scale", "num_inference_steps", "max_sequence_length")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_MOST_PIXELS = 50_000_000
 # Cog reads the files after run() has returned. So the folders of this prediction and of the one before stay.
 _KEPT_FOLDERS = 2
 
@@ -166,9 +171,7 @@ class DiffusionModel:
         Raises:
             ValueError: the pipeline takes no negative prompt or no picture, or does not draw from a prompt alone.
         """
-        pipeline = self._pipeline_for(inputs)
-        if inputs.negative_prompt and not self.takes_negative_prompt:
-            raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
+        pipeline = self.check(inputs)
         # On the CPU, so that the same seed starts from the same noise on every device.
         generator = torch.Generator("cpu").manual_seed(inputs.seed)
         pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
@@ -181,10 +184,21 @@ class DiffusionModel:
             )
         picture: Image.Image = result.images[0]
         self._compare_sizes(inputs.size, Size(*picture.size))
+        if inputs.image is not None and inputs.mask is not None:  # what is black stays, to the bit
+            size = Size(*picture.size)
+            picture = Image.composite(picture, fit(inputs.image, size), fit(inputs.mask, size, inputs.image.size))
         return picture
 
-    def _pipeline_for(self, inputs: ImageInputs) -> Any:
-        """The pipeline that starts from what the inputs have: a prompt, a picture, or a picture and a mask."""
+    def check(self, inputs: ImageInputs) -> Any:
+        """The pipeline that starts from what the inputs have: a prompt, a picture, or a picture and a mask.
+
+        Raises:
+            ValueError: the model cannot draw from these inputs.
+        """
+        if inputs.negative_prompt and not self.takes_negative_prompt:
+            raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
+        if inputs.image is not None and inputs.strength == 0:
+            raise ValueError("prompt_strength 0 would change nothing of the image; give more than 0")
         if inputs.image is None:
             if inputs.mask is not None:
                 raise ValueError("a mask needs an image to fill")
@@ -224,12 +238,11 @@ class DiffusionModel:
             "prompt": inputs.prompt,
             "width": inputs.size.width,
             "height": inputs.size.height,
-            "image": fit(inputs.image, inputs.size, "RGB"),
-            "mask_image": fit(inputs.mask, inputs.size, "L"),
-            "strength": inputs.strength if inputs.image is not None else None,
             "num_inference_steps": inputs.num_inference_steps,
             "guidance_scale": inputs.guidance_scale,
         }
+        if inputs.image is not None:
+            arguments |= self._start(inputs)
         if inputs.negative_prompt:
             arguments["negative_prompt"] = inputs.negative_prompt
             # Where guidance_scale is an input of a distilled network, true_cfg_scale applies a negative prompt, if it
@@ -238,6 +251,23 @@ class DiffusionModel:
                 asked = arguments.pop("guidance_scale")
                 arguments["true_cfg_scale"] = self._default_guidance if asked is None else asked
         return {name: value for name, value in arguments.items() if value is not None and name in parameters}
+
+    def _start(self, inputs: ImageInputs) -> dict[str, Any]:
+        """The arguments that a picture to start from adds. What the inputs leave open is as without a picture."""
+        assert inputs.image is not None
+        defaults = {name: self._parameters[name].default for name in _DEFAULTS if name in self._parameters}
+        steps = inputs.num_inference_steps or defaults.get("num_inference_steps")
+        if steps and inputs.strength and steps * inputs.strength < 1:  # the share of the steps that is run
+            steps = math.ceil(1 / inputs.strength)
+        guidance = inputs.guidance_scale
+        return {
+            **defaults,
+            "guidance_scale": defaults.get("guidance_scale") if guidance is None else guidance,
+            "num_inference_steps": steps,
+            "image": fit(inputs.image, inputs.size),
+            "mask_image": None if inputs.mask is None else fit(inputs.mask, inputs.size, inputs.image.size),
+            "strength": inputs.strength,
+        }
 
     @property
     def _default_guidance(self) -> Any:
@@ -267,24 +297,33 @@ class DiffusionModel:
             )
 
 
-def open_picture(path: str) -> Image.Image:
-    """A picture, turned as its camera was held.
+def open_picture(path: str, background: str) -> Image.Image:
+    """A picture, turned as its camera was held. Its transparent parts show the background, `white` or `black`.
 
     Raises:
-        ValueError: the file is no picture, or one of too many pixels.
+        ValueError: the file is no picture of a usual format, or has too many pixels.
     """
     try:
-        with Image.open(path) as picture:
-            return ImageOps.exif_transpose(picture.convert("RGB" if picture.mode != "L" else "L"))
+        with Image.open(path, formats=_FORMATS) as picture:
+            if picture.width * picture.height > _MOST_PIXELS:
+                raise ValueError("a picture has more than 50 million pixels; give a smaller one")
+            if picture.mode.startswith("I") or picture.mode == "F":
+                raise ValueError("a picture has more than 8 bits a channel; give one of 8 bits")
+            turned = ImageOps.exif_transpose(picture)
+            if not turned.has_transparency_data:
+                return turned.convert("RGB")
+            seen = Image.new("RGBA", turned.size, background)
+            seen.alpha_composite(turned.convert("RGBA"))
+            return seen.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an input is no picture that Pillow can read: {error}") from error
 
 
-def fit(picture: Image.Image | None, size: Size, mode: str) -> Image.Image | None:
-    """The middle of a picture, as large as possible, in this size."""
-    if picture is None:
-        return None
-    return ImageOps.fit(picture.convert(mode), (size.width, size.height), Image.Resampling.LANCZOS)
+def fit(picture: Image.Image, size: Size, as_large_as: tuple[int, int] = (0, 0)) -> Image.Image:
+    """The middle of a picture, as large as possible, in this size. A mask is made `as_large_as` its picture first, so
+    that both are cut alike, and has one channel."""
+    picture = picture.resize(as_large_as).convert("L") if any(as_large_as) else picture.convert("RGB")
+    return ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
 
 
 def check_pipeline(pipeline: type[Any]) -> None:

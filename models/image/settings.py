@@ -159,11 +159,11 @@ def choose_size(sizes: Sequence[Size], aspect_ratio: str | None, width: int | No
 
 
 def nearest_size(sizes: Sequence[Size], width: int, height: int) -> Size:
-    """The size nearest to a picture's: first in its shape, then in its pixels."""
+    """The size nearest to a picture's: first in its shape, where some percent are none, then in its pixels."""
 
     def distance(size: Size) -> tuple[float, float]:
-        shape = abs(math.log(size.width / size.height * height / width))
-        return round(shape, 2), abs(math.log(size.width * size.height / (width * height)))
+        shape = abs(math.log(size.width / size.height * height / width)) - math.log(_RATIO_TOLERANCE)
+        return round(max(0.0, shape), 2), abs(math.log(size.width * size.height / (width * height)))
 
     return min(sizes, key=distance)
 
