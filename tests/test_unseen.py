@@ -194,10 +194,10 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path
 class Scaled(Product):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = 1.0
+        self.scale, self.shift = 1.0, 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale
+        return super().forward(x) * self.scale + self.shift
 
 
 def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_path):
@@ -215,6 +215,15 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_
             torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
         assert len(compiler.orders().arrived_s) == 2
         assert served(compiler)["precompiled"] == 4
+        block.shift = 5.0
+        for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before
+            block.scale = scale
+            answer(block, 4)
+            assert compiler.wait(600)
+        for scale in (1.0, 2.0) * 2:
+            block.scale = scale
+            torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
+        assert served(compiler)["precompiled"] == 6
         assert not only_report(compiler).reason
 
 

@@ -72,7 +72,8 @@ class Region:
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
         self._serving: dict[nn.Module, _Serving] = {}
-        # Why code did not fit the module that it was ordered with. Once, the module may have changed meanwhile.
+        # Why code did not fit the module that it was ordered with, which may have changed meanwhile. If the reason is
+        # the same twice, and no other code of the kind has fitted, none will.
         self._misfits: set[tuple[CallSpec, str]] = set()
         # The first tensor's size of calls that made a tensor larger which they keep. Each such call has another kind,
         # so it is not even described.
@@ -148,7 +149,8 @@ class Region:
         if misfit := code.misfit(module, args, kwargs):
             is_new = (case.spec, misfit) not in self._misfits
             self._misfits.add((case.spec, misfit))
-            if module is case.ordered_by and not case.passed and not is_new:
+            has_fitted = any(other.passed for other in self.kinds if other.spec == case.spec)
+            if module is case.ordered_by and not (has_fitted or is_new):
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)
