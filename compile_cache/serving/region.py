@@ -149,8 +149,8 @@ class Region:
         if misfit := code.misfit(module, args, kwargs):
             is_new = (case.spec, misfit) not in self._misfits
             self._misfits.add((case.spec, misfit))
-            has_fitted = any(other.passed for other in self.kinds if other.spec == case.spec)
-            if module is case.ordered_by and not (has_fitted or is_new):
+            is_hopeless = module is case.ordered_by and not is_new
+            if is_hopeless and not any(other.passed for other in self.kinds if other.spec == case.spec):
                 self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
                 return self._serve_eager(module, args, kwargs)
             self.kinds.leave(case, module)

@@ -34,7 +34,7 @@ _HUB_NAME = re.compile(
 
 
 class LoraError(ValueError):
-    """A LoRA's file cannot be had. The message names the LoRA, the reason and the remedy, and holds no secret."""
+    """A LoRA cannot be had, or does not fit the pipeline. The message names it and the reason, and holds no secret."""
 
 
 class LoraFiles:
