@@ -45,8 +45,9 @@ class Predictor(BaseRunner):
                 import_pipeline(model, revision)
             self.boot.preload()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(model, revision, settings.image_sizes)
-            self.boot.compile(self.model.denoiser)
+                self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
+            for denoiser in self.model.denoisers:
+                self.boot.compile(denoiser)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
@@ -99,6 +100,10 @@ class Predictor(BaseRunner):
         civitai_api_token: Optional[Secret] = Input(
             description="Civitai token, for a LoRA that needs it", default=None
         ),
+        go_fast: Optional[bool] = Input(
+            description="Draw with products in float8: faster and less exact. The default is what GO_FAST allows",
+            default=None,
+        ),
         seed: Optional[int] = Input(
             description="The same seed draws the same picture; random if not given", default=None, ge=0, le=4294967295
         ),
@@ -114,13 +119,13 @@ class Predictor(BaseRunner):
         masked = open_picture(str(mask), "black") if mask else None
         sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
         size = nearest_size(sizes, *start.size) if start else choose_size(sizes, aspect_ratio, width, height)
-        first = ImageInputs(
-            prompt, size, seed, negative_prompt, num_inference_steps, guidance_scale, start, masked, prompt_strength
-        )
+        is_fast = self.model.chooses_fast(go_fast)
+        asked = (num_inference_steps, guidance_scale, start, masked, prompt_strength, is_fast)
+        first = ImageInputs(prompt, size, seed, negative_prompt, *asked)
         self.model.check(first)
         tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
-        asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
-        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in asked if name]
+        named = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
+        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in named if name]
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             self.model.loras.use(loras)

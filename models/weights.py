@@ -28,6 +28,8 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 # 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
+# What copies of weights leave free on the GPU, for predictions and for the second process.
+_SPARE_BYTES = 4 << 30
 
 
 def leave_out_foreign_lines() -> None:
@@ -171,3 +173,9 @@ class _Buffer:
             target.copy_(part, non_blocking=True)
         if self._copied is not None:
             self._copied.record(self._stream)
+
+
+def gpu_has_room(nbytes: int) -> bool:
+    """Whether the GPU has room for copies of weights, beside what predictions and the second process need."""
+    free, _ = torch.cuda.mem_get_info()
+    return free > nbytes + _SPARE_BYTES

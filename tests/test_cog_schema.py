@@ -21,6 +21,7 @@ TYPES = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
     "float": {"type": "number"},
+    "bool": {"type": "boolean"},
     "Path": {"type": "string", "format": "uri"},
     "Secret": {"type": "string", "format": "password", "writeOnly": True, "x-cog-secret": True},
     "List[str]": {"type": "array", "items": {"type": "string"}},
@@ -78,7 +79,8 @@ COG_FLUX: dict[str, tuple[Any, Any, Any]] = {
     "extra_lora_scale": (1.0, -1, 3),
     "output_quality": (80, 0, 100),
     "output_format": ("webp", None, None),
-    **dict.fromkeys(("image", "mask", "seed", "lora_weights", "extra_lora"), (None, None, None)),
+    # There, go_fast is on unless a request says otherwise. Here, it is wherever GO_FAST allows it.
+    **dict.fromkeys(("image", "mask", "seed", "lora_weights", "extra_lora", "go_fast"), (None, None, None)),
     **dict.fromkeys(("hf_api_token", "civitai_api_token"), (None, None, None)),
 }
 

@@ -19,6 +19,14 @@ def test_complex_outputs_may_round_as_real_ones_do():
     assert not compare((reference * 1.1,), (reference,)).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits_are_equal_or_different(dtype):
+    reference = torch.tensor([1.0, -2.0, 0.5, float("nan")]).to(dtype)
+    assert not compare((reference.clone(),), (reference,)).passed, "NaN tells nothing"
+    assert compare((reference[:3].clone(),), (reference[:3],)).passed
+    assert not compare((torch.tensor([1.0, -2.0, 0.75]).to(dtype),), (reference[:3],)).passed
+
+
 @pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])
 def test_infinities_that_are_the_same_are_equal_and_the_rest_is_compared(infinity):
     reference = torch.tensor([infinity, 1.0, 2.0])

@@ -25,7 +25,13 @@ from rich.console import Console
 from side_by_side import largest_difference, side_by_side
 from validating_server import ValidatingServer
 
-SKETCH = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 1, "output_format": "png"}
+SKETCH = {
+    "prompt": "a handwritten seven",
+    "seed": 7,
+    "num_inference_steps": 1,
+    "go_fast": False,
+    "output_format": "png",
+}
 # Square, which is not the first size: only a size that was warmed up is drawn without compiling.
 PICTURE = {**SKETCH, "num_inference_steps": 4, "aspect_ratio": "1:1"}
 # Inputs that Cog's server refuses by the schema, and its reasons.
@@ -65,6 +71,7 @@ def serve(
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "96x64,64x64,64x96",
         "WARM_UP_SIZES": "64x64",
+        "GO_FAST": "on",
         "HF_HUB_OFFLINE": "1",
     }
     with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
@@ -103,6 +110,8 @@ def restored(cold):
         webp={**PICTURE, "output_format": "webp", "output_quality": 50},
         jpg={**PICTURE, "output_format": "jpg"},
         several={**PICTURE, "num_outputs": 2},
+        fast={**PICTURE, "go_fast": True},
+        default={name: value for name, value in PICTURE.items() if name != "go_fast"},
     )
 
 
@@ -158,6 +167,14 @@ def test_negative_prompt_changes_the_picture(restored):
     assert files(restored.answers["steered"]) != files(restored.first)
 
 
+def test_go_fast_draws_with_restored_code_too(restored):
+    metrics = restored.answers["fast"]["metrics"]["compile_cache"]
+    assert metrics["compiled_now"] == 0
+    assert set(metrics["served"].values()) == {"precompiled"}
+    assert files(restored.answers["fast"]) != files(restored.first)
+    assert files(restored.answers["default"]) == files(restored.answers["fast"])
+
+
 def test_omitted_seed_is_random_and_reported(restored):
     answer = restored.answers["unseeded"]
     assert f"seed: {answer['metrics']['seed']}" in answer["logs"]
@@ -203,6 +220,7 @@ def stages(log: str) -> list[str]:
 def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled_and_that_of_a_restored_one_none(cold, restored):
     regions = [region["name"] for region in cold[1].report["regions"]]
     compiled = [text for name in regions for text in (f"compiling {name}", f"storing {name}, comparing it with eager")]
+    compiled += [f"compiling {name}" for name in regions]  # without go_fast
     loading = "importing torch and the model, loading the weights"
     assert stages(cold[1].log) == ["starting the server", loading, *compiled, "ready"]
     assert not [said for said in stages(restored.log) if said.startswith("compiling")]

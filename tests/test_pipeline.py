@@ -173,7 +173,7 @@ def test_pipelines_for_pictures_share_every_part(parts):
     pipeline = FluxPipeline(**parts)
     model = DiffusionModel(pipeline, SIZES)
     drawn(model, image=noise(64, 64), strength=0.5)
-    (other,) = model._of_pictures.values()
+    _, other = model._pipelines.values()
     assert all(other.components[name] is part for name, part in pipeline.components.items())
 
 

@@ -78,6 +78,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames("torch._inductor.select_algorithm", "TritonTemplate", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
+    PrivateNames("torch", "_scaled_mm", "`go_fast`"),
     PrivateNames("torch.cuda", "_sleep", "the accuracy of `speedup`"),
     PrivateNames(
         "torch._inductor.custom_graph_pass",

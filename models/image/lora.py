@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from models.image.lora_files import LoraError
+from models.weights import gpu_has_room
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,6 @@ _ALPHA = re.compile(r"(\.lora_A\.weight|\.lora\.down\.weight)?\.alpha$")
 _LEFT_OUT = ("dora_scale", "lora_magnitude_vector")
 _SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 200
-# What the base weights leave free on the GPU, for predictions and for the second process.
-_SPARE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,10 @@ class _Update:
 class Loras:
     """The LoRAs that are merged into a pipeline's weights."""
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, on_change: Callable[[nn.Parameter], None] = lambda _: None) -> None:
+        """`on_change` is called with each weight that has changed."""
         self._pipeline = pipeline
+        self._on_change = on_change
         # None while weights change, so that an error is followed by a complete merge.
         self._merged: tuple[tuple[Lora, int, int], ...] | None = ()
         # The base weights of all parameters that a LoRA has touched, and those that differ from them now.
@@ -94,8 +95,10 @@ class Loras:
         with torch.no_grad():
             for parameter in restored:
                 parameter.copy_(self._base[parameter])
+                self._on_change(parameter)
             for parameter, parts in updates.items():
                 parameter.copy_(_merge(self._base[parameter].to(parameter.device), parts))
+                self._on_change(parameter)
         self._merged, self._changed = wanted, set(updates)
         seconds = time.perf_counter() - started
         log.info("lora.merged loras=%d weights=%d seconds=%.2f", len(wanted), len(updates), seconds)
@@ -103,7 +106,7 @@ class Loras:
     def _keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep the base weights of these parameters, beside them if there is room, else in pinned memory."""
         new = [parameter for parameter in parameters if parameter not in self._base]
-        moves = bool(new) and new[0].is_cuda and not _has_room(sum(parameter.nbytes for parameter in new))
+        moves = bool(new) and new[0].is_cuda and not gpu_has_room(sum(parameter.nbytes for parameter in new))
         for parameter in new:
             if moves:
                 kept = torch.empty_like(parameter, device="cpu", pin_memory=True, requires_grad=False)
@@ -244,11 +247,6 @@ def _merge(base: torch.Tensor, updates: Sequence[_Update]) -> torch.Tensor:
         down, up = (part.flatten(1).to(base.device).float() for part in (update.down, update.up))
         merged.addmm_(up, down, alpha=update.factor)
     return merged.view(base.shape)
-
-
-def _has_room(nbytes: int) -> bool:
-    free, _ = torch.cuda.mem_get_info()
-    return free > nbytes + _SPARE_BYTES
 
 
 def _listed(names: Iterable[str]) -> str:

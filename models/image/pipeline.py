@@ -26,6 +26,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 from torch import nn
 
+from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.settings import Size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
@@ -50,6 +51,7 @@ class ImageInputs:
     """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default.
 
     It starts from `image`, if given, and changes it by `strength`, 0 to 1; with a `mask`, only where that is white.
+    With `go_fast`, products are in float8.
     """
 
     prompt: str
@@ -61,6 +63,7 @@ class ImageInputs:
     image: Image.Image | None = None
     mask: Image.Image | None = None
     strength: float | None = None
+    go_fast: bool = False
     shows_progress: bool = True
 
 
@@ -99,21 +102,31 @@ def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: 
 class DiffusionModel:
     """A loaded pipeline and the sizes that it draws."""
 
-    def __init__(self, pipeline: Any, sizes: Sequence[Size] = ()) -> None:
+    def __init__(self, pipeline: Any, sizes: Sequence[Size] = (), go_fast: str = "off") -> None:
         """Check that the pipeline draws pictures of these sizes from a prompt; log which inputs it ignores.
 
+        go_fast: `on` makes a second network with products in float8, `only` replaces the first.
+
         Raises:
-            ValueError: it does not, or it has no network to compile.
+            ValueError: it does not, it has no network to compile, or the network cannot be made fast.
         """
         check_pipeline(type(pipeline))
         self._pipeline = pipeline
         self._name = type(pipeline).__name__
         self._parameters = inspect.signature(pipeline.__call__).parameters
-        # Those that start from a picture, made when they are first asked for. They have the same components.
-        self._of_pictures: dict[str, Any] = {}
-        self.loras = Loras(pipeline)
-        # The network that is called once a step: the one to compile.
-        self.denoiser = find_denoiser(pipeline)
+        self._go_fast = go_fast
+        # By what they start from, and whether they are fast; made when first asked for. They have the same components.
+        self._pipelines = {("prompt", go_fast == "only"): pipeline}
+        self._denoiser_name, self.denoiser = find_denoiser(pipeline)
+        # The networks that are called once a step: those to compile.
+        self.denoisers = [self.denoiser]
+        self._fast_layers: dict[nn.Parameter, FastLinear] = {}
+        if go_fast == "on":
+            fast, self._fast_layers = fast_copy(self.denoiser)
+            self.denoisers.append(fast)
+        elif go_fast == "only":
+            make_fast(self.denoiser)
+        self.loras = Loras(pipeline, self._quantize)
         self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
         self._wrong_sizes: set[Size] = set()
         self._check_sizes()
@@ -121,28 +134,41 @@ class DiffusionModel:
             log.info(ignored)
 
     @classmethod
-    def load(cls, model: str, revision: str | None, sizes: Sequence[Size] = ()) -> DiffusionModel:
+    def load(cls, model: str, revision: str | None, sizes: Sequence[Size] = (), go_fast: str = "off") -> DiffusionModel:
         """Load a folder or hub id: bf16 straight to the GPU where there is one, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: the pipeline cannot draw one of `sizes`, or not from a prompt alone.
+            ValueError: the pipeline cannot draw one of `sizes`, not from a prompt alone, or not fast.
         """
         if torch.cuda.is_available():
             pipeline = load_pipeline(model, revision, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
-        return cls(pipeline, sizes)
+        return cls(pipeline, sizes, go_fast)
 
     @property
     def takes_negative_prompt(self) -> bool:
         """Whether the pipeline has such an input."""
         return "negative_prompt" in self._parameters
 
+    def chooses_fast(self, asked: bool | None) -> bool:
+        """Whether to draw fast: as asked, else wherever `GO_FAST` allows it.
+
+        Raises:
+            ValueError: `GO_FAST` does not allow what is asked.
+        """
+        if asked is not None and self._go_fast == {True: "off", False: "only"}[asked]:
+            raise ValueError(
+                f"go_fast={str(asked).lower()} is not available: this model runs with GO_FAST={self._go_fast}"
+            )
+        return self._go_fast != "off" if asked is None else asked
+
     def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
         """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        A pipeline that runs guidance as a batch of two is also warmed up without guidance.
+        A pipeline that runs guidance as a batch of two is also warmed up without guidance. With `GO_FAST=on`, both
+        networks are warmed up.
 
         Raises:
             ValueError: the model does not draw one of `sizes`.
@@ -157,8 +183,10 @@ class DiffusionModel:
                 seed=0,
                 num_inference_steps=_WARM_UP_STEPS,
                 guidance_scale=scale,
+                go_fast=go_fast,
                 shows_progress=False,
             )
+            for go_fast in ({"off": [False], "on": [True, False], "only": [True]}[self._go_fast])
             for size in sizes or self.sizes[:1]
             for scale in scales
         ]
@@ -199,20 +227,24 @@ class DiffusionModel:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
         if inputs.image is not None and inputs.strength == 0:
             raise ValueError("prompt_strength 0 would change nothing of the image; give more than 0")
-        if inputs.image is None:
-            if inputs.mask is not None:
-                raise ValueError("a mask needs an image to fill")
-            return self._pipeline
-        given = "image" if inputs.mask is None else "mask"
-        if given not in self._of_pictures:
-            kind = find_picture_pipeline(type(self._pipeline), given)
+        if inputs.image is None and inputs.mask is not None:
+            raise ValueError("a mask needs an image to fill")
+        start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
+        if (start, inputs.go_fast) not in self._pipelines:
+            kind = type(self._pipeline) if start == "prompt" else find_picture_pipeline(type(self._pipeline), start)
             if kind is None:
-                raise ValueError(f"diffusers has no pipeline that takes {given} and has the parts of {self._name}")
+                raise ValueError(f"diffusers has no pipeline that takes {start} and has the parts of {self._name}")
             # Not `from_pipe`, which casts all weights.
             parts = {**self._pipeline.config, **self._pipeline.components}
+            parts[self._denoiser_name] = self.denoisers[-1 if inputs.go_fast else 0]
             names = inspect.signature(kind.__init__).parameters
-            self._of_pictures[given] = kind(**{name: parts[name] for name in names if name in parts})
-        return self._of_pictures[given]
+            self._pipelines[start, inputs.go_fast] = kind(**{name: parts[name] for name in names if name in parts})
+        return self._pipelines[start, inputs.go_fast]
+
+    def _quantize(self, weight: nn.Parameter) -> None:
+        """The fast layer follows a weight that has changed."""
+        if weight in self._fast_layers:
+            self._fast_layers[weight].quantize(weight)
 
     def _call(self, pipeline: Any, **arguments: Any) -> Any:
         try:
@@ -359,8 +391,8 @@ def find_picture_pipeline(pipeline: type[Any], given: str) -> Any:
     return getattr(diffusers, f"{pipeline.__name__.removesuffix('Pipeline')}{name}Pipeline", None)
 
 
-def find_denoiser(pipeline: Any) -> nn.Module:
-    """The network that a pipeline calls once a step.
+def find_denoiser(pipeline: Any) -> tuple[str, nn.Module]:
+    """The network that a pipeline calls once a step, and its name there.
 
     Raises:
         ValueError: there is none. The message names the pipeline's class and its parts.
@@ -368,7 +400,7 @@ def find_denoiser(pipeline: Any) -> nn.Module:
     for name in _DENOISERS:
         network = getattr(pipeline, name, None)
         if network is not None:
-            return network  # type: ignore[no-any-return]
+            return name, network
     parts = ", ".join(sorted(name for name, part in pipeline.components.items() if part is not None))
     raise ValueError(
         f"{type(pipeline).__name__} has no {', '.join(_DENOISERS[:-1])} or {_DENOISERS[-1]} to compile; it has {parts}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 DEMO_MODEL = "demo/flux-digits"
 DEFAULT_LORA_FOLDER = os.path.join(tempfile.gettempdir(), "loras")
 DEFAULT_LORA_BYTES = 20_000_000_000
+GO_FAST = ("off", "on", "only")
 # Width to height: the choices of Replicate's image models.
 ASPECT_RATIOS = ("1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21")
 # A size serves every aspect ratio within this factor: 1152x896 is 4:3 within 4 %.
@@ -39,6 +40,7 @@ class ImageSettings:
 
     Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the warm-up
     draws the first size; with `warms_up_all`, each. Downloaded LoRAs are kept in `lora_folder`, up to `lora_bytes`.
+    `go_fast` is one of `off`, `on` (requests choose) and `only`.
     """
 
     model: str = DEMO_MODEL
@@ -47,11 +49,12 @@ class ImageSettings:
     warms_up_all: bool = False
     lora_folder: str = DEFAULT_LORA_FOLDER
     lora_bytes: int = DEFAULT_LORA_BYTES
+    go_fast: str = "off"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ImageSettings:
-        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR` and `LORA_GB`. An empty variable
-        counts as not set.
+        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR`, `LORA_GB` and `GO_FAST`. An empty
+        variable counts as not set.
 
         Raises:
             ValueError: a value is invalid. The message names the variable and its mistake.
@@ -64,6 +67,9 @@ class ImageSettings:
         if unknown:
             listed = ", ".join(map(str, image_sizes))
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}, which is not in IMAGE_SIZES: {listed}")
+        go_fast = environ.get("GO_FAST", "").strip().lower() or "off"
+        if go_fast not in GO_FAST:
+            raise ValueError(f"GO_FAST is {environ['GO_FAST']!r}; give one of {', '.join(GO_FAST)}")
         return cls(
             environ.get("MODEL", "").strip() or DEMO_MODEL,
             image_sizes,
@@ -71,6 +77,7 @@ class ImageSettings:
             warms_up_all,
             environ.get("LORA_DIR", "").strip() or DEFAULT_LORA_FOLDER,
             parse_gigabytes("LORA_GB", environ.get("LORA_GB", "")) or DEFAULT_LORA_BYTES,
+            go_fast,
         )
 
 

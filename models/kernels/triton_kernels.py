@@ -227,3 +227,28 @@ def join_parts(
     )
     joined = tl.sum(gathered * share[:, None], axis=0) / tl.sum(total * share, axis=0)
     tl.store(result + head * VALUE_SIZE + column, joined.to(result.dtype.element_ty), mask=column < VALUE_SIZE)
+
+
+@triton.jit
+def quantize(
+    rows,
+    values,
+    scales,
+    COLUMNS: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """A row as float8, whose largest value is `LARGEST`, and its scale.
+
+    Grid: rows. rows and values: [rows, COLUMNS], scales: [rows].
+    """
+    wait_for_others(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED_COLUMNS)
+    is_inside = columns < COLUMNS
+    numbers = tl.load(rows + row * COLUMNS + columns, mask=is_inside, other=0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(numbers), 0), LEAST)
+    tl.store(scales + row, largest * (1 / LARGEST))
+    tl.store(values + row * COLUMNS + columns, (numbers * (LARGEST / largest)).to(tl.float8e4nv), mask=is_inside)

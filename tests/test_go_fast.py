@@ -1,0 +1,163 @@
+"""go_fast on the demo model, and which layers of other architectures it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    ZImageTransformer2DModel,
+)
+from read_digits import DIGIT_WORDS, share_read
+from torch import nn
+
+from models.image.go_fast import FastLinear, fast_copy, make_fast
+from models.image.lora import Lora
+from models.image.lora_files import LoraError
+from models.image.pipeline import DiffusionModel, ImageInputs
+from models.image.settings import ImageSettings, Size
+from models.kernels.operators import quantize, scaled_linear
+
+DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
+SEVEN = ImageInputs("a handwritten seven", Size(64, 64), seed=7, num_inference_steps=4, shows_progress=False)
+QUERY = "transformer_blocks.0.attn.to_q"
+
+
+def load(go_fast: str) -> DiffusionModel:
+    return DiffusionModel.load(str(DEMO), None, [SEVEN.size], go_fast)
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionModel:
+    return load("on")
+
+
+def write_lora(folder: Path, model: DiffusionModel) -> Lora:
+    out, size = model.denoiser.get_submodule(QUERY).weight.shape
+    generator = torch.Generator().manual_seed(0)
+    factors = {"A": torch.randn(4, size, generator=generator), "B": torch.randn(out, 4, generator=generator)}
+    state = {f"{QUERY}.lora_{name}.weight": factor for name, factor in factors.items()}
+    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=state)
+    return Lora(folder / "pytorch_lora_weights.safetensors", 1.0)
+
+
+def fast_tensors(model: DiffusionModel) -> dict[str, torch.Tensor]:
+    layers = {name: part for name, part in model.denoisers[-1].named_modules() if isinstance(part, FastLinear)}
+    return {
+        f"{name}.{part}": getattr(layer, part).clone() for name, layer in layers.items() for part in ("weight", "scale")
+    }
+
+
+def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def test_digits_are_read_as_they_were_asked_for():
+    model = load("only")
+    digits = [digit for digit in range(10) for _ in range(5)]
+    pictures = [
+        model.run(replace(SEVEN, prompt=f"a handwritten {DIGIT_WORDS[digit]}", seed=seed, go_fast=True))
+        for seed, digit in enumerate(digits)
+    ]
+    assert share_read(pictures, digits) >= 0.98
+
+
+def test_both_networks_draw_in_one_process_and_share_all_other_weights(model):
+    plain, fast = model.run(SEVEN), model.run(replace(SEVEN, go_fast=True))
+    assert plain.tobytes() == load("off").run(SEVEN).tobytes()
+    assert fast.tobytes() == load("only").run(replace(SEVEN, go_fast=True)).tobytes() != plain.tobytes()
+    others = {id(weight) for weight in model.denoiser.parameters()}
+    own = [name for name, weight in model.denoisers[1].named_parameters() if id(weight) not in others]
+    assert sorted(own) == sorted(fast_tensors(model))
+
+
+def test_the_fast_network_follows_a_lora_and_goes_back_to_the_bit(model, tmp_path):
+    before, lora = fast_tensors(model), write_lora(tmp_path, model)
+    model.loras.use([lora])
+    merged = fast_tensors(model)
+    fast, _ = fast_copy(model.denoiser)
+    expected = dict(fast.named_parameters())
+    changed = [name for name, value in merged.items() if not torch.equal(value, before[name])]
+    assert sorted(changed) == [f"{QUERY}.scale", f"{QUERY}.weight"]
+    assert all(torch.equal(value, expected[name]) for name, value in merged.items())
+    model.loras.use([])
+    assert are_equal(fast_tensors(model), before)
+
+
+def test_a_fast_network_alone_takes_no_lora(tmp_path, model):
+    with pytest.raises(LoraError, match=f"{QUERY} is quantized"):
+        load("only").loras.use([write_lora(tmp_path, model)])
+
+
+@pytest.mark.parametrize(
+    ("go_fast", "asked", "expected"), [("off", None, False), ("on", None, True), ("on", False, False)]
+)
+def test_requests_choose_what_the_setting_allows(go_fast, asked, expected):
+    assert load(go_fast).chooses_fast(asked) is expected
+
+
+@pytest.mark.parametrize(("go_fast", "asked"), [("off", True), ("only", False)])
+def test_what_the_setting_does_not_allow_is_refused(go_fast, asked):
+    with pytest.raises(ValueError, match=f"GO_FAST={go_fast}"):
+        load(go_fast).chooses_fast(asked)
+
+
+def test_the_setting_is_read():
+    assert ImageSettings.from_env({}).go_fast == "off"
+    assert ImageSettings.from_env({"GO_FAST": "On"}).go_fast == "on"
+    with pytest.raises(ValueError, match="GO_FAST is 'maybe'; give one of off, on, only"):
+        ImageSettings.from_env({"GO_FAST": "maybe"})
+
+
+NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FLUX": (FluxTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
+    "SD 3": (SD3Transformer2DModel, {"num_layers": 2}),
+    "Qwen-Image": (QwenImageTransformer2DModel, {"num_layers": 1}),
+    "Z-Image": (ZImageTransformer2DModel, {"n_layers": 1, "n_refiner_layers": 1}),
+    "Stable Diffusion": (UNet2DConditionModel, {}),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_of_every_token_in_blocks_are_taken_and_no_others(name):
+    kind, sizes = NETWORKS[name]
+    with torch.device("meta"):
+        network = kind(**sizes)
+        linear = {name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+        taken = set(make_fast(network))
+    attention = {name for name in linear if name.endswith(("to_q", "to_k", "to_v", "to_out.0"))}
+    assert attention <= taken < linear
+    assert len(taken) > len(attention), "and those of the feed-forward parts"
+    assert not [name for name in taken if "norm" in name or "_mod" in name or "emb" in name]
+
+
+def test_a_network_without_such_layers_says_so():
+    with pytest.raises(ValueError, match="no linear layers in blocks of Sequential"):
+        make_fast(nn.Sequential(nn.Conv2d(3, 3, 3)))
+
+
+def test_each_row_has_a_scale_of_its_own():
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 64)[:, None]
+    rows[5] = 0
+    values, scales = quantize(rows)
+    error = (values.float() * scales - rows).abs().amax(1)
+    assert (error <= rows.abs().amax(1) / 16).all(), "half of the largest step of float8"
+    assert not error[5]
+
+
+def test_a_product_is_that_of_the_quantized_rows():
+    generator = torch.Generator().manual_seed(0)
+    inputs, bias = torch.randn(2, 24, 64, generator=generator), torch.randn(48, generator=generator)
+    weight, scale = quantize(torch.randn(48, 64, generator=generator))
+    rows, scales = quantize(inputs.view(-1, 64))
+    expected = (rows.float() * scales) @ (weight.float() * scale).t() + bias
+    found = scaled_linear(inputs, weight, scale.t(), bias)
+    torch.testing.assert_close(found, expected.view(2, 24, 48), rtol=1e-5, atol=1e-4)
