@@ -48,6 +48,8 @@ class Predictor(BaseRunner):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
             for denoiser in self.model.denoisers:
                 self.boot.compile(denoiser)
+            for network, whole in self.model.once_a_picture():
+                self.boot.compile(network, whole=whole)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()

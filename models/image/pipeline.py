@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,21 @@ class DiffusionModel:
     def takes_negative_prompt(self) -> bool:
         """Whether the pipeline has such an input."""
         return "negative_prompt" in self._parameters
+
+    def once_a_picture(self) -> Iterator[tuple[nn.Module, bool]]:
+        """The networks beside the denoiser that are worth compiling, and whether as a whole: the VAE's decoder, and
+        text encoders of fixed length. On a CPU there are none: the denoiser takes most of the time, and they would
+        take minutes to compile.
+        """
+        if not torch.cuda.is_available():
+            return
+        decoder = getattr(getattr(self._pipeline, "vae", None), "decoder", None)
+        if isinstance(decoder, nn.Module):
+            yield decoder, True
+        for name, part in self._pipeline.components.items():
+            is_encoder = name.startswith("text_encoder") and isinstance(part, nn.Module)
+            if is_encoder and "past_key_values" not in inspect.signature(type(part).forward).parameters:
+                yield part, False
 
     def chooses_fast(self, asked: bool | None) -> bool:
         """Whether to draw fast: as asked, else wherever `GO_FAST` allows it.
