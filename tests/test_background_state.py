@@ -21,7 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile_cache.background.server_settings import Option, ServerState
 from compile_cache.errors import StateNotMade, StateNotTaken
 from compile_cache.inductor.precompiled import Precompiled
-from compile_cache.inductor.switches import CONTEXTS, SWITCHES, precisions, set_precisions
+from compile_cache.inductor.switches import (
+    CONTEXTS,
+    SWITCHES,
+    precisions,
+    set_precisions,
+    settle_attention_priority,
+    switches,
+)
 from compile_cache.inductor.torch_settings import configure_torch
 
 
@@ -355,3 +362,19 @@ def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatc
     monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
     with pytest.raises(StateNotMade, match=r"priority cannot be set .*_set_sdp_priority_order"), state.applied():
         raise AssertionError("the state was made")
+
+
+def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeypatch):
+    """On some GPUs torch changes its order of attentions when it first chooses one, as this does."""
+    before = torch._C._get_sdp_priority_order()
+    chosen = [*before[1:], before[0]]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
+    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order(chosen))
+    settle_attention_priority.cache_clear()
+    try:
+        assert switches(on_gpu=True) == switches(on_gpu=True)
+        assert torch._C._get_sdp_priority_order() == chosen
+    finally:
+        torch._C._set_sdp_priority_order(before)
+        settle_attention_priority.cache_clear()

@@ -45,6 +45,7 @@ PRIVATE_NAMES = (
         "_get_cublas_allow_bf16_reduced_precision_reduction _len_torch_function_stack _len_torch_dispatch_stack",
         NO_FUNCTION,
     ),
+    PrivateNames("torch", "_fused_sdp_choice", NO_FUNCTION),
     PrivateNames(
         "torch._C",
         "_set_fp32_precision_setter _set_sdp_priority_order _set_cublas_allow_fp16_reduced_precision_reduction "
