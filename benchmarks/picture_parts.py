@@ -5,9 +5,9 @@
 
 Three boots, each a process of its own: an eager one; one that compiles in its setup and fills the store; and a warm one
 from that store, where predictions with and without go_fast take turns. The eager and the warm one also merge LoRAs of
-rank 32 on all linear layers of the blocks. A fourth process compares each fast layer with its own, on the inputs that it gets in a
-step. Exits with 1 if anything was compiled after a warm boot's READY, if a LoRA changes the kernels of a step, or if
-the base weights are not back to the bit.
+rank 32 on all linear layers of the blocks. A fourth process compares each fast layer with its own, on the inputs that
+it gets in a step. Exits with 1 if anything was compiled after a warm boot's READY, if a LoRA changes the kernels of a
+step, or if the base weights are not back to the bit.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def time_loras(predictor: Any, served: Any, work: Path) -> dict[str, Any]:
 
     model = predictor.model
     files = [write_lora(model.denoiser, work / f"lora{number}.safetensors", number) for number in range(2)]
+    kernels_of_a_step(served)  # the profiler's first run has more
     before, kernels, seconds = checksums(model.denoiser), [kernels_of_a_step(served)], {}
     for name, loras in (("first", files[:1]), ("change", files[1:]), ("base", []), ("again", files[:1]), ("end", [])):
         started = time.perf_counter()
@@ -152,23 +153,24 @@ def time_loras(predictor: Any, served: Any, work: Path) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds[name] = time.perf_counter() - started
-        kernels.append(kernels_of_a_step(served))
+        kernels.append(kernels_of_a_step(served, **({"lora_weights": str(loras[0])} if loras else {})))
     return {
         "lora_s": seconds,
         "lora_bytes": files[0].stat().st_size,
         "same_kernels": all(found == kernels[0] for found in kernels),
+        "changed_kernels": sorted({key for found in kernels for key in (found - kernels[0]) + (kernels[0] - found)}),
         "kernels": sum(kernels[0].values()),
         "base_is_back": checksums(model.denoiser) == before,
     }
 
 
-def kernels_of_a_step(served: Any) -> Counter[str]:
+def kernels_of_a_step(served: Any, **inputs: str) -> Counter[str]:
     """The kernels of a prediction of one step, and how often each ran. Copies depend on what is cached, and are left
     out."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        served.answer(prompt=PROMPT, seed=SEED, num_inference_steps=1)
+        served.answer(prompt=PROMPT, seed=SEED, num_inference_steps=1, **inputs)
     events = profiled.key_averages()
     return Counter({event.key: event.count for event in events if event.device_time_total and "Mem" not in event.key})
 

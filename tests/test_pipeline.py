@@ -177,6 +177,17 @@ def test_pipelines_for_pictures_share_every_part(parts):
     assert all(other.components[name] is part for name, part in pipeline.components.items())
 
 
+def test_on_a_gpu_the_decoder_and_large_encoders_of_fixed_length_are_compiled_too(parts, monkeypatch):
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    assert list(model.once_a_picture()) == [], "the tests run on a CPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    decoder = parts["vae"].decoder
+    assert list(model.once_a_picture()) == [(decoder, True)], "its encoders are small"
+    monkeypatch.setattr("models.image.pipeline._LARGE_ENCODER", 0)
+    encoders = [(parts[name], False) for name in ("text_encoder", "text_encoder_2")]
+    assert list(model.once_a_picture()) == [(decoder, True), *encoders]
+
+
 def test_a_mask_without_an_image_is_refused(parts):
     with pytest.raises(ValueError, match="a mask needs an image"):
         DiffusionModel(FluxPipeline(**parts), SIZES).run(replace(PICTURE, mask=noise(64, 64)))
