@@ -99,6 +99,17 @@ def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs
     assert has_process(jobs)
 
 
+def test_a_lower_rank_is_done_first(make_jobs):
+    jobs = make_jobs()
+    jobs.hold()
+    done: list[Done] = []
+    for name, rank in (("decoder", 2), ("block", 0), ("encoder", 1), ("another block", 0)):
+        jobs.submit(name, job("echo", size=1), done.append, rank)
+    jobs.release()
+    assert jobs.wait(PATIENCE_S)
+    assert [it.name for it in done] == ["block", "another block", "encoder", "decoder"]
+
+
 def test_jobs_submitted_by_many_threads_are_all_done(make_jobs):
     jobs = make_jobs()
     done: list[Done] = []

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,10 +40,11 @@ class _Job:
     name: str
     content: bytes
     done: Callable[[Done], None]
+    rank: int
 
 
 class Jobs:
-    """Jobs for a compiling process. A daemon thread does them in the order of their submission.
+    """Jobs for a compiling process. A daemon thread does them: the lowest rank first, then the one submitted first.
 
     The process starts with the first job, and ends after `idle_s` without a job. A job gets one more try in a new
     process if its process died, hung or ran out of memory. All methods are thread-safe.
@@ -56,7 +56,7 @@ class Jobs:
         self._idle_s = idle_s
         self._server = os.getpid()
         self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        self._queue: list[_Job] = []
         self._waiting = 0
         self._is_held = False
         self._is_closed = False
@@ -64,12 +64,12 @@ class Jobs:
         self._starting = threading.Lock()
         self._process: CompilingProcess | None = None
 
-    def submit(self, name: str, job: bytes, done: Callable[[Done], None]) -> None:
+    def submit(self, name: str, job: bytes, done: Callable[[Done], None], rank: int = 0) -> None:
         """Queue a job and return at once. The jobs' thread calls `done`, but not after `close`."""
         with self._changed:
             if self._is_closed:
                 return
-            self._queue.append(_Job(name, job, done))
+            self._queue.append(_Job(name, job, done, rank))
             self._waiting += 1
             self._start_thread()
             self._changed.notify_all()
@@ -140,7 +140,9 @@ class Jobs:
                 if self._is_closed:
                     return None
                 if self._queue and not self._is_held:
-                    return self._queue.popleft()
+                    first = min(self._queue, key=lambda job: job.rank)
+                    self._queue.remove(first)
+                    return first
             self._end_process()
 
     def _do(self, job: _Job) -> Done:
@@ -215,7 +217,6 @@ class Jobs:
     def _give_up(self, reason: str) -> None:
         """Answer every waiting job with `reason`, because each would fail alike. The next submit tries again."""
         with self._changed:
-            jobs = list(self._queue)
-            self._queue.clear()
+            jobs, self._queue = self._queue, []
         for job in jobs:
             self._finish(job, Done(job.name, None, reason, 0.0, 0, False))

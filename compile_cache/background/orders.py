@@ -126,9 +126,10 @@ class Orders:
         call: tuple[bytes, bool],
         dynamic: tuple[tuple[int, int], ...],
         done: Callable[[Making, Precompiled | None], None],
+        rank: int = 0,
     ) -> None:
-        """Order code for a call that this thread has just served eager. Another thread calls `done` with the answer
-        and the loaded function, if there is one.
+        """Order code for a call that this thread has just served eager: the lowest rank is made first. Another thread
+        calls `done` with the answer and the loaded function, if there is one.
 
         Raises:
             StateNotTaken: another process cannot have the state that the call depends on.
@@ -137,7 +138,7 @@ class Orders:
         order = Order(content, ServerState.take(is_on_gpu), dynamic)
         # torch 2.13 keeps settings in context variables. An artifact is loaded with the settings of this call.
         context = contextvars.copy_context()
-        self.jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done))
+        self.jobs.submit(name, pickle.dumps(order), lambda answer: context.run(self._receive, answer, done), rank)
 
     def _start(self) -> CompilingProcess:
         self._workshop.prepare()

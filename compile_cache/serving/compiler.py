@@ -203,7 +203,7 @@ class Compiler:
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:
             report = RegionReport(name=module_class.__name__, instances=0)
-            self.regions[module_class] = Region(report, self)
+            self.regions[module_class] = Region(report, self, len(self.regions))
             if self._why_not_precompiled:
                 report.note_not_precompiled(self._why_not_precompiled)
         return self.regions[module_class]

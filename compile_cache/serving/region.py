@@ -57,11 +57,13 @@ class Region:
     """A module class and its instances.
 
     `report` says how calls are served, and why. `served` counts calls by step. `waited_s` is the time that requests
-    waited for the compiler, in seconds. `withheld` has the files of code that failed, which must not be published.
+    waited for the compiler, in seconds. `withheld` has the files of code that failed, which must not be published. The
+    second process makes the code of regions in the order of their `rank`.
     """
 
-    def __init__(self, report: RegionReport, compiler: Compiler) -> None:
+    def __init__(self, report: RegionReport, compiler: Compiler, rank: int) -> None:
         self.report = report
+        self._rank = rank
         self.kinds = Kinds()
         self.shares_weights = False
         self.served: Counter[str] = Counter()
@@ -371,7 +373,8 @@ class Region:
             self._note_growing(case, args, kwargs)
             return answer
         receive = functools.partial(self._receive, case)
-        ordered = attempt(orders.order, f"{self.report.name} {case.spec}", call, case.dynamic, receive)
+        name = f"{self.report.name} {case.spec}"
+        ordered = attempt(orders.order, name, call, case.dynamic, receive, self._rank)
         if isinstance(ordered, Failure):
             self._give_up(case, f"cannot be compiled in a second process: {ordered.reason}")
         self.report.wait_for(self.kinds.waiting)
