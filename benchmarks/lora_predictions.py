@@ -4,9 +4,9 @@
 
 A first boot compiles every size and fills the store. A warm boot then serves the predictions: without a LoRA, with one
 of ten (ranks 1 to 32, some on all layers), or with two, at several scales; from a prompt, a picture, or a picture with
-a mask; with and without a negative prompt, which asks the network twice. Then fresh processes, with the same store,
-each serve one of them alone. Exits with 1 if anything was compiled or served eager, if a picture differs from that of
-a fresh process by one bit, or if the base model's picture has changed in the end.
+a mask; with and without go_fast, and a negative prompt, which asks the network twice. Then fresh processes, with the
+same store, each serve one of them alone. Exits with 1 if anything was compiled or served eager, if a picture differs
+from that of a fresh process by one bit, or if the base model's picture has changed in the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from served import Answer
 _RANKS = (1, 2, 4, 4, 8, 8, 16, 16, 32, 32)
 _SCALES = (1.0, 0.5, -0.7, 1.3)
 _STEPS = 3
-_BASE: dict[str, Any] = {"prompt": "a handwritten seven", "num_inference_steps": _STEPS, "seed": 1}
+_BASE: dict[str, Any] = {"prompt": "a handwritten seven", "num_inference_steps": _STEPS, "seed": 1, "go_fast": False}
 
 
 def write_loras(model: Path, folder: Path) -> list[str]:
@@ -80,6 +80,7 @@ def requests(sizes: Sequence[str], loras: Sequence[str], pictures: tuple[str, st
         request |= {"image": pictures[0], **start} if "mask" in start else start
         if rng.random() < 0.25:
             request["negative_prompt"] = "a handwritten one"
+        request["go_fast"] = rng.random() < 0.5
         found.append({**request, **rng.choice(({}, {"guidance_scale": 2.0}))})
     return [*found, _BASE]
 
@@ -102,7 +103,11 @@ def serve(asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def boot(kind: str, asked: Sequence[dict[str, Any]], args: Any) -> tuple[list[Answer], int]:
     """The answers of a boot in a process of its own, and the graphs that it compiled for them."""
     work = args.store
-    environ = boot_environment(work, kind, work / "store") | {"MODEL": str(args.model), "IMAGE_SIZES": args.sizes}
+    environ = boot_environment(work, kind, work / "store") | {
+        "MODEL": str(args.model),
+        "IMAGE_SIZES": args.sizes,
+        "GO_FAST": "on",
+    }
     environ |= {"WARM_UP_SIZES": "all", "COMPILE_CACHE_COLD_START": "block" if kind == "cold" else "background"}
     log = new_log(work, kind)
     file = log.with_suffix(".json")
