@@ -28,6 +28,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
     ZImagePipeline,
@@ -116,6 +118,24 @@ def build_sdxl(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
         text_encoder_2=CLIPTextModelWithProjection(clip_config(shape.encoder, "gelu")),
         vae=build_vae(shape, 4, scaling_factor=0.13025, force_upcast=True),
         add_watermarker=False,
+    )
+
+
+def build_sd3(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
+    """Both encoders' vectors side by side are as wide as T5's."""
+    encoders = [CLIPTextModelWithProjection(clip_config(sizes, "gelu")) for sizes in (shape.clip, shape.clip)]
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(in_channels=16, out_channels=16, **shape.network),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=build_vae(shape, 16, scaling_factor=1.5305, shift_factor=0.0609, **_NO_CONVOLUTIONS),
+        text_encoder=encoders[0],
+        tokenizer=CLIPTokenizer.from_pretrained(tokenizers / "tokenizer"),
+        text_encoder_2=encoders[1],
+        tokenizer_2=CLIPTokenizer.from_pretrained(tokenizers / "tokenizer"),
+        text_encoder_3=T5EncoderModel(
+            T5Config(feed_forward_proj="gated-gelu", is_encoder_decoder=False, **shape.encoder)
+        ),
+        tokenizer_3=T5Tokenizer.from_pretrained(tokenizers / "tokenizer_2"),
     )
 
 
@@ -237,6 +257,24 @@ SHAPES = {
             "projection_class_embeddings_input_dim": 80,
         },
         encoder=_TINY_CLIP,
+        vae=_TINY_VAE,
+        clip=_TINY_CLIP,
+        max_shard_size="2MB",
+        checked_size=64,
+    ),
+    "tiny-sd3": Shape(
+        build_sd3,
+        network={
+            "sample_size": 8,
+            "num_layers": 4,
+            "attention_head_dim": 16,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 64,
+            "caption_projection_dim": 64,
+            "pooled_projection_dim": 64,
+            "pos_embed_max_size": 48,
+        },
+        encoder={"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": _VOCABULARY},
         vae=_TINY_VAE,
         clip=_TINY_CLIP,
         max_shard_size="2MB",
