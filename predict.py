@@ -46,9 +46,7 @@ class Predictor(BaseRunner):
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
-            for denoiser in self.model.denoisers:
-                self.boot.compile(denoiser)
-            for network, whole in self.model.once_a_picture():
+            for network, whole in self.model.networks():
                 self.boot.compile(network, whole=whole)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
@@ -103,7 +101,7 @@ class Predictor(BaseRunner):
             description="Civitai token, for a LoRA that needs it", default=None
         ),
         go_fast: Optional[bool] = Input(
-            description="Draw with products in float8: faster and less exact. The default is what GO_FAST allows",
+            description="Draw faster, and a little less exactly (float8); by default, if this model offers it",
             default=None,
         ),
         seed: Optional[int] = Input(
@@ -121,13 +119,22 @@ class Predictor(BaseRunner):
         masked = open_picture(str(mask), "black") if mask else None
         sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
         size = nearest_size(sizes, *start.size) if start else choose_size(sizes, aspect_ratio, width, height)
-        is_fast = self.model.chooses_fast(go_fast)
-        asked = (num_inference_steps, guidance_scale, start, masked, prompt_strength, is_fast)
-        first = ImageInputs(prompt, size, seed, negative_prompt, *asked)
-        self.model.check(first)
+        first = ImageInputs(
+            prompt,
+            size,
+            seed,
+            negative_prompt,
+            num_inference_steps,
+            guidance_scale,
+            image=start,
+            mask=masked,
+            strength=prompt_strength,
+            go_fast=self.model.chooses_fast(go_fast),
+        )
+        self.model.pipeline_for(first)
         tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
-        named = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
-        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in named if name]
+        asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
+        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in asked if name]
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             self.model.loras.use(loras)

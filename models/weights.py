@@ -175,7 +175,7 @@ class _Buffer:
             self._copied.record(self._stream)
 
 
-def gpu_has_room(nbytes: int) -> bool:
-    """Whether the GPU has room for copies of weights, beside what predictions and the second process need."""
+def gpu_has_room(size_bytes: int) -> bool:
+    """Whether the GPU has room for copies of weights, and 4 GiB beside them."""
     free, _ = torch.cuda.mem_get_info()
-    return free > nbytes + _SPARE_BYTES
+    return free > size_bytes + _SPARE_BYTES

@@ -24,7 +24,7 @@ from models.image.lora import Lora
 from models.image.lora_files import LoraError
 from models.image.pipeline import DiffusionModel, ImageInputs
 from models.image.settings import ImageSettings, Size
-from models.kernels.operators import quantize, scaled_linear
+from models.kernels.float8 import scaled_linear, to_float8
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SEVEN = ImageInputs("a handwritten seven", Size(64, 64), seed=7, num_inference_steps=4, shows_progress=False)
@@ -50,7 +50,7 @@ def write_lora(folder: Path, model: DiffusionModel) -> Lora:
 
 
 def fast_tensors(model: DiffusionModel) -> dict[str, torch.Tensor]:
-    layers = {name: part for name, part in model.denoisers[-1].named_modules() if isinstance(part, FastLinear)}
+    layers = {name: part for name, part in model.denoisers[True].named_modules() if isinstance(part, FastLinear)}
     return {
         f"{name}.{part}": getattr(layer, part).clone() for name, layer in layers.items() for part in ("weight", "scale")
     }
@@ -75,7 +75,7 @@ def test_both_networks_draw_in_one_process_and_share_all_other_weights(model):
     assert plain.tobytes() == load("off").run(SEVEN).tobytes()
     assert fast.tobytes() == load("only").run(replace(SEVEN, go_fast=True)).tobytes() != plain.tobytes()
     others = {id(weight) for weight in model.denoiser.parameters()}
-    own = [name for name, weight in model.denoisers[1].named_parameters() if id(weight) not in others]
+    own = [name for name, weight in model.denoisers[True].named_parameters() if id(weight) not in others]
     assert sorted(own) == sorted(fast_tensors(model))
 
 
@@ -147,7 +147,7 @@ def test_a_network_without_such_layers_says_so():
 def test_each_row_has_a_scale_of_its_own():
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 64)[:, None]
     rows[5] = 0
-    values, scales = quantize(rows)
+    values, scales = to_float8(rows)
     error = (values.float() * scales - rows).abs().amax(1)
     assert (error <= rows.abs().amax(1) / 16).all(), "half of the largest step of float8"
     assert not error[5]
@@ -156,8 +156,8 @@ def test_each_row_has_a_scale_of_its_own():
 def test_a_product_is_that_of_the_quantized_rows():
     generator = torch.Generator().manual_seed(0)
     inputs, bias = torch.randn(2, 24, 64, generator=generator), torch.randn(48, generator=generator)
-    weight, scale = quantize(torch.randn(48, 64, generator=generator))
-    rows, scales = quantize(inputs.view(-1, 64))
+    weight, scale = to_float8(torch.randn(48, 64, generator=generator))
+    rows, scales = to_float8(inputs.view(-1, 64))
     expected = (rows.float() * scales) @ (weight.float() * scale).t() + bias
     found = scaled_linear(inputs, weight, scale.t(), bias)
     torch.testing.assert_close(found, expected.view(2, 24, 48), rtol=1e-5, atol=1e-4)

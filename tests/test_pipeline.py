@@ -166,7 +166,7 @@ def test_pictures_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_pa
 
 def test_a_strength_of_zero_is_refused(parts):
     with pytest.raises(ValueError, match="prompt_strength 0"):
-        DiffusionModel(FluxPipeline(**parts), SIZES).check(replace(PICTURE, image=noise(64, 64), strength=0.0))
+        DiffusionModel(FluxPipeline(**parts), SIZES).pipeline_for(replace(PICTURE, image=noise(64, 64), strength=0.0))
 
 
 def test_pipelines_for_pictures_share_every_part(parts):
@@ -177,15 +177,16 @@ def test_pipelines_for_pictures_share_every_part(parts):
     assert all(other.components[name] is part for name, part in pipeline.components.items())
 
 
-def test_on_a_gpu_the_decoder_and_large_encoders_of_fixed_length_are_compiled_too(parts, monkeypatch):
+def test_on_a_gpu_the_decoder_and_large_encoders_without_a_cache_are_compiled_too(parts, monkeypatch):
     model = DiffusionModel(FluxPipeline(**parts), SIZES)
-    assert list(model.once_a_picture()) == [], "the tests run on a CPU"
+    denoiser = (parts["transformer"], False)
+    assert list(model.networks()) == [denoiser], "the tests run on a CPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    decoder = parts["vae"].decoder
-    assert list(model.once_a_picture()) == [(decoder, True)], "its encoders are small"
+    decoder = (parts["vae"].decoder, True)
+    assert list(model.networks()) == [denoiser, decoder], "its encoders are small"
     monkeypatch.setattr("models.image.pipeline._LARGE_ENCODER", 0)
     encoders = [(parts[name], False) for name in ("text_encoder", "text_encoder_2")]
-    assert list(model.once_a_picture()) == [(decoder, True), *encoders]
+    assert list(model.networks()) == [denoiser, decoder, *encoders]
 
 
 def test_a_mask_without_an_image_is_refused(parts):

@@ -13,31 +13,33 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from models.kernels.operators import gpu_without_float8, quantize, scaled_linear
+from models.kernels.float8 import check_float8, scaled_linear, to_float8
 from models.weights import gpu_has_room
 
 # The names of layers that see one row a picture: modulation, embeddings of the time. They multiply little.
 _ONE_ROW = re.compile(r"norm|(^|_)mod(?!el)|time|emb")
 # What the products in float8 need of both sides of a weight.
 _MULTIPLE = 16
+_REMEDY = "Set GO_FAST=off"
 
 log = logging.getLogger(__name__)
 
 
 class FastLinear(nn.Module):
-    """A linear layer whose product is in float8."""
+    """A linear layer whose product is in float8. weight: [out_features, in_features], of float8, scale: [1,
+    out_features], of float32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight, scale = quantize(linear.weight.detach())
+        weight, scale = to_float8(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale.t().contiguous(), requires_grad=False)
 
     @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> None:
-        """Take other weights. weight: [out_features, in_features]."""
-        values, scale = quantize(weight)
+    def take(self, weight: torch.Tensor) -> None:
+        """Take another layer's weight, [out_features, in_features]."""
+        values, scale = to_float8(weight)
         self.weight.copy_(values)
         self.scale.copy_(scale.t())
 
@@ -53,13 +55,15 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, FastLi
     Raises:
         ValueError: the GPU has no float8 or no room, or the denoiser has no such layers.
     """
+    check_float8("GO_FAST", _REMEDY)
     layers = dict(_layers(denoiser))
-    nbytes = sum(layer.weight.numel() for layer in layers.values())
-    if next(denoiser.parameters()).is_cuda and not gpu_has_room(nbytes):
+    size_bytes = sum(layer.weight.numel() for layer in layers.values())
+    if next(denoiser.parameters()).is_cuda and not gpu_has_room(size_bytes):
         raise ValueError(
-            f"GO_FAST=on keeps {nbytes / 1e9:.1f} GB of weights beside the others, and the GPU has no room for them. "
-            "Set GO_FAST=only, which keeps no others, or off"
+            f"GO_FAST=on needs {size_bytes / 1e9:.1f} GB more, and 4 GB free beside that; the GPU has no such room. "
+            "Set GO_FAST=only or off"
         )
+    # What is in deepcopy's memo is not copied, but shared.
     shared = {id(tensor): tensor for tensor in (*denoiser.parameters(), *denoiser.buffers())}
     fast = copy.deepcopy(denoiser, shared)
     replaced = make_fast(fast)
@@ -67,20 +71,19 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, FastLi
 
 
 def make_fast(denoiser: nn.Module) -> dict[str, FastLinear]:
-    """Replace the linear layers of a denoiser's blocks, and return them by name. Their weights are freed one by one.
+    """Replace the linear layers of a denoiser's blocks, and return them by name.
 
     Raises:
         ValueError: the GPU has no float8, or the denoiser has no such layers.
     """
-    if name := gpu_without_float8():
-        raise ValueError(f"GO_FAST needs compute capability 8.9; this is {name}. Set GO_FAST=off")
+    check_float8("GO_FAST", _REMEDY)
     replaced = {}
-    for name in [name for name, _ in _layers(denoiser)]:
+    for name in [name for name, _ in _layers(denoiser)]:  # no list of layers, which would keep their weights
         parent, _, attribute = name.rpartition(".")
         replaced[name] = FastLinear(denoiser.get_submodule(name))
         setattr(denoiser.get_submodule(parent), attribute, replaced[name])
     if not replaced:
-        raise ValueError(f"GO_FAST finds no linear layers in blocks of {type(denoiser).__name__}. Set GO_FAST=off")
+        raise ValueError(f"GO_FAST finds no linear layers in blocks of {type(denoiser).__name__}. {_REMEDY}")
     log.info("go_fast.made layers=%d", len(replaced))
     return replaced
 

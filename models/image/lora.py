@@ -209,7 +209,7 @@ def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 def _check(name: str, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> None:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() < 2:
-        raise LoraError(f"{name} is quantized, so no LoRA can be merged into it")
+        raise LoraError(f"{name} is quantized, so no LoRA can be merged into it. GO_FAST=only does so: set GO_FAST=on")
     if not all(factor.is_floating_point() and factor.isfinite().all() for factor in (down, up)):
         raise LoraError(f"{name} has factors that are not finite numbers")
     shapes = tuple(up.shape), tuple(down.shape), tuple(weight.shape)

@@ -1,5 +1,4 @@
-"""Custom operators for a single token: products of matrices with one vector, the norm, and attention. And products in
-float8 for many tokens.
+"""Custom operators for a single token: products of matrices with one vector, the norm, and attention.
 
 A token reads every weight once and computes little with it, so memory bandwidth decides. On GPUs that can, the Triton
 kernels load their first weights while their predecessor still runs (programmatic dependent launch, CUDA C++ Programming
@@ -33,7 +32,6 @@ _BLOCK_OF_8_BITS = Block(2048, 1024)
 _GATED_BLOCK = Block(4096, 1024)
 _WARPS = 4
 _NORM_WARPS = 8
-_QUANTIZE_WARPS = 8
 # One kernel multiplies at most this many matrices by the same vector.
 MOST_MATRICES = 3
 
@@ -44,15 +42,6 @@ _BLOCK_TOKENS, _STAGES = 64, 3
 _LARGE_SIZE, _LARGE_BLOCK_TOKENS, _LARGE_STAGES = 128, 32, 2
 # The fewest rows that a tensor core multiplies.
 _LEAST_ROWS = 16
-
-# Inductor joins the quantization of rows with the kernel before it. It would read rows of more columns twice.
-_MOST_JOINED_COLUMNS = 4096
-_FLOAT8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FLOAT8).max
-# So that rows of zeros have a scale.
-_LEAST = 1e-12
-# The first generation with float8 matrix products (Ada Lovelace).
-_FLOAT8_CAPABILITY = (8, 9)
 
 # Hopper is the first generation whose kernels can start before their predecessor has ended.
 _OVERLAPPING_CAPABILITY = (9, 0)
@@ -132,14 +121,14 @@ def _multiply_on_gpu(
 ) -> list[torch.Tensor]:
     """Launch the kernel of all operators above, for one to three matrices. Keyword arguments need a single matrix."""
     columns = matrices[0].shape[1]
-    block_columns = min(block.most_columns, _power_of_2(columns))
+    block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns
     results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
     missing = [None] * (MOST_MATRICES - len(matrices))
     matrix, second, third = *matrices, *missing
     result, second_result, third_result = *results, *missing
     rows, second_rows, third_rows = *map(len, matrices), *missing
-    _launch(
+    launch(
         "multiply",
         (sum(-(-len(matrix) // block_rows) for matrix in matrices),),
         _WARPS,
@@ -188,7 +177,7 @@ def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
         return normalize(vector, weight, epsilon)
     size = vector.shape[-1]
     result = torch.empty_like(vector, memory_format=torch.contiguous_format)
-    _launch(
+    launch(
         "normalize",
         (1,),
         _NORM_WARPS,
@@ -197,7 +186,7 @@ def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
         result=result,
         epsilon=epsilon,
         SIZE=size,
-        PADDED_SIZE=_power_of_2(size),
+        PADDED_SIZE=power_of_2(size),
     )
     return result
 
@@ -258,7 +247,7 @@ def _attend_on_gpu(
     partial = torch.empty((heads, _PARTS, value_size), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, heads, _PARTS), dtype=torch.float32, device=query.device)
     result = query.new_empty((1, heads, 1, value_size))
-    _launch(
+    launch(
         "attend_part",
         (key_heads, _PARTS),
         _WARPS,
@@ -274,17 +263,17 @@ def _attend_on_gpu(
         value_token_stride=value.stride(2),
         heads=heads,
         GROUP=group,
-        ROWS=max(_LEAST_ROWS, _power_of_2(group)),
+        ROWS=max(_LEAST_ROWS, power_of_2(group)),
         SIZE=size,
-        PADDED_SIZE=max(16, _power_of_2(size)),
+        PADDED_SIZE=max(16, power_of_2(size)),
         VALUE_SIZE=value_size,
-        PADDED_VALUE_SIZE=max(16, _power_of_2(value_size)),
+        PADDED_VALUE_SIZE=max(16, power_of_2(value_size)),
         PARTS=_PARTS,
         BLOCK=block,
         num_stages=stages,
         **options,
     )
-    _launch(
+    launch(
         "join_parts",
         (heads,),
         _WARPS,
@@ -293,75 +282,13 @@ def _attend_on_gpu(
         result=result,
         heads=heads,
         VALUE_SIZE=value_size,
-        PADDED_VALUE_SIZE=_power_of_2(value_size),
+        PADDED_VALUE_SIZE=power_of_2(value_size),
         PARTS=_PARTS,
     )
     return result
 
 
-def gpu_without_float8() -> str | None:
-    """The GPU's name and compute capability, if it has no matrix products in float8."""
-    if not torch.cuda.is_available():
-        return None
-    capability = torch.cuda.get_device_capability()
-    name = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
-    return name if capability < _FLOAT8_CAPABILITY else None
-
-
-def scaled_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """A linear layer as a product in float8. Each row of the inputs is quantized with a scale of its own.
-
-    inputs: [..., columns], weight: [features, columns], of float8, scale: [1, features], of float32, bias: [features],
-    result: [..., features], of the inputs' type. On a GPU, that is bfloat16, and columns and features are multiples of
-    16.
-    """
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    is_joined = torch.compiler.is_compiling() and rows.shape[1] <= _MOST_JOINED_COLUMNS
-    values, scales = quantize(rows) if is_joined or not rows.is_cuda else quantize_rows(rows)
-    result = torch._scaled_mm(
-        values, weight.t(), scale_a=scales, scale_b=scale, bias=bias, out_dtype=inputs.dtype, use_fast_accum=True
-    )
-    return result.view(*inputs.shape[:-1], -1)
-
-
-def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as float8, of the same shape, and the scale of each, [rows, 1], of float32: their product is the row."""
-    largest = rows.abs().amax(1, keepdim=True).float().clamp(min=_LEAST)
-    return (rows.float() * (_LARGEST / largest)).to(_FLOAT8), largest * (1 / _LARGEST)
-
-
-@torch.library.custom_op("image::quantize_rows", mutates_args=())
-def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize` in one kernel, which reads each row once. rows: [rows, columns]."""
-    rows = rows.contiguous()
-    values = torch.empty_like(rows, dtype=_FLOAT8)
-    scales = torch.empty((len(rows), 1), dtype=torch.float32, device=rows.device)
-    columns = rows.shape[1]
-    _launch(
-        "quantize",
-        (len(rows),),
-        _QUANTIZE_WARPS if columns < 2 * _MOST_JOINED_COLUMNS else 2 * _QUANTIZE_WARPS,
-        rows=rows,
-        values=values,
-        scales=scales,
-        COLUMNS=columns,
-        PADDED_COLUMNS=_power_of_2(columns),
-        LARGEST=_LARGEST,
-        LEAST=_LEAST,
-    )
-    return values, scales
-
-
-@quantize_rows.register_fake
-def _(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows, dtype=_FLOAT8, memory_format=torch.contiguous_format), rows.new_empty(
-        (len(rows), 1), dtype=torch.float32
-    )
-
-
-def _launch(name: str, programs: tuple[int, ...], warps: int, **arguments: Any) -> None:
+def launch(name: str, programs: tuple[int, ...], warps: int, **arguments: Any) -> None:
     """Launch a kernel of triton_kernels.py, which can start while its predecessor still runs where the GPU can.
 
     Some backends of Triton do not know `launch_pdl`.
@@ -379,7 +306,7 @@ def _kernel(name: str) -> Any:
     return getattr(triton_kernels, name)
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """The least power of 2 that is not smaller than `number`."""
     return 1 << (number - 1).bit_length()
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of operators.py.
+"""The Triton kernels of operators.py and float8.py.
 
 With `OVERLAPS`, a kernel starts while its predecessor still runs. It waits for the predecessor's end before it reads
 results, and only then lets its successor start. So all earlier kernels have ended as well. Letting the successor start
@@ -230,7 +230,7 @@ def join_parts(
 
 
 @triton.jit
-def quantize(
+def to_float8(
     rows,
     values,
     scales,

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-from models.kernels.operators import gpu_without_float8, matrix_vector
+from models.kernels.float8 import check_float8
+from models.kernels.operators import matrix_vector
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
@@ -26,8 +27,8 @@ def quantize(model: nn.Module, quantization: str) -> None:
     except ImportError as error:
         remedy = "pip install '.[quantize]' in a checkout of cog-compile-cache"
         raise ValueError(f"QUANTIZE={quantization} needs torchao: {remedy}") from error
-    if quantization == "fp8" and (name := gpu_without_float8()):
-        raise ValueError(f"QUANTIZE=fp8 needs compute capability 8.9; this is {name}. Use int8.")
+    if quantization == "fp8":
+        check_float8("QUANTIZE=fp8", "Use int8")
     # Otherwise torchao would change Inductor's settings in this process, which the key already has.
     config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
     output = model.get_output_embeddings()  # type: ignore[operator]
