@@ -24,7 +24,7 @@ from models.image.lora import Lora
 from models.image.lora_files import LoraError
 from models.image.pipeline import DiffusionModel, ImageInputs
 from models.image.settings import ImageSettings, Size
-from models.kernels.float8 import scaled_linear, to_float8
+from models.kernels.float8 import scaled_linear, to_float8, to_float8_at_once
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SEVEN = ImageInputs("a handwritten seven", Size(64, 64), seed=7, num_inference_steps=4, shows_progress=False)
@@ -161,3 +161,15 @@ def test_a_product_is_that_of_the_quantized_rows():
     expected = (rows.float() * scales) @ (weight.float() * scale).t() + bias
     found = scaled_linear(inputs, weight, scale.t(), bias)
     torch.testing.assert_close(found, expected.view(2, 24, 48), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [48, 3072, 15360])
+def test_one_kernel_converts_as_torch_does(columns):
+    rows = torch.randn(65, columns, device="cuda", dtype=torch.bfloat16)
+    rows[7] = 0
+    values, scales = to_float8_at_once(rows)
+    expected, expected_scales = to_float8(rows)
+    torch.testing.assert_close(scales, expected_scales)
+    assert (values.float() != expected.float()).float().mean() < 1e-3, "the last bit of a division"
+    torch.testing.assert_close(values.float(), expected.float(), rtol=0.13, atol=2**-9)
