@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -121,6 +122,7 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FLUX": (FluxTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
     "SD 3": (SD3Transformer2DModel, {"num_layers": 2}),
     "Qwen-Image": (QwenImageTransformer2DModel, {"num_layers": 1}),
+    "Chroma": (ChromaTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
     "Z-Image": (ZImageTransformer2DModel, {"n_layers": 1, "n_refiner_layers": 1}),
     "Stable Diffusion": (UNet2DConditionModel, {}),
 }
@@ -136,12 +138,30 @@ def test_layers_of_every_token_in_blocks_are_taken_and_no_others(name):
     attention = {name for name in linear if name.endswith(("to_q", "to_k", "to_v", "to_out.0"))}
     assert attention <= taken < linear
     assert len(taken) > len(attention), "and those of the feed-forward parts"
-    assert not [name for name in taken if "norm" in name or "_mod" in name or "emb" in name]
+    assert not [name for name in taken if "norm" in name or "_mod" in name or "emb" in name or "guidance" in name]
 
 
 def test_a_network_without_such_layers_says_so():
     with pytest.raises(ValueError, match="no linear layers in blocks of Sequential"):
         make_fast(nn.Sequential(nn.Conv2d(3, 3, 3)))
+
+
+def test_layers_that_share_a_weight_both_follow_it():
+    block = nn.Module()
+    block.a, block.b = nn.Linear(32, 32), nn.Linear(32, 32)
+    block.b.weight = block.a.weight
+    fast, layers = fast_copy(nn.ModuleList([block]))
+    assert layers == {block.a.weight: [fast.get_submodule("0.a"), fast.get_submodule("0.b")]}
+
+
+def test_rows_that_are_columns_of_the_input_are_multiplied():
+    layer = nn.Linear(64, 48)
+    fast = make_fast(nn.ModuleList([nn.ModuleList([layer])]))["0.0"]
+    columns = torch.randn(1, 64, 24)
+    with torch.inference_mode():
+        expected = fast(columns.transpose(1, 2).contiguous())
+        assert torch.equal(fast(columns.transpose(1, 2)), expected)
+        torch.testing.assert_close(torch.compile(fast)(columns.transpose(1, 2)), expected)
 
 
 def test_each_row_has_a_scale_of_its_own():

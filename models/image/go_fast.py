@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -16,8 +17,9 @@ from torch import nn
 from models.kernels.float8 import check_float8, scaled_linear, to_float8
 from models.weights import gpu_has_room
 
-# The names of layers that see one row a picture: modulation, embeddings of the time. They multiply little.
-_ONE_ROW = re.compile(r"norm|(^|_)mod(?!el)|time|emb")
+# The names of layers that see one row a picture: modulation, embeddings of the time and of the guidance. They multiply
+# little.
+_ONE_ROW = re.compile(r"norm|(^|_)mod(?!el)|time|emb|guidance|mapper")
 # What the products in float8 need of both sides of a weight.
 _MULTIPLE = 16
 _REMEDY = "Set GO_FAST=off"
@@ -48,7 +50,7 @@ class FastLinear(nn.Module):
         return scaled_linear(inputs, self.weight, self.scale, self.bias)
 
 
-def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, FastLinear]]:
+def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, list[FastLinear]]]:
     """A fast denoiser beside this one, which shares all other weights; and its fast layers by the weights that they
     are made from.
 
@@ -66,8 +68,10 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, FastLi
     # What is in deepcopy's memo is not copied, but shared.
     shared = {id(tensor): tensor for tensor in (*denoiser.parameters(), *denoiser.buffers())}
     fast = copy.deepcopy(denoiser, shared)
-    replaced = make_fast(fast)
-    return fast, {layers[name].weight: replaced[name] for name in layers}
+    by_weight = defaultdict(list)
+    for name, layer in make_fast(fast).items():
+        by_weight[layers[name].weight].append(layer)
+    return fast, dict(by_weight)
 
 
 def make_fast(denoiser: nn.Module) -> dict[str, FastLinear]:

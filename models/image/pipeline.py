@@ -8,6 +8,7 @@ pipelines.
 from __future__ import annotations
 
 import atexit
+import copy
 import inspect
 import logging
 import math
@@ -123,7 +124,7 @@ class DiffusionModel:
         self._denoiser_name, self.denoiser = find_denoiser(pipeline)
         # The networks that are called once a step, by whether they are fast.
         self.denoisers = {go_fast == "only": self.denoiser}
-        self._fast_layers: dict[nn.Parameter, FastLinear] = {}
+        self._fast_layers: dict[nn.Parameter, list[FastLinear]] = {}
         if go_fast == "on":
             self.denoisers[True], self._fast_layers = fast_copy(self.denoiser)
         elif go_fast == "only":
@@ -253,20 +254,26 @@ class DiffusionModel:
             raise ValueError("a mask needs an image to fill")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
         if (start, inputs.go_fast) not in self._pipelines:
-            kind = type(self._pipeline) if start == "prompt" else find_picture_pipeline(type(self._pipeline), start)
-            if kind is None:
-                raise ValueError(f"diffusers has no pipeline that takes {start} and has the parts of {self._name}")
-            # Not `from_pipe`, which casts all weights.
-            parts = {**self._pipeline.config, **self._pipeline.components}
-            parts[self._denoiser_name] = self.denoisers[inputs.go_fast]
-            names = inspect.signature(kind.__init__).parameters
-            self._pipelines[start, inputs.go_fast] = kind(**{name: parts[name] for name in names if name in parts})
+            found = self._pipeline if start == "prompt" else self._made_for(start)
+            if self.denoisers[inputs.go_fast] is not self.denoiser:
+                found = copy.copy(found)
+                setattr(found, self._denoiser_name, self.denoisers[inputs.go_fast])
+            self._pipelines[start, inputs.go_fast] = found
         return self._pipelines[start, inputs.go_fast]
 
+    def _made_for(self, start: str) -> Any:
+        """A pipeline that starts from `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
+        kind = find_picture_pipeline(type(self._pipeline), start)
+        if kind is None:
+            raise ValueError(f"diffusers has no pipeline that takes {start} and has the parts of {self._name}")
+        parts = {**self._pipeline.config, **self._pipeline.components}
+        names = inspect.signature(kind.__init__).parameters
+        return kind(**{name: parts[name] for name in names if name in parts})
+
     def _follow(self, weight: nn.Parameter) -> None:
-        """Let the fast layer take a weight that has changed."""
-        if weight in self._fast_layers:
-            self._fast_layers[weight].take(weight)
+        """Let the fast layers of a weight that has changed take it."""
+        for layer in self._fast_layers.get(weight, ()):
+            layer.take(weight)
 
     def _call(self, pipeline: Any, **arguments: Any) -> Any:
         try:

@@ -41,13 +41,13 @@ def scaled_linear(
     result: [..., features], of the inputs' type. On a GPU, inputs are bfloat16, and columns and features are multiples
     of 16.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])
+    rows = inputs.reshape(-1, inputs.shape[-1]).contiguous()  # the product takes no transposed ones
     is_fused = torch.compiler.is_compiling() and rows.shape[1] <= _MOST_FUSED_COLUMNS
     values, scales = to_float8(rows) if is_fused else to_float8_at_once(rows)
     result = torch._scaled_mm(
         values, weight.t(), scale_a=scales, scale_b=scale, bias=bias, out_dtype=inputs.dtype, use_fast_accum=True
     )
-    return result.view(*inputs.shape[:-1], -1)
+    return result.view(*inputs.shape[:-1], len(weight))
 
 
 def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
