@@ -378,3 +378,24 @@ def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeyp
     finally:
         torch._C._set_sdp_priority_order(before)
         settle_attention_priority.cache_clear()
+
+
+def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch):
+    failures = [torch.OutOfMemoryError("no memory")] * 2
+
+    def choose(*_: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
+    monkeypatch.setattr("torch._fused_sdp_choice", choose)
+    settle_attention_priority.cache_clear()
+    try:
+        assert switches(on_gpu=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            settle_attention_priority()
+        settle_attention_priority()
+        assert not failures
+    finally:
+        settle_attention_priority.cache_clear()

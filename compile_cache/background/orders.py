@@ -126,7 +126,7 @@ class Orders:
         call: tuple[bytes, bool],
         dynamic: tuple[tuple[int, int], ...],
         done: Callable[[Making, Precompiled | None], None],
-        rank: int = 0,
+        rank: int,
     ) -> None:
         """Order code for a call that this thread has just served eager: the lowest rank is made first. Another thread
         calls `done` with the answer and the loaded function, if there is one.

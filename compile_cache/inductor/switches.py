@@ -110,7 +110,8 @@ _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "thre
 def switches(on_gpu: bool) -> tuple[Any, ...]:
     """The values of `SWITCHES`, without the number of threads if all tensors of the call are on a GPU."""
     if on_gpu:
-        settle_attention_priority()
+        with contextlib.suppress(RuntimeError):  # the memory is full; the next reading tries again
+            settle_attention_priority()
     return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
 
 
@@ -175,11 +176,14 @@ def set_precisions(values: tuple[str, ...]) -> None:
 @functools.cache
 def settle_attention_priority() -> None:
     """Let torch choose an attention. On some GPUs it puts cuDNN first when a process first chooses, whatever was set
-    before: a process's first call would have another description than the same call later."""
+    before: a process's first call would have another description than the same call later.
+
+    Raises:
+        RuntimeError: the GPU's memory is full.
+    """
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # its memory is full
-            vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
-            torch._fused_sdp_choice(vectors, vectors, vectors)
+        vectors = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(vectors, vectors, vectors)
 
 
 def changed_options() -> Iterator[tuple[str, str, Any]]:
