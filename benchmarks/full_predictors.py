@@ -33,7 +33,7 @@ from pipelines import (
     save,
 )
 from tiny_predictors import PREDICTORS as TINY
-from tiny_predictors import TOKENIZERS, Public, build_whisper, fill, picture, sound
+from tiny_predictors import TOKENIZERS, Public, build_modernbert, build_whisper, fill, picture, sound
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPTextModel, CLIPTokenizer
 
 _DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +72,7 @@ def build_sd2(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
 
 # As published in huggingface.co, file by file: Tongyi-MAI/Z-Image-Turbo, stabilityai/stable-diffusion-2-1,
 # black-forest-labs/FLUX.1-dev, Shakker-Labs/FLUX.1-dev-ControlNet-Union-Pro, openai/clip-vit-large-patch14 (the safety
-# checker), openai/whisper-large-v3.
+# checker), openai/whisper-large-v3, answerdotai/ModernBERT-large.
 _Z_IMAGE = replace(
     SHAPES["z-image"],
     build=build_qwen_z_image,
@@ -119,6 +119,14 @@ _WHISPER: dict[str, Any] = {
     "num_mel_bins": 128,
 }
 
+_MODERNBERT: dict[str, Any] = {
+    "words": 50360,
+    "hidden_size": 1024,
+    "intermediate_size": 2624,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+
 
 def save_z_image(folder: Path) -> None:
     """20 GB of bf16."""
@@ -149,6 +157,12 @@ def save_whisper(folder: Path) -> None:
         build_whisper(folder, **_WHISPER)
 
 
+def save_modernbert(folder: Path) -> None:
+    """0.8 GB of bf16."""
+    with random_weights(_DEVICE, torch.bfloat16):
+        build_modernbert(folder, **_MODERNBERT)
+
+
 def _full(
     name: str, build: Callable[[Path], None], *inputs: dict[str, Any], replaced: dict[str, str] | None = None
 ) -> Public:
@@ -171,6 +185,9 @@ PREDICTORS = {
         save_flux_controlnet,
         *({"control_image": picture(1024, 1024), "steps": steps} for steps in (4, 12)),
         replaced={"(512, 512)": "(1024, 1024)"},  # the warm-up's size
+    ),
+    "modernbert": _full(
+        "modernbert", save_modernbert, {"prompt": "w3 w4 w5 [MASK] " * 16}, replaced=dict(TINY["modernbert"].replace)
     ),
     "whisper": _full("whisper", save_whisper, {"audio": sound(25.0)}, replaced=_NO_FFMPEG),
 }

@@ -148,13 +148,13 @@ def build_siglip(folder: Path) -> None:
     SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(folder)
 
 
-def build_modernbert(folder: Path) -> None:
-    """Four layers: one of three looks at all words."""
-    tokenizer = build_tokenizer(_WORDS)
+def build_modernbert(folder: Path, words: int = _WORDS, **sizes: Any) -> None:
+    """Four layers: one of three looks at all words. `sizes` are those that are not tiny."""
+    tokenizer = build_tokenizer(words)
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     tokenizer.save_pretrained(folder / "checkpoints")
     special = {name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")}
-    config = ModernBertConfig(**{**_SMALL, "num_hidden_layers": 4}, vocab_size=len(tokenizer), **special)
+    config = ModernBertConfig(**{**_SMALL, "num_hidden_layers": 4, **sizes}, vocab_size=len(tokenizer), **special)
     ModernBertForMaskedLM(config).save_pretrained(folder / "checkpoints")
 
 

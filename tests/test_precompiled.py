@@ -87,6 +87,17 @@ def test_next_boot_is_precompiled_and_traces_nothing(directory):
     close(output, eager(build(Block), tensor()))
 
 
+def test_a_load_computes_no_digest_of_triton_and_no_stack_traces(directory, monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch._inductor.runtime.autotune_cache.has_triton", lambda: True)
+    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: asked.append("digest") or "")
+    stacks = SimpleNamespace(extract_stack=lambda: asked.append("stack trace") or [])
+    monkeypatch.setattr("torch._subclasses.fake_tensor.traceback", stacks)
+    block = build(Block)
+    warm_up(compiler := boot(directory, block), lambda: block(tensor()))
+    assert (only_report(compiler).step, asked) == ("precompiled", [])
+
+
 def test_after_the_warm_up_it_serves_predictions(directory):
     block = build(Block)
     compiler = boot(directory, block)
