@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,11 +15,15 @@ import torch
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
+from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
+from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
 
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.format import read_artifact
+from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.record import Record
 
 close = torch.testing.assert_close
 
@@ -87,15 +92,24 @@ def test_next_boot_is_precompiled_and_traces_nothing(directory):
     close(output, eager(build(Block), tensor()))
 
 
-def test_a_load_computes_no_digest_of_triton_and_no_stack_traces(directory, monkeypatch):
-    asked = []
-    monkeypatch.setattr("torch._inductor.runtime.autotune_cache.has_triton", lambda: True)
-    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: asked.append("digest") or "")
-    stacks = SimpleNamespace(extract_stack=lambda: asked.append("stack trace") or [])
+def test_a_load_makes_no_stack_traces_and_no_copy_of_the_function(directory, monkeypatch):
+    made = []
+    stacks = SimpleNamespace(extract_stack=lambda: made.append("stack trace") or [])
     monkeypatch.setattr("torch._subclasses.fake_tensor.traceback", stacks)
+    monkeypatch.setattr(BundledAOTAutogradResult, "__reduce_ex__", lambda self, protocol: made.append("copy"))
     block = build(Block)
     warm_up(compiler := boot(directory, block), lambda: block(tensor()))
-    assert (only_report(compiler).step, asked) == ("precompiled", [])
+    assert (only_report(compiler).step, made) == ("precompiled", [])
+
+
+def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(made, monkeypatch):
+    """Triton is not installed on a machine without a GPU: a stand-in has its place."""
+    triton_cache = types.ModuleType("triton.runtime.cache")
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", triton_cache)
+    monkeypatch.setattr(triton_compat, "triton_key", lambda: pytest.fail("computed"))
+    _, record, payload = read_artifact(next(made.path.rglob("*.aot")))
+    Precompiled("here", Record.from_json({**record, "triton_key": "of the maker"}), payload)
+    assert (triton_cache.triton_key(), triton_compat.triton_key()) == ("of the maker", "of the maker")
 
 
 def test_after_the_warm_up_it_serves_predictions(directory):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import re
@@ -34,7 +35,6 @@ import torch._inductor.config
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
-from torch._inductor.runtime import autotune_cache
 from torch._subclasses import fake_tensor
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
@@ -61,6 +61,8 @@ _torch_key: Any = torch._inductor.codecache.torch_key
 guards: Any = _guards
 
 
+# Where Triton's digest of its own files is looked up: by Triton, and by torch.
+_TRITON_KEY = ("triton.runtime.cache", "torch._inductor.runtime.triton_compat")
 _KERNELS = "torch._inductor.select_algorithm"
 # The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
 _PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
@@ -174,13 +176,14 @@ class Loaded:
         return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
 
 
-def load_function(payload: bytes, externals: dict[str, Any], recorded_torch_key: str) -> Loaded:
-    """Unpickle a compiled function, which must be verified.
+def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, triton_key: str) -> Loaded:
+    """Unpickle a compiled function, which must be verified. The keys are those of the process that compiled it.
 
     Raises:
         Exception: any, if `payload` is damaged or of another torch.
     """
-    _set_torch_key(recorded_torch_key)
+    _set_torch_key(torch_key)
+    _set_triton_key(triton_key)
     with _alone, _configured(), _no_workers(), without_compiler(), _without_waste():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
@@ -200,33 +203,33 @@ def _configured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_waste() -> Iterator[None]:
-    """Leave out what torch computes while it loads a function, and nobody reads: the line of code that explains each
-    guard, a stack trace for each tensor in a guard, and a digest of all of Triton's sources, which only its remote
-    cache of tuning needs. This saves about 1.3 s of a warm FLUX.1 boot."""
+    """Leave out what torch makes while it loads a function, and nothing here reads: for each guard the line of code
+    that explains it, for each tensor in a guard a stack trace, and a copy of the function to store it again."""
 
     def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
         return [code_parts] if isinstance(code_parts, str) else code_parts
 
+    result = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
     with (
         _replaced(guards, "get_verbose_code_parts", code_alone),
         _replaced(fake_tensor, "traceback", types.SimpleNamespace(extract_stack=list)),
-        _replaced(autotune_cache, "inductor_meta_from_config", dict),
+        _replaced(result.BundledAOTAutogradResult, "__deepcopy__", lambda self, memo: self),
     ):
         yield
 
 
 @contextlib.contextmanager
 def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute replaced while the context lasts, if this torch has it."""
-    original = vars(place).get(name)
-    if original is None:
-        yield
-        return
+    """An attribute replaced, or added, while the context lasts."""
+    had, original = name in vars(place), vars(place).get(name)
     setattr(place, name, value)
     try:
         yield
     finally:
-        setattr(place, name, original)
+        if had:
+            setattr(place, name, original)
+        else:
+            delattr(place, name)
 
 
 def _no_workers() -> contextlib.AbstractContextManager[Any]:
@@ -251,6 +254,20 @@ def _set_torch_key(recorded: str) -> None:
         _torch_key.set(bytes.fromhex(recorded))
     if torch_key() != recorded:
         raise ArtifactError("torch's own sources have changed")
+
+
+def triton_key() -> str:
+    """Triton's digest of its own files, which the name of each of its kernels has; empty without Triton."""
+    key = getattr(sys.modules.get(_TRITON_KEY[0]), "triton_key", None)
+    return str(key()) if key else ""
+
+
+def _set_triton_key(recorded: str) -> None:
+    """Give Triton the recorded digest. To compute it, Triton reads all its files, which takes a second. The
+    environment's key has Triton's version."""
+    if recorded:
+        for module in filter(None, map(sys.modules.get, _TRITON_KEY)):
+            vars(module)["triton_key"] = functools.cache(lambda: recorded)
 
 
 def import_loader() -> None:

@@ -68,7 +68,7 @@ class Precompiled:
         """
         try:
             externals = {name: find(found) for name, found in record.globals.items()}
-            self._loaded = load_function(payload, externals, record.torch_key)
+            self._loaded = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, global_scope(record.modules))
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error

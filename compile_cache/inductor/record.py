@@ -21,7 +21,7 @@ import torch
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.importable import find, reference
-from compile_cache.inductor.adapter import Compilation, torch_key
+from compile_cache.inductor.adapter import Compilation, torch_key, triton_key
 from compile_cache.inductor.call_spec import call_region
 from compile_cache.inductor.describe import code_digest
 from compile_cache.inductor.guards import RecordedGuard
@@ -46,7 +46,7 @@ class Record:
     | `environ` | the variables that these functions may have read; torch does not guard them |
     | `guards` | the guards that torch cannot store |
     | `modules`, `globals` | the global scope of the compiled function |
-    | `torch_key` | the digest of torch's own sources |
+    | `torch_key`, `triton_key` | the digests of torch's own sources, and of Triton's |
     | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
     """
 
@@ -56,6 +56,7 @@ class Record:
     modules: dict[str, str]
     globals: dict[str, str]
     torch_key: str
+    triton_key: str
     host: dict[str, str]
 
     @classmethod
@@ -77,6 +78,7 @@ class Record:
             compilation.modules,
             names,
             torch_key(),
+            triton_key(),
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
         )
 
@@ -94,7 +96,8 @@ class Record:
         try:
             guards = [RecordedGuard(**guard) for guard in record["guards"]]
             environ, modules, names, host = (dict(record[name]) for name in ("environ", "modules", "globals", "host"))
-            return cls(dict(record["sources"]), environ, guards, modules, names, str(record["torch_key"]), host)
+            keys = str(record["torch_key"]), str(record["triton_key"])
+            return cls(dict(record["sources"]), environ, guards, modules, names, *keys, host)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its record cannot be read: {error!r}") from error
 
