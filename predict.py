@@ -40,7 +40,8 @@ class Predictor(BaseRunner):
         with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
             with self.boot.timed("import"), without_collection():
                 from models.image.lora_files import LoraFiles
-                from models.image.pipeline import DiffusionModel, PictureFiles, import_pipeline
+                from models.image.pictures import PictureFiles
+                from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
             self.boot.preload()
@@ -112,7 +113,8 @@ class Predictor(BaseRunner):
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
         from models.image.lora import Lora
-        from models.image.pipeline import ImageInputs, open_picture
+        from models.image.pictures import open_picture
+        from models.image.pipeline import ImageInputs
 
         seed = random.getrandbits(32) if seed is None else seed
         start = open_picture(str(image), "white") if image else None

@@ -44,7 +44,8 @@ class PicturePeer(Predictor):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model) as self.boot:
             with self.boot.timed("import"), without_collection():
-                from models.image.pipeline import DiffusionModel, PictureFiles, import_pipeline
+                from models.image.pictures import PictureFiles
+                from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
             with self.boot.timed("restore"):

@@ -18,14 +18,13 @@ from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeli
 from diffusers.utils import BaseOutput
 from PIL import Image
 
+from models.image.pictures import PictureFiles, open_picture
 from models.image.pipeline import (
     DiffusionModel,
     ImageInputs,
-    PictureFiles,
     check_pipeline,
     find_picture_pipeline,
     ignored_inputs,
-    open_picture,
 )
 from models.image.settings import Size
 
@@ -305,7 +304,7 @@ def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog
 
 
 def test_pictures_are_gone_when_the_process_has_ended(tmp_path):
-    program = "import sys, models.image.pipeline as p; p.PictureFiles().save([], 'png', 90); sys.exit(3)"
+    program = "import sys, models.image.pictures as p; p.PictureFiles().save([], 'png', 90); sys.exit(3)"
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     assert (
         subprocess.run([sys.executable, "-c", program], env=environ, cwd=DEMO.parent.parent, check=False).returncode

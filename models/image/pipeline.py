@@ -7,16 +7,12 @@ pipelines.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import inspect
 import logging
 import math
 import os
-import shutil
-import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +20,12 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import nn
 
 from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
+from models.image.pictures import fit
 from models.image.settings import Size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
@@ -41,10 +38,6 @@ _OF_PICTURES = ("mask_image", "control_image", "strength")
 _DEFAULTS = ("guidance_scale", "num_inference_steps", "max_sequence_length")
 # In parameters. CLIP is smaller, and takes little of a picture's time.
 _LARGE_ENCODER = 1_000_000_000
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-_MOST_PIXELS = 50_000_000
-# Cog reads the files after run() has returned. So the folders of this prediction and of the one before stay.
-_KEPT_FOLDERS = 2
 
 log = logging.getLogger(__name__)
 
@@ -358,35 +351,6 @@ class DiffusionModel:
             )
 
 
-def open_picture(path: str, background: str) -> Image.Image:
-    """A picture, turned as its camera was held. Its transparent parts show the background, `white` or `black`.
-
-    Raises:
-        ValueError: the file is no picture of a usual format, or has too many pixels.
-    """
-    try:
-        with Image.open(path, formats=_FORMATS) as picture:
-            if picture.width * picture.height > _MOST_PIXELS:
-                raise ValueError("a picture has more than 50 million pixels; give a smaller one")
-            if picture.mode.startswith("I") or picture.mode == "F":
-                raise ValueError("a picture has more than 8 bits a channel; give one of 8 bits")
-            turned = ImageOps.exif_transpose(picture)
-            if not turned.has_transparency_data:
-                return turned.convert("RGB")
-            seen = Image.new("RGBA", turned.size, background)
-            seen.alpha_composite(turned.convert("RGBA"))
-            return seen.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"an input is no picture that Pillow can read: {error}") from error
-
-
-def fit(picture: Image.Image, size: Size, as_large_as: tuple[int, int] = (0, 0)) -> Image.Image:
-    """The middle of a picture, as large as possible, in this size. A mask is made `as_large_as` its picture first, so
-    that both are cut alike, and has one channel."""
-    picture = picture.resize(as_large_as).convert("L") if any(as_large_as) else picture.convert("RGB")
-    return ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
-
-
 def check_pipeline(pipeline: type[Any]) -> None:
     """Check that a class of pipelines draws from a prompt alone.
 
@@ -455,27 +419,3 @@ def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
     if "use_resolution_binning" in parameters:
         found.append(f"{name} may replace the requested size by a size of its training (use_resolution_binning)")
     return found
-
-
-class PictureFiles:
-    """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
-
-    def __init__(self) -> None:
-        self._root = tempfile.mkdtemp(prefix="pictures-")
-        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
-        self._folders: deque[str] = deque()
-
-    def save(self, pictures: Iterable[Image.Image], file_format: str, quality: int) -> list[Path]:
-        """Write the pictures of one prediction. Pillow ignores the quality of a png."""
-        folder = self._new_folder()
-        paths = []
-        for number, picture in enumerate(pictures):
-            paths.append(folder / f"{number}.{file_format}")
-            picture.save(paths[-1], quality=quality)
-        return paths
-
-    def _new_folder(self) -> Path:
-        while len(self._folders) >= _KEPT_FOLDERS:
-            shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        self._folders.append(tempfile.mkdtemp(dir=self._root))
-        return Path(self._folders[-1])
