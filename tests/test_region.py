@@ -6,6 +6,7 @@ The blocks multiply matrices, which compiles in half a second, without a C++ com
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 import torch
 from precompiling import activated, artifacts, boot, build, eager, find, only_report, tensor, warm_up
 from torch import nn
+from torch._inductor import compile_fx
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as module_hooks
@@ -330,6 +332,19 @@ class CountingFurther(Counting):
 
     def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:
         return super().forward(torch.mm(x, self.weight), counter)
+
+
+def test_a_stored_graph_that_is_gone_is_not_compiled_anew_in_the_setup(directory, monkeypatch):
+    module = build(Listing)
+    warm_up(boot(directory, module), lambda: module(tensor(), []))
+    for folder in ("fxgraph", "aotautograd"):
+        shutil.rmtree(directory.path / folder)
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
+    again = build(Listing)
+    compiler = boot(directory, again, settings=Settings(cold_start="background"))
+    close(warm_up(compiler, lambda: again(tensor(), [])), eager(build(Listing), tensor(), []))
+    assert only_report(compiler).step == "eager"
+    assert "a stored graph was not found" in only_report(compiler).reason
 
 
 class Scaled(Product):

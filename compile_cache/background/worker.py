@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from compile_cache.errors import first_line
 from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
@@ -95,7 +96,7 @@ def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Messag
     name = type(error).__qualname__
     told = {
         "error_type": name if module == "builtins" else f"{module}.{name}",
-        "message": str(error),
+        "message": first_line(error) if str(error) else "",
         "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
     }
     return Message(kind, json.dumps(told).encode())

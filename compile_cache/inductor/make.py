@@ -8,10 +8,12 @@ This module imports torch's compiler. It needs none of the private names that fu
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +222,33 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.
     return Traced(not broken_by, depends, seconds, 2 * (_dynamo_s() - dynamo_s), broken_by)
+
+
+@contextlib.contextmanager
+def out_of_stored_files() -> Iterator[None]:
+    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
+
+    Raises:
+        ArtifactError: one is missing.
+    """
+    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
+    original, thread, missing = compile_fx.fx_codegen_and_compile, threading.get_ident(), list[ArtifactError]()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        missing.append(ArtifactError("a stored graph was not found"))
+        raise missing[0]
+
+    compile_fx.fx_codegen_and_compile = refuse
+    try:
+        yield
+    except Exception as error:
+        if missing:  # torch has wrapped it
+            raise missing[0] from error
+        raise
+    finally:
+        compile_fx.fx_codegen_and_compile = original
 
 
 def _dynamo_s() -> float:

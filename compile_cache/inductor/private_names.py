@@ -71,6 +71,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch", "_functorch.config fx.experimental._config", NO_BACKGROUND),
     PrivateNames("torch._inductor", "cpp_builder cpu_vec_isa", "0.5 to 10 s of a boot on a CPU: torch asks g++ again"),
     PrivateNames("torch._inductor.cpu_vec_isa.VecISA", "_arch_flags", "the same"),
+    PrivateNames("torch._inductor.compile_fx", "fx_codegen_and_compile", "graphs out of stored files: they are eager"),
     PrivateNames("torch._inductor.codecache", "FxGraphCache PyCodeCache", TUNED_AGAIN),
     PrivateNames("torch._inductor.triton_bundler", "TritonBundler", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", TUNED_AGAIN),

@@ -425,16 +425,14 @@ class Region:
         """The graphs of a call, out of stored files.
 
         Raises:
-            ArtifactError: one was missing.
+            ArtifactError: one is missing.
         """
-        from compile_cache.inductor.make import trace
+        from compile_cache.inductor.make import out_of_stored_files, trace
 
         before, started = read_counts(), time.perf_counter()
-        traced = trace(self._graphs, shadow.copied)
-        counts = read_counts().since(before)
-        self.report.note_traced(counts, traced, started)
-        if counts.misses:
-            raise ArtifactError("its stored graphs were not found, so they were compiled again")
+        with out_of_stored_files():
+            traced = trace(self._graphs, shadow.copied)
+        self.report.note_traced(read_counts().since(before), traced, started)
         return self._graph(traced)
 
     @functools.cached_property
@@ -458,7 +456,7 @@ class Region:
             "the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
             self.report.name,
             seconds,
-            exc_info=failure.error,
+            exc_info=None if isinstance(failure.error, ArtifactError) else failure.error,
         )
         return failure.reason
 
