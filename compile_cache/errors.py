@@ -132,7 +132,8 @@ class JobFailed(CompileCacheError):
 
 
 class NoGraph(CompileCacheError):
-    """No graph of this process fits a call, or another thread traces. Nothing of the call was run."""
+    """No graph of this process fits a call, or another thread traces: nothing of the call was run. Or a stored graph is
+    missing."""
 
 
 class StoreError(CompileCacheError):

@@ -20,6 +20,7 @@ from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.errors import ArtifactError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.format import read_artifact
 from compile_cache.inductor.precompiled import Precompiled
@@ -110,6 +111,8 @@ def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(mad
     _, record, payload = read_artifact(next(made.path.rglob("*.aot")))
     Precompiled("here", Record.from_json({**record, "triton_key": "of the maker"}), payload)
     assert (triton_cache.triton_key(), triton_compat.triton_key()) == ("of the maker", "of the maker")
+    with pytest.raises(ArtifactError, match="Triton's own files have changed"):
+        Precompiled("here", Record.from_json({**record, "triton_key": "of another build"}), payload)
 
 
 def test_after_the_warm_up_it_serves_predictions(directory):

@@ -77,6 +77,15 @@ class Listing(Product):
         return torch.mm(y, self.weight)
 
 
+class Halved(Product):
+    """Breaks the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return torch.mm(y, self.weight)
+
+
 class InPlace(Product):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.copy_(super().forward(x))
@@ -334,17 +343,46 @@ class CountingFurther(Counting):
         return super().forward(torch.mm(x, self.weight), counter)
 
 
-def test_a_stored_graph_that_is_gone_is_not_compiled_anew_in_the_setup(directory, monkeypatch):
-    module = build(Listing)
-    warm_up(boot(directory, module), lambda: module(tensor(), []))
+class Catching(Product):
+    """Breaks the graph, and catches whatever its second part raises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        try:
+            torch._dynamo.graph_break()
+            return torch.mm(y, self.weight)
+        except Exception:
+            return torch.mm(y, self.weight)
+
+
+@pytest.mark.parametrize("suppressed", [False, True])
+@pytest.mark.parametrize("kind", [Halved, Catching])
+def test_a_stored_graph_that_is_gone_is_not_compiled_anew_in_the_setup(directory, monkeypatch, kind, suppressed):
+    module = build(kind)
+    warm_up(boot(directory, module), lambda: module(tensor()))
     for folder in ("fxgraph", "aotautograd"):
         shutil.rmtree(directory.path / folder)
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
-    again = build(Listing)
+    again = build(kind)
     compiler = boot(directory, again, settings=Settings(cold_start="background"))
-    close(warm_up(compiler, lambda: again(tensor(), [])), eager(build(Listing), tensor(), []))
+    with torch._dynamo.config.patch(suppress_errors=suppressed):
+        close(warm_up(compiler, lambda: again(tensor())), eager(build(kind), tensor()))
     assert only_report(compiler).step == "eager"
     assert "a stored graph was not found" in only_report(compiler).reason
+
+
+def test_an_instance_whose_graph_is_not_stored_is_eager_beside_one_whose_graph_is(directory, monkeypatch):
+    module = build(Halved)
+    warm_up(boot(directory, module), lambda: module(tensor()))
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
+    stored, other, unused = build(Halved), build(Halved, 2.0), build(Scaled)
+    compiler = boot(directory, stored, other, unused, settings=Settings(cold_start="background"))
+    warm_up(compiler, lambda: [stored(tensor()), other(tensor())])
+    close(predict(stored, tensor()), eager(build(Halved), tensor()))
+    close(predict(other, tensor()), eager(build(Halved, 2.0), tensor()))
+    halved, idle = (region.report for region in compiler.regions.values())
+    assert halved.step == "cached"
+    assert "another torch.compile" not in idle.reason
 
 
 class Scaled(Product):

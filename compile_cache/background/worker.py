@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from compile_cache.errors import first_line
 from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
 
 _LOOK_S = 0.5
 _NICENESS = 10
+_MOST_CHARACTERS = 1000  # of an error's message, in one line
 # Errors of the process, not of its job: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
@@ -96,7 +96,7 @@ def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Messag
     name = type(error).__qualname__
     told = {
         "error_type": name if module == "builtins" else f"{module}.{name}",
-        "message": first_line(error) if str(error) else "",
+        "message": " ".join(str(error).split())[:_MOST_CHARACTERS],
         "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
     }
     return Message(kind, json.dumps(told).encode())

@@ -22,6 +22,7 @@ import io
 import re
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ _torch_key: Any = torch._inductor.codecache.torch_key
 guards: Any = _guards
 
 
-# Where Triton's digest of its own files is looked up: by Triton, and by torch.
-_TRITON_KEY = ("triton.runtime.cache", "torch._inductor.runtime.triton_compat")
+# Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
+_TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
 _KERNELS = "torch._inductor.select_algorithm"
 # The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
 _PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
@@ -209,11 +210,12 @@ def _without_waste() -> Iterator[None]:
     def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
         return [code_parts] if isinstance(code_parts, str) else code_parts
 
-    result = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
+    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
+    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
     with (
         _replaced(guards, "get_verbose_code_parts", code_alone),
-        _replaced(fake_tensor, "traceback", types.SimpleNamespace(extract_stack=list)),
-        _replaced(result.BundledAOTAutogradResult, "__deepcopy__", lambda self, memo: self),
+        _replaced(fake_tensor, "traceback", types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})),
+        _replaced(result, "__deepcopy__", lambda self, memo: self),
     ):
         yield
 
@@ -264,10 +266,16 @@ def triton_key() -> str:
 
 def _set_triton_key(recorded: str) -> None:
     """Give Triton the recorded digest. To compute it, Triton reads all its files, which takes a second. The
-    environment's key has Triton's version."""
-    if recorded:
-        for module in filter(None, map(sys.modules.get, _TRITON_KEY)):
-            vars(module)["triton_key"] = functools.cache(lambda: recorded)
+    environment's key has Triton's version.
+
+    Raises:
+        ArtifactError: Triton has computed another digest.
+    """
+    for module in filter(None, map(sys.modules.get, _TRITON_KEY if recorded else ())):
+        known: Any = getattr(module, "triton_key", None)
+        if hasattr(known, "cache_info") and known.cache_info().currsize and known() != recorded:
+            raise ArtifactError("Triton's own files have changed")
+        vars(module)["triton_key"] = functools.cache(lambda: recorded)
 
 
 def import_loader() -> None:

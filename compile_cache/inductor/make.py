@@ -22,7 +22,7 @@ import torch._dynamo
 import torch._dynamo.utils
 from torch import nn
 
-from compile_cache.errors import ArtifactError, CompileCacheError, Failure, attempt, first_line
+from compile_cache.errors import ArtifactError, CompileCacheError, Failure, NoGraph, attempt, first_line
 from compile_cache.inductor.call_spec import call_by_graph, call_region, on_gpu, pytree
 from compile_cache.inductor.counters import uncounted
 from compile_cache.inductor.torch_settings import configure_torch
@@ -48,6 +48,8 @@ _BREAKS = _dynamo_errors("Unsupported", "UserError")
 _ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
 _LIMIT_ERRORS = _dynamo_errors("FailOnRecompileLimitHit")
 _TIMED_RUNS = 3
+# Held while `out_of_stored_files` has replaced a function of torch.
+_looking_up = threading.RLock()
 # About 5 ms on a GPU, in which the host queues a whole call. So the events do not measure the host's pace.
 _HEAD_START_CYCLES = 10_000_000
 
@@ -132,11 +134,13 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph or graphs of `torch.compile` for some calls. `may_compile` says whether a comparison may add one."""
+    """The graph or graphs of `torch.compile` for some calls. A comparison may add some: it may compile them, if
+    `may_compile`, or take them out of stored files, if `may_trace`."""
 
     graphs: Graphs
     is_whole: bool
     may_compile: Callable[[], bool]
+    may_trace: Callable[[], bool]
     step: str = "compiled"
     path: str = ""
 
@@ -153,9 +157,11 @@ class Graph:
         return self.graphs.run_as_found(self.is_whole, module, args, kwargs)
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that is compared. Raises as `Graphs.run` does."""
-        run = self.graphs.run if self.may_compile() else self.graphs.run_as_found
-        return run(self.is_whole, module, args, kwargs)
+        """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
+        if not (self.may_compile() or self.may_trace()):
+            return self(module, args, kwargs)
+        with contextlib.nullcontext() if self.may_compile() else out_of_stored_files():
+            return self.graphs.run(self.is_whole, module, args, kwargs)
 
 
 def make(
@@ -229,26 +235,31 @@ def out_of_stored_files() -> Iterator[None]:
     """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
 
     Raises:
-        ArtifactError: one is missing.
+        NoGraph: one is missing.
     """
     compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
-    original, thread, missing = compile_fx.fx_codegen_and_compile, threading.get_ident(), list[ArtifactError]()
+    thread, is_missing, failed = threading.get_ident(), False, None
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_missing
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
-        missing.append(ArtifactError("a stored graph was not found"))
-        raise missing[0]
+        is_missing = True
+        raise NoGraph("it is not stored")
 
-    compile_fx.fx_codegen_and_compile = refuse
-    try:
-        yield
-    except Exception as error:
-        if missing:  # torch has wrapped it
-            raise missing[0] from error
-        raise
-    finally:
-        compile_fx.fx_codegen_and_compile = original
+    with _looking_up:
+        original = compile_fx.fx_codegen_and_compile
+        compile_fx.fx_codegen_and_compile = refuse
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        finally:
+            compile_fx.fx_codegen_and_compile = original
+    if is_missing:  # whoever called torch may have caught the error
+        raise NoGraph("a stored graph was not found") from failed
+    if failed is not None:
+        raise failed
 
 
 def _dynamo_s() -> float:

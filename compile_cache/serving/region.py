@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 from compile_cache.background.shadow import Shadow
-from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, UnseenCallError, attempt, first_line
+from compile_cache.errors import (
+    ArtifactError,
+    CompileCacheError,
+    Failure,
+    NoGraph,
+    NotHandedOver,
+    UnseenCallError,
+    attempt,
+    first_line,
+)
 from compile_cache.inductor.call_spec import (
     RECOMPILE_LIMIT,
     CallSpec,
@@ -223,6 +232,7 @@ class Region:
         """Serve a call eager, and run its code on a copy. Code that is not there yet comes from `make`. If the
         comparison cannot end, nothing is concluded, and a later call repeats it."""
         compiler, before, started = self._compiler, read_counts(), time.perf_counter()
+        noted = self.report.graphs
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
         if not compiler.making.acquire(blocking=False):
             return self._serve_eager(module, args, kwargs)
@@ -241,6 +251,7 @@ class Region:
             if code is not None and not (make and code.misfit(module, args, kwargs)):
                 self._judge(case, code, module, comparison)
         finally:
+            self.report.graphs = noted + read_counts().since(before).graphs
             compiler.making.release()
         seconds = time.perf_counter() - started
         if make is None:
@@ -425,7 +436,7 @@ class Region:
         """The graphs of a call, out of stored files.
 
         Raises:
-            ArtifactError: one is missing.
+            NoGraph: one is missing.
         """
         from compile_cache.inductor.make import out_of_stored_files, trace
 
@@ -443,7 +454,9 @@ class Region:
         from compile_cache.inductor.make import Graph
 
         compiler = self._compiler
-        return Graph(self._graphs, traced.is_whole, lambda: compiler.is_warming_up or compiler.policy() == "block")
+        return Graph(
+            self._graphs, traced.is_whole, lambda: compiler.policy() == "block", lambda: compiler.is_warming_up
+        )
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
@@ -452,11 +465,12 @@ class Region:
         if is_beyond_limit(failure.error):
             return f"{RECOMPILE_LIMIT} shapes are compiled already; set COMPILE_CACHE_DYNAMIC=auto"
         log.warning(
-            "compile.failed region=%s seconds=%.1f The call is served eager, and each boot tries it again. To leave "
-            "the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
+            "compile.failed region=%s seconds=%.1f reason=%s The call is served eager, and each boot tries it again. "
+            "To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
             self.report.name,
             seconds,
-            exc_info=None if isinstance(failure.error, ArtifactError) else failure.error,
+            failure.reason,
+            exc_info=None if isinstance(failure.error, CompileCacheError) else failure.error,
         )
         return failure.reason
 

@@ -100,9 +100,8 @@ class RegionReport:
             self.not_precompiled.append(reason)
 
     def note_traced(self, counts: CompileCounts, traced: Traced, started: float) -> None:
-        """Add the graphs of one call, with torch's counts meanwhile. Tracing began at `started`."""
+        """Note how the graphs of one call came, by torch's counts meanwhile. Tracing began at `started`."""
         is_found = counts.misses == 0 < counts.hits
-        self.graphs += counts.graphs
         self.compile_s += traced.seconds
         note("regions", f"{self.name}: {'look up' if is_found else 'compile'}", started, traced.seconds)
         if not traced.is_whole:
