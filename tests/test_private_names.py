@@ -76,7 +76,9 @@ def test_the_code_uses_every_name_of_the_table():
 @pytest.mark.parametrize("names", PRIVATE_NAMES, ids=lambda names: f"{names.place}: {names.names.split()[0]}")
 def test_this_torch_has_the_names(names):
     first, last = (tuple(map(int, release.split("."))) for release in names.releases.split("–"))
-    assert first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last
+    if (now := tuple(map(int, torch.__version__.split(".")[:2]))) < first:
+        pytest.skip(f"torch has them since {names.releases.partition('–')[0]}")
+    assert now <= last
     for path in names.paths:
         if path.rpartition(".")[2] not in OF_INSTANCES:
             resolve(path)

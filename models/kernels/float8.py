@@ -44,9 +44,13 @@ def scaled_linear(
     rows = inputs.reshape(-1, inputs.shape[-1]).contiguous()  # the product takes no transposed ones
     is_fused = torch.compiler.is_compiling() and rows.shape[1] <= _MOST_FUSED_COLUMNS
     values, scales = to_float8(rows) if is_fused else to_float8_at_once(rows)
-    result = torch._scaled_mm(
-        values, weight.t(), scale_a=scales, scale_b=scale, bias=bias, out_dtype=inputs.dtype, use_fast_accum=True
-    )
+    if rows.is_cuda:
+        result = torch._scaled_mm(
+            values, weight.t(), scale_a=scales, scale_b=scale, bias=bias, out_dtype=inputs.dtype, use_fast_accum=True
+        )
+    else:  # torch 2.11 has one scale for a whole matrix there
+        result = (torch.mm(values.float(), weight.float().t()) * scales * scale).to(inputs.dtype)
+        result = result if bias is None else result + bias
     return result.view(*inputs.shape[:-1], len(weight))
 
 
