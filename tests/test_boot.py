@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
-
-import compile_cache
 
 
 def seeded(cold, folder: Path) -> dict[str, str]:
@@ -52,16 +49,6 @@ def test_restored_boot_without_precompiled_regions_finds_every_graph(cold, tmp_p
     again = boot_once({**seeded(cold, tmp_path), "COMPILE_CACHE_PRECOMPILE": "0"})
     assert_fully_cached(again)
     assert again.output == first.output
-
-
-@pytest.mark.parametrize("error", [None, ValueError("of the caller")])
-def test_threads_take_short_turns_until_ready_and_pythons_again_afterwards(tmp_path, error):
-    environ, before = settings(tmp_path), sys.getswitchinterval()
-    with contextlib.suppress(ValueError), compile_cache.boot("short turns", environ=environ):
-        assert sys.getswitchinterval() == pytest.approx(5e-4)
-        if error:
-            raise error
-    assert sys.getswitchinterval() == before
 
 
 def test_successor_with_the_same_code_uses_the_precompiled_regions_and_publishes_them_as_its_own(cold, tmp_path):

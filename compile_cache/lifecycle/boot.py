@@ -37,9 +37,6 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
-# Python's default is 5 ms, which a thread waits after each read of a file or copy while another one computes: the
-# restore would make the imports longer, and the preloading the weights.
-_SWITCH_S = 5e-4
 _observed: list[Boot] | None = None
 
 
@@ -109,16 +106,12 @@ class Boot:
         self._preparing = threading.RLock()
         self._has_tried_compiler = False
         self._publisher: Publisher | None = None
-        self._switch_s = 0.0
         keep_worker_alive_on_interrupt()
         name_user(environ)
         if settings.enabled:
             self._claim_directory(model, environ)
         if self._directory is not None and (self._settings.store != "off" or self._settings.layers):
             self._start_restore(self._directory, model, sources, environ)
-            if sys.getswitchinterval() > _SWITCH_S:  # otherwise the caller, or another boot, has set it
-                self._switch_s = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_S)
 
     def _claim_directory(self, model: str, environ: MutableMapping[str, str]) -> None:
         from compile_cache.lifecycle.host import claim_workplace
@@ -149,8 +142,6 @@ class Boot:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """READY: write the report and start to publish. After an error of the caller's code, publish nothing."""
-        if self._switch_s:
-            sys.setswitchinterval(self._switch_s)
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
