@@ -231,11 +231,11 @@ class Region:
     ) -> Any:
         """Serve a call eager, and run its code on a copy. Code that is not there yet comes from `make`. If the
         comparison cannot end, nothing is concluded, and a later call repeats it."""
-        compiler, before, started = self._compiler, read_counts(), time.perf_counter()
-        noted = self.report.graphs
+        compiler, started = self._compiler, time.perf_counter()
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
         if not compiler.making.acquire(blocking=False):
             return self._serve_eager(module, args, kwargs)
+        before, noted = read_counts(), self.report.graphs
         try:
             sizes = reachable_sizes(module, args, kwargs) if make else []
             comparison = self._comparison(case, module, args, kwargs)
