@@ -27,6 +27,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock  # torch has imported it
 
 import torch
 import torch._dynamo
@@ -212,26 +213,13 @@ def _without_waste() -> Iterator[None]:
 
     results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
     result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
+    stacks = types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})
     with (
-        _replaced(guards, "get_verbose_code_parts", code_alone),
-        _replaced(fake_tensor, "traceback", types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})),
-        _replaced(result, "__deepcopy__", lambda self, memo: self),
+        mock.patch.object(guards, "get_verbose_code_parts", code_alone, create=True),
+        mock.patch.object(fake_tensor, "traceback", stacks, create=True),
+        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute replaced, or added, while the context lasts."""
-    had, original = name in vars(place), vars(place).get(name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(place, name, original)
-        else:
-            delattr(place, name)
 
 
 def _no_workers() -> contextlib.AbstractContextManager[Any]:

@@ -227,8 +227,6 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
 
     if autotuner.filename is None:  # a matrix template, chosen at compile time
         return None
-    if len(configs) == 1 and not autotuner.inductor_meta.get("coordinate_descent_tuning"):  # there was no choice
-        return None
     cache = AutotuneCache.create(autotuner.inductor_meta, autotuner.filename, "")
     record = cache._read() if cache else None
     if not record:

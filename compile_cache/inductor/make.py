@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock  # torch has imported it
 
 import torch
 import torch._dynamo
@@ -249,13 +250,11 @@ def out_of_stored_files() -> Iterator[None]:
 
     with _looking_up:
         original = compile_fx.fx_codegen_and_compile
-        compile_fx.fx_codegen_and_compile = refuse
-        try:
-            yield
-        except Exception as error:
-            failed = error
-        finally:
-            compile_fx.fx_codegen_and_compile = original
+        with mock.patch.object(compile_fx, "fx_codegen_and_compile", refuse):
+            try:
+                yield
+            except Exception as error:
+                failed = error
     if is_missing:  # whoever called torch may have caught the error
         raise NoGraph("a stored graph was not found") from failed
     if failed is not None:
