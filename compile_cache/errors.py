@@ -18,6 +18,8 @@ CompileCacheError
 │   └── ProcessNotReady      it ended, or took too long, before its first job
 ├── JobTimedOut              the compiling process did not answer in time, and was ended
 ├── JobFailed                the compiling process answered that the job raised an error
+├── NoGraph                  no graph of this process fits a call
+│   └── GraphNotStored       a graph is missing in the stored files
 └── StoreError               a request to the object store failed
     ├── StoreUnavailable     the store did not answer, or not in time
     ├── StoreAccessDenied    the store does not permit the request with these credentials
@@ -132,8 +134,11 @@ class JobFailed(CompileCacheError):
 
 
 class NoGraph(CompileCacheError):
-    """No graph of this process fits a call, or another thread traces: nothing of the call was run. Or a stored graph is
-    missing."""
+    """No graph of this process fits a call, or another thread traces: nothing of the call was run."""
+
+
+class GraphNotStored(NoGraph):
+    """A graph is missing in the stored files that a call was to be traced out of."""
 
 
 class StoreError(CompileCacheError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import flagged_block
 import pytest
@@ -118,11 +120,34 @@ def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_
 
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
     moment, are_new = Moment(), []
-    moment.note(moment, lambda: moment.begun < 3)
+    assert not moment.begin()
+    moment.note(moment, lambda: moment.begun < 4)
+    moment.end(is_complete=True, had_new_code=False)
     for _ in range(4):
         are_new.append(moment.begin())
         moment.end(is_complete=True, had_new_code=are_new[-1])
     assert are_new == [False, False, True, False]
+
+
+def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
+    moment, taken = Moment(), []
+    for subject, change in (("a", lambda: 1 / 0), ("b", lambda: taken.append(1))):
+        moment.note(subject, change)
+    assert moment.begin()
+    assert taken == [1]
+
+
+def test_no_prediction_begins_while_generators_are_set_back():
+    moment, begun = Moment(), threading.Event()
+    moment.begin()
+    with ThreadPoolExecutor() as threads:
+        with moment.alone() as is_alone:
+            assert is_alone
+            threads.submit(moment.begin).add_done_callback(lambda _: begun.set())
+            assert not begun.wait(0.2)
+        assert begun.wait(60)
+    with moment.alone() as is_alone:
+        assert not is_alone
 
 
 def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):

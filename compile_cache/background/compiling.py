@@ -24,7 +24,7 @@ from compile_cache.inductor.artifacts import Artifacts
 from compile_cache.inductor.autotuner import Pace, unread_files
 from compile_cache.inductor.call_spec import on_gpu
 from compile_cache.inductor.format import PRECOMPILED
-from compile_cache.inductor.make import Graphs, Made, make
+from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
 from compile_cache.inductor.toolchain import remember_toolchain
 from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.settings import Settings
@@ -59,12 +59,15 @@ class _Maker:
         except (NotHandedOver, StateNotMade, ArtifactError) as error:
             return Making(reason=str(error), seconds=time.perf_counter() - started)
         finally:
-            torch.compiler.reset()
+            forget_graphs()
             gc.collect()
             _free()
-        seconds, files = time.perf_counter() - started, self._new_files(made.path)
+        seconds, reason = time.perf_counter() - started, f"not compiled ahead of time: {made.reason}"
+        if not made.path:
+            return Making(reason=reason, seconds=seconds)
+        files = self._new_files(made.path)
         if made.function is None:
-            reason = f"not compiled ahead of time: {made.reason}; the next boot takes its graphs from the store"
+            reason += "; the next boot takes its graphs from the store"
             return Making(files=files, reason=reason, seconds=seconds)
         return Making(made.path, files, seconds=seconds, speed=made.speed)
 
@@ -82,7 +85,7 @@ class _Maker:
                 _free()
                 return call.copied()
 
-            return make(artifacts, graphs, copies, order.dynamic, pause, knows_values=False)
+            return make(artifacts, graphs, copies, order.dynamic, pause, serves=False)
 
     def _new_files(self, record: str) -> tuple[str, ...]:
         files = set(scan_folder(self._path))

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,16 +45,15 @@ from compile_cache.inductor.format import (
     write_artifact,
 )
 from compile_cache.inductor.precompiled import Precompiled, compile_ahead, why_not_ahead
-from compile_cache.inductor.record import Record
+from compile_cache.inductor.record import Record, sources_digest
 from compile_cache.inductor.switches import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.settings import Settings
-
-if TYPE_CHECKING:
-    from compile_cache.inductor.make import Traced
 
 log = logging.getLogger("compile_cache")
 
 _MOST_PREFETCHED = 256
+# Records of graphs of one kind of call. Each but the last did not hold.
+_MOST_CACHED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,7 @@ class CachedRecord:
     `seconds` is the time to trace them again. `reason` says why nothing better was made.
     """
 
+    path: str
     seconds: float
     reason: str
 
@@ -178,38 +178,49 @@ class Artifacts:
                 file.write(b"compared with eager on all instances\n")
 
     def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
-        """The record of graphs for calls like this; None if there is none, or it is damaged."""
+        """The record of graphs for calls like this of the present code. None if there is none, if it is damaged or does
+        not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
             group = self._group(module, args, kwargs, self._dynamic)
-            found = json.loads((self._directory / group.path / CACHED).read_bytes())
-            if found["key"] != group.key:
+            path = self._cached_paths(group, module)[-1]
+            found = json.loads((self._directory / path).read_bytes())
+            if found["key"] != group.key or path in self._rejected or path.endswith(f"-{_MOST_CACHED - 1}{CACHED}"):
                 return None
-            record = CachedRecord(float(found["seconds"]), str(found["reason"]))
-        except (NotDescribedError, OSError, ValueError, KeyError, TypeError):
+            record = CachedRecord(path, float(found["seconds"]), str(found["reason"]))
+        except (NotDescribedError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
         with self._arriving:
-            self._arrived.add(f"{group.path}/{CACHED}")
+            self._arrived.add(path)
         return record
 
     def write_cached(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced, reason: str
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float, reason: str
     ) -> str:
-        """Write the record of graphs for calls like this. Returns its path; empty if the call cannot be described.
+        """Write the record of graphs for calls like this, which takes `seconds` to trace. Returns its path.
 
         Raises:
+            ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
         try:
             group = self._group(module, args, kwargs, self._dynamic)
-        except NotDescribedError:
-            return ""
-        path = f"{group.path}/{CACHED}"
-        record = {"key": group.key, "seconds": traced.tracing_s, "reason": reason}
+        except NotDescribedError as error:
+            raise ArtifactError(f"this call cannot be described: {error}") from error
+        number = len(self._cached_paths(group, module))
+        if number == _MOST_CACHED:
+            raise ArtifactError("its graphs are others in each boot")
+        path = f"{group.path}/{sources_digest(module)}-{number}{CACHED}"
+        record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         with self._arriving:
             self._arrived.add(path)
         return path
+
+    def _cached_paths(self, group: _Group, module: nn.Module) -> list[str]:
+        """The records of graphs of the present code, the latest last. Each came after one that did not hold."""
+        names = (self._directory / group.path).glob(f"{sources_digest(module)}-*{CACHED}")
+        return sorted(f"{group.path}/{path.name}" for path in names)
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
         """The artifact for calls of `module` with inputs like these, after the full check; else why there is none.

@@ -5,6 +5,8 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.errors import NoGraph
-from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe
+from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe, structure
 from compile_cache.inductor.storages import base_of, storage_key
 
 # torch's own walk over nested containers, which Dynamo uses too.
@@ -64,26 +66,25 @@ class TensorSpec(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CallSpec:
     """A kind of call of a class: the nesting of its inputs, its tensors without values, its other inputs, the tensors
-    that overlap, the modes of torch and of the module's parts.
+    that overlap, the module's `structure`, and the modes of torch.
 
-    Numbers do not count, because each call may have others: see `numbers_of`. The modes that matter in another process,
-    and the module's structure, are parts of an artifact's name: see `Artifacts`.
+    Numbers do not count, because each call may have others: see `numbers_of`. The modes that matter in another process
+    are parts of an artifact's name: see `Artifacts`.
     """
 
     nesting: str
     leaves: tuple[TensorSpec | str, ...]
     overlaps: tuple[int | str, ...]
-    training: tuple[bool, ...]
+    structure: tuple[Any, ...]
     modes: tuple[Hashable, ...]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
-        """The kind of this call. Takes some tens of microseconds."""
+        """The kind of this call. Takes some tens of microseconds, and some for each part of the module."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         first: dict[int, int] = {}
         described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
-        training = tuple(part.training for part in module.modules())
-        return cls(str(spec), described, overlaps(leaves), training, _modes())
+        return cls(str(spec), described, overlaps(leaves), structure(module), modes())
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -113,7 +114,7 @@ class CallSpec:
         return ", ".join(shown + ["…"] * (len(self.sizes) > _MOST_SIZES_SHOWN))
 
 
-def _modes() -> tuple[Hashable, ...]:
+def modes() -> tuple[Hashable, ...]:
     """The modes of torch in this thread that a model's code may enter."""
     autocast = autocast_dtype("cpu"), autocast_dtype("cuda")
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_default_dtype()
@@ -168,6 +169,26 @@ def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return sizes
 
 
+def likeness(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What two calls of a module have in common that are served alike: each tensor's class, type, shape, strides and
+    device, nested ones too; numbers, texts and flags; other objects by identity. Takes about a microsecond a tensor."""
+    return tuple([_like(value) for value in values])
+
+
+def _like(value: Any) -> Hashable:
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        flags = value.requires_grad, value.is_inference()
+        return kind, value.dtype, value.shape, value.stride(), value.device, flags
+    if kind in (int, float, complex, bool, str, bytes, type(None)):
+        return kind, value
+    if isinstance(value, list | tuple):
+        return kind, likeness(value)
+    if isinstance(value, dict):
+        return kind, likeness(value), likeness(value.values())
+    return kind, id(value)
+
+
 def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
     """The sizes of the tensors that are inputs themselves. Takes about a microsecond."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -182,6 +203,8 @@ def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
     which the code gets in place of inputs that overlap and are written (torch/_functorch, `merge_view_inputs`).
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return (0,) * len(tensors)
     storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return tuple(range(len(storages)))
@@ -226,24 +249,76 @@ def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
 def why_eager(module: nn.Module) -> str:
     """Why calls of `module` are served eager in its present state; empty if they may be compiled.
 
-    Hooks of `torch.nn.utils`, such as weight_norm's, belong to the module's forward.
+    Hooks of `torch.nn.utils`, such as weight_norm's, belong to the module's forward. An instance's `forward` that is
+    its class's own is taken away: accelerate and diffusers leave it behind when they remove their hooks, and functions
+    that were made without it would not fit.
     """
     if any(GLOBAL_HOOKS):
         return "a hook is registered for all modules"
-    for name, part in module.named_modules():
+    for part in parts_of(module):
         variables = vars(part)
         for kind in HOOKS:
             if (hooks := variables.get(kind)) and not all(map(_is_of_torch, hooks.values())):
-                return f"{name or 'it'} has a hook"
+                return f"{_name(module, part)} has a hook"
         if "_hf_hook" in variables:  # accelerate's
-            remedy = "Offload whole models, or nothing" if name else "Compile its blocks, or do not offload it"
-            return f"accelerate moves the weights of {name or 'it'} in each call. {remedy}"
+            whole = part is module
+            remedy = "Compile its blocks, or do not offload it" if whole else "Offload whole models, or nothing"
+            return f"accelerate moves the weights of {_name(module, part)} in each call. {remedy}"
         is_compiled = part is not module and variables.get(COMPILED_CALL) is not None
         if is_compiled or hasattr(variables.get("forward"), "_torchdynamo_orig_callable"):
-            return f"{name or 'it'} is compiled by another torch.compile. Take that away"
+            return f"{_name(module, part)} is compiled by another torch.compile. Take that away"
         if "forward" in variables:
-            return f"{name or 'it'} has its own `forward` attribute"
+            if not _is_own(variables["forward"], part):
+                return f"{_name(module, part)} has its own `forward` attribute"
+            del variables["forward"]
     return ""
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all modules in it, each once. Several times as fast as `module.modules()`."""
+    parts = {module: None}
+    found = [module]
+    for part in found:  # which grows meanwhile
+        new = [child for child in part._modules.values() if child is not None and child not in parts]
+        parts.update(dict.fromkeys(new))
+        found += dict.fromkeys(new)
+    return found
+
+
+class Parts:
+    """The parts of a module that had no hooks. Every call checks them again. torch has four guards for each part
+    instead, which would take a third of a function's loading time, and its graphs ignore a hook that is added later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = parts_of(module)
+        children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._variables = tuple(map(vars, parts))
+        self._holders = tuple(part._modules for part in parts)
+        self._holder_of = tuple(holder for holder, _, _ in children)
+        self._names = tuple(name for _, name, _ in children)
+        self._children = tuple(child for _, _, child in children)
+        self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
+        self._hooks = HOOKS * len(parts)
+
+    def are_unhooked(self) -> bool:
+        """Whether all parts exist and none has a hook."""
+        holders = map(dict.get, self._variables, itertools.repeat("_modules"))
+        children = map(dict.get, self._holder_of, self._names)
+        return (
+            all(map(operator.is_, holders, self._holders))
+            and all(map(operator.is_, children, self._children))
+            and not any(map(dict.get, self._hooked, self._hooks))
+        )
+
+
+def _name(module: nn.Module, part: nn.Module) -> str:
+    return next((name for name, other in module.named_modules() if other is part), "") or "it"
+
+
+def _is_own(forward: Any, part: nn.Module) -> bool:
+    """Whether this is the method of the module's class."""
+    is_bound = getattr(forward, "__self__", None) is part
+    return is_bound and getattr(forward, "__func__", None) is getattr(type(part), "forward", None)
 
 
 def _is_of_torch(hook: Any) -> bool:
@@ -259,14 +334,19 @@ def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     """
     if torch.is_grad_enabled():
         return args, kwargs
-    plain = {id(value): _plain(value) for value in (*args, *kwargs.values())}
+    values = (*args, *kwargs.values())
+    strided = [_plain(value) for value in values]
+    if all(map(operator.is_, strided, values)):
+        return args, kwargs
+    plain = dict(zip(map(id, values), strided, strict=True))
     return tuple(plain[id(value)] for value in args), {name: plain[id(value)] for name, value in kwargs.items()}
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is not torch.Tensor or vars(value) or value.layout != torch.strided or value.is_nested:
+    if type(value) is not torch.Tensor or value.is_nested or value.layout != torch.strided:
         return value
-    if 1 not in value.shape or value.dim() > 3:  # here strides tell whether a picture is stored channels first or last
+    # Of more dimensions, strides tell whether a picture is stored channels first or last.
+    if 1 not in value.shape or value.dim() > 3 or vars(value):
         return value
     strides, plain = value.stride(), []
     step = 1

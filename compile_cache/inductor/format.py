@@ -23,8 +23,8 @@ from compile_cache.files import replacing
 # The folder of all artifacts, inside a cache directory.
 PRECOMPILED = "precompiled"
 SUFFIX = ".aot"
-# Of the record that says which calls are compiled in the setup, out of stored files.
-CACHED = "graphs.cached"
+# Of a record that says which calls are traced in the setup, out of stored files.
+CACHED = ".cached"
 # Of the mark beside an artifact that was compared with eager on all instances.
 COMPARED = ".compared"
 

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,9 @@ import torch._dynamo
 import torch._dynamo.utils
 from torch import nn
 
-from compile_cache.errors import ArtifactError, CompileCacheError, Failure, NoGraph, attempt, first_line
+from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.call_spec import call_by_graph, call_region, on_gpu, pytree
-from compile_cache.inductor.counters import uncounted
+from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.torch_settings import configure_torch
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def _dynamo_errors(*names: str) -> tuple[type[Exception], ...]:
 _BREAKS = _dynamo_errors("Unsupported", "UserError")
 # Words of these errors where a branch depends on the values of tensors.
 _ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
+# The classes of which torch has made or found graphs.
+_with_graphs: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 _LIMIT_ERRORS = _dynamo_errors("FailOnRecompileLimitHit")
 _TIMED_RUNS = 3
 # Held while `out_of_stored_files` has replaced a function of torch.
@@ -62,13 +65,15 @@ def is_beyond_limit(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The graphs of one call: whether it is one, whether a branch depends on the values of tensors, and the seconds
-    that they took. `tracing_s` is about what they take once they are stored. `broken_by` says what broke the graph."""
+    """The graphs of one call: whether it is one, whether a branch depends on the values of tensors, the seconds that
+    they took, and torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says
+    what broke the graph."""
 
     is_whole: bool
     depends_on_data: bool
     seconds: float
     tracing_s: float
+    counts: CompileCounts
     broken_by: str = ""
 
 
@@ -84,8 +89,8 @@ class Speed:
 class Made:
     """What was made of a kind of call. `path` is its record's file, empty if there is none.
 
-    With a `function`, the kind is PRECOMPILED. Without, it is CACHED: its graphs are in Inductor's files, and `reason`
-    says why there is no function.
+    With a `function`, the kind is PRECOMPILED. Without, it is CACHED if it has a `path`: its graphs are in Inductor's
+    files. `reason` says why there is no function.
     """
 
     traced: Traced
@@ -99,9 +104,15 @@ class Graphs:
     """The calls of one class that `torch.compile` compiled in this process."""
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
+        self._given = name, mode, dynamic
         self._name = f"call_{name}"
         self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
-        self._functions: dict[bool, Callable[..., Any]] = {}
+        # By whether they are whole, and whether they may compile.
+        self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
+
+    def anew(self) -> Graphs:
+        """A maker of the same graphs that has none yet."""
+        return Graphs(*self._given)
 
     def run(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with a graph that exists, or compile a new one. Unless it `is_whole`, it may take several graphs.
@@ -121,16 +132,18 @@ class Graphs:
             Exception: the model's own.
         """
         configure_torch()
-        run = getattr(torch._dynamo, "run", None)
-        return (run(self._function(is_whole)) if run else call_by_graph)(module, args, kwargs)
+        return self._function(is_whole, compiles=False)(module, args, kwargs)
 
-    def _function(self, is_whole: bool) -> Callable[..., Any]:
-        if is_whole not in self._functions:
+    def _function(self, is_whole: bool, compiles: bool = True) -> Callable[..., Any]:
+        if (is_whole, compiles) not in self._functions:
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
             name = self._name if is_whole else f"{self._name}_in_parts"
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
-            self._functions[is_whole] = torch.compile(function, fullgraph=is_whole, **self._options)
-        return self._functions[is_whole]
+            compiled = torch.compile(function, fullgraph=is_whole, **self._options)
+            run = getattr(torch._dynamo, "run", None)
+            self._functions[is_whole, True] = compiled
+            self._functions[is_whole, False] = run(compiled) if run else call_by_graph
+        return self._functions[is_whole, compiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +184,18 @@ def make(
     copies: Callable[[], Call],
     dynamic: tuple[tuple[int, int], ...] = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    knows_values: bool = True,
+    serves: bool = True,
 ) -> Made:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
-    time. If torch refuses the second step, the call is CACHED.
+    time. If torch refuses the second step, the call is CACHED, if its graphs can be taken out of stored files.
 
     Args:
         artifacts: where the record is written; without, none is.
         copies: a new copy of the call, because runs may change it.
         dynamic: the (tensor, dimension) pairs whose sizes the code leaves open.
         pause: a context around measurements on the GPU.
-        knows_values: whether the tensors have the values of the server. Without them, a branch on a value may go
-            another way, so a call with one is not CACHED.
+        serves: whether this process is the server. Another one does not know the values of the server's tensors: a
+            branch on a value may go another way, so a call with one is not CACHED.
 
     Raises:
         CompileCacheError: no code may be made for this call.
@@ -199,36 +212,75 @@ def make(
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
     except CompileCacheError as error:
         reason = str(error)
-        if traced.depends_on_data and not knows_values:
+        if traced.depends_on_data and not serves:
             reason += "; a branch depends on the values of tensors, which the second process does not know"
             raise ArtifactError(reason) from error
         if dynamic:
             raise ArtifactError(reason) from error
-        return Made(traced, artifacts.write_cached(*copies(), traced, reason), reason=reason)
+        return _graphs_made(artifacts, graphs, copies, serves, traced, reason)
     with pause():
         speed = attempt(compare_speed, function, copies)
     return Made(traced, path, function, speed=None if isinstance(speed, Failure) else speed)
+
+
+def _graphs_made(
+    artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], serves: bool, traced: Traced, reason: str
+) -> Made:
+    """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
+    stores not every graph."""
+    why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
+    if serves and not traced.counts.misses and (record := artifacts.cached(*copies())):
+        return Made(traced, record.path, reason=reason)
+    try:
+        if not serves:
+            forget_graphs()
+            with out_of_stored_files():
+                traced = trace(graphs.anew(), copies)
+        if not why:
+            return Made(traced, artifacts.write_cached(*copies(), traced.tracing_s, reason), reason=reason)
+    except (GraphNotStored, ArtifactError) as error:
+        why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
+    return Made(traced, reason=f"{reason}; {why}")
+
+
+def forget_graphs() -> None:
+    """Forget all graphs, in a process that serves no calls."""
+    torch.compiler.reset()
+    _with_graphs.clear()
 
 
 def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     """Run a copy of a call by one graph, or by several if something breaks it.
 
     Raises:
+        ArtifactError: torch makes no graph of it.
         Exception: the model's own, or the compiler's.
     """
     counters, broken_by = torch._dynamo.utils.counters["graph_break"], ""
-    before, dynamo_s, started = set(counters), _dynamo_s(), time.perf_counter()
+    before, counted, dynamo_s, started = set(counters), read_counts(), _dynamo_s(), time.perf_counter()
+    call = copies()
     try:
-        graphs.run(True, *copies())
+        graphs.run(True, *call)
     except Exception as error:
         if not isinstance(error, _BREAKS):
             raise
         broken_by = first_line(error)
         graphs.run(False, *copies())
-    seconds = time.perf_counter() - started
+    seconds, counts = time.perf_counter() - started, read_counts().since(counted)
+    kind = type(call[0])
+    if counts.graphs or counts.hits:
+        _with_graphs.add(kind)
+    elif are_counted() and kind not in _with_graphs:  # else by a graph of another call
+        raise ArtifactError(f"torch makes no graph of it: {broken_by}")
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.
-    return Traced(not broken_by, depends, seconds, 2 * (_dynamo_s() - dynamo_s), broken_by)
+    return Traced(not broken_by, depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
+
+
+def _dynamo_s() -> float:
+    """The seconds that Dynamo took in this process so far, without its back ends."""
+    spent = torch._dynamo.utils.calculate_time_spent()
+    return spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
 
 
 @contextlib.contextmanager
@@ -236,7 +288,7 @@ def out_of_stored_files() -> Iterator[None]:
     """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
 
     Raises:
-        NoGraph: one is missing.
+        GraphNotStored: one is missing.
     """
     compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
     thread, is_missing, failed = threading.get_ident(), False, None
@@ -246,7 +298,7 @@ def out_of_stored_files() -> Iterator[None]:
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         is_missing = True
-        raise NoGraph("it is not stored")
+        raise GraphNotStored("it is not stored")
 
     with _looking_up:
         original = compile_fx.fx_codegen_and_compile
@@ -256,15 +308,9 @@ def out_of_stored_files() -> Iterator[None]:
             except Exception as error:
                 failed = error
     if is_missing:  # whoever called torch may have caught the error
-        raise NoGraph("a stored graph was not found") from failed
+        raise GraphNotStored("a stored graph was not found") from failed
     if failed is not None:
         raise failed
-
-
-def _dynamo_s() -> float:
-    """The seconds that Dynamo took in this process so far, without its back ends."""
-    spent = torch._dynamo.utils.calculate_time_spent()
-    return spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
 
 
 def _left_open(dynamic: tuple[tuple[int, int], ...], module: nn.Module, args: Any, kwargs: Any) -> Call:

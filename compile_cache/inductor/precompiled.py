@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +12,16 @@ from torch import nn
 from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.adapter import compile_function, load_function
-from compile_cache.inductor.call_spec import GLOBAL_HOOKS, HOOKS, call_region, on_gpu, overlaps_of, why_eager
+from compile_cache.inductor.call_spec import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    Parts,
+    call_region,
+    on_gpu,
+    overlaps_of,
+    parts_of,
+    why_eager,
+)
 from compile_cache.inductor.guards import Checks, Recorder, global_scope
 from compile_cache.inductor.record import Record
 from compile_cache.inductor.switches import changed_switches, switches
@@ -24,35 +31,9 @@ def why_not_ahead(module: nn.Module) -> str:
     """Why no function compiled ahead of time may serve calls of `module` in its present state; empty if one may."""
     if torch.is_grad_enabled():
         return "gradients are recorded; call the model under torch.inference_mode() or torch.no_grad()"
-    if any(vars(part).get(hooks) for part in module.modules() for hooks in HOOKS):
+    if any(vars(part).get(hooks) for part in parts_of(module) for hooks in HOOKS):
         return "it has a hook of torch.nn.utils"
     return why_eager(module)
-
-
-class _Parts:
-    """The parts of a module that had no hooks. Every call checks them again. torch has four guards for each part
-    instead, which would take a third of the loading time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
-        self._variables = tuple(map(vars, parts))
-        self._holders = tuple(part._modules for part in parts)
-        self._holder_of = tuple(holder for holder, _, _ in children)
-        self._names = tuple(name for _, name, _ in children)
-        self._children = tuple(child for _, _, child in children)
-        self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
-        self._hooks = HOOKS * len(parts)
-
-    def are_unhooked(self) -> bool:
-        """Whether all parts exist and none has a hook."""
-        holders = map(dict.get, self._variables, itertools.repeat("_modules"))
-        children = map(dict.get, self._holder_of, self._names)
-        return (
-            all(map(operator.is_, holders, self._holders))
-            and all(map(operator.is_, children, self._children))
-            and not any(map(dict.get, self._hooked, self._hooks))
-        )
 
 
 class Precompiled:
@@ -80,7 +61,7 @@ class Precompiled:
         self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
         self._forward: Any = None
         self._overlaps: tuple[int | str, ...] | None = None
-        self._parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
         self._record = record
 
     def outdated(self) -> str:
@@ -103,7 +84,7 @@ class Precompiled:
             self._forward = type(module).forward
             self._overlaps = overlaps_of(args, kwargs)
             self._per_call = self._checks.per_call(inputs)  # last: another thread may be asking
-        self._parts[module] = _Parts(module)
+        self._parts[module] = Parts(module)
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -18,12 +18,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.importable import find, reference
 from compile_cache.inductor.adapter import Compilation, torch_key, triton_key
-from compile_cache.inductor.call_spec import call_region
-from compile_cache.inductor.describe import code_digest
+from compile_cache.inductor.call_spec import call_region, parts_of
+from compile_cache.inductor.describe import class_name, code_digest
+from compile_cache.inductor.format import digest
 from compile_cache.inductor.guards import RecordedGuard
 from compile_cache.key import environment
 
@@ -187,6 +189,23 @@ def _code_of(value: Any) -> types.CodeType | None:
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value.__code__ if isinstance(value, types.FunctionType) else None
+
+
+def sources_digest(module: nn.Module) -> str:
+    """The digest of the files that define the classes of a module and its parts, without torch's; of a class without a
+    file, its methods count. So graphs of other code are not looked up."""
+    kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
+    own = sorted((kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))), key=class_name)
+    return digest([_code_of_class(kind) for kind in own])
+
+
+@functools.cache
+def _code_of_class(kind: type) -> list[str]:
+    try:
+        return [kind.__module__, file_digest(kind.__module__)]
+    except (NotPrecompilable, ImportError):
+        codes = {name: _code_of(value) for name, value in vars(kind).items()}
+        return [class_name(kind), *(code_digest(code) for _, code in sorted(codes.items()) if code is not None)]
 
 
 def _source_difference(name: str, source: Mapping[str, Any]) -> str:

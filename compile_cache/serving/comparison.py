@@ -240,13 +240,14 @@ def _set_generators(states: tuple[bytes, ...]) -> None:
 
 
 @contextlib.contextmanager
-def generators_at(states: tuple[bytes, ...] = ()) -> Iterator[None]:
-    """Set torch's global generators to these states, if any, for the context, and afterwards to where they were."""
+def generators_at(states: tuple[bytes, ...] = (), is_alone: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Set torch's global generators to these states, if any, for the context, and afterwards to where they were, unless
+    another prediction draws from them by then."""
     now = _generator_states()
     if states and now != states:
         _set_generators(states)
     try:
         yield
     finally:
-        if _generator_states() != now:
+        if is_alone() and _generator_states() != now:
             _set_generators(now)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attemp
 from compile_cache.inductor.autotuner import unread_files
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
-from compile_cache.serving.moment import Moment
+from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.region import Region
 from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
@@ -29,7 +31,7 @@ from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.inductor.artifacts import Artifacts
+    from compile_cache.inductor.artifacts import Artifacts, CachedRecord
     from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.precompiled import Precompiled
 
@@ -41,6 +43,9 @@ _UNPROVED_S = 60.0
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
 _COMPILER_S = 3.0
+_FORKED = (
+    "this process is a fork of the one that booted, and has no second process. Boot in it, or wait_compiled() first"
+)
 
 
 class Compiler:
@@ -73,12 +78,14 @@ class Compiler:
         self.making = threading.Lock()
         self._is_open = False
         self._deadline_s = math.inf
+        self.why_no_orders = "" if settings.precompile else "nothing may be compiled ahead of time"
+        _all.add(self)
         if settings.cold_start == "block" or has_artifacts(self._seen):
             self.open()
 
     def orders(self) -> Orders | None:
-        """The calls for the second process; None if nothing may be compiled ahead of time."""
-        if self._orders is None and self._settings.precompile:
+        """The calls for the second process; None if there can be none, and `why_no_orders`."""
+        if self._orders is None and not self.why_no_orders:
             from compile_cache.background.orders import Orders
 
             with self._opening:
@@ -131,6 +138,21 @@ class Compiler:
         found = attempt(self.artifacts.find, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
+    def find_cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
+        """In the warm-up, the record of stored graphs for this call."""
+        if self.artifacts is None or not self.is_warming_up:
+            return None
+        return self.artifacts.cached(module, args, kwargs)
+
+    def is_proved(self, path: str) -> bool:
+        """Whether an earlier boot of this very version has compared a function on all instances."""
+        return self.is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
+
+    def reject(self, path: str, reason: str) -> None:
+        """Use a record no more in this boot."""
+        if self.artifacts is not None:
+            self.artifacts.reject(path, reason)
+
     def policy(self) -> str:
         """What to do now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
         if not self.is_warming_up:
@@ -146,6 +168,13 @@ class Compiler:
             self._is_released = True
             if self._orders is not None:
                 self._orders.jobs.release()
+
+    def forget_second_process(self) -> None:
+        """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""
+        self.why_no_orders, self._orders = _FORKED, None
+        self.making, self._opening = threading.Lock(), threading.Lock()  # another thread may have held them
+        for region in list(self.regions.values()):
+            region.give_up_orders(_FORKED)
 
     def hurry(self, deadline_s: float) -> None:
         """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
@@ -275,6 +304,19 @@ class Compiler:
     def _graphs_of_others(self) -> int:
         """How many graphs torch has compiled or found for other code than the regions'."""
         return read_counts().graphs - sum(region.report.graphs for region in self.regions.values())
+
+
+# All of this process. A fork has none of its threads.
+_all: weakref.WeakSet[Compiler] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    LOCK.release()
+    for compiler in list(_all):
+        compiler.forget_second_process()
+
+
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork)
 
 
 class LeftEager:

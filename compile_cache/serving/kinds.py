@@ -6,18 +6,14 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import enum
-import itertools
-import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of, top_sizes
-from compile_cache.inductor.describe import structure
+from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of
+from compile_cache.serving.moment import LOCK
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 MOST_FUNCTIONS = 8
@@ -25,36 +21,57 @@ MOST_FUNCTIONS = 8
 _SIZES_BEFORE_DYNAMIC = 3
 # A comparison that did not end is tried again after so many predictions.
 _TRIES_AFTER = (1, 10, 100)
-CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
+GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
+_CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
+_TOO_MANY = f"eager for new kinds of calls: {RECOMPILE_LIMIT} are kept"
 
 
 class State(enum.Enum):
-    """How calls of a case are served.
+    """How calls of a case are served. `MOVES` has the ways from one state to another.
 
-    - NEW: stored code is looked for. With it, the case is ARRIVED; code that an earlier boot compared serves at once,
-      once the server is READY. Without it, the policy decides: `background` orders code; `block` makes and compares it
-      while the call waits, which eager answers; `eager` gives up; `error` raises, and the case stays NEW. It also stays
-      NEW while another thread makes or compares code. In the warm-up, graphs that are stored are traced.
-    - ORDERED: eager answers while one thread looks for code or makes it, or the second process does. Then: ARRIVED;
-      EAGER if there will be none; NEW if the call that asked for it broke off.
-    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. EAGER after a
-      difference, an error of the code, or four comparisons that did not end. When all instances that still make such
-      calls have passed: PRECOMPILED or CACHED, between two predictions. A call that the code does not fit gets another
-      case, here and below.
-    - PRECOMPILED: a function compiled ahead of time answers. An instance that has not passed is compared first, unless
-      the code `is_proved`. EAGER after a failed comparison, or an assertion of the function, which the call raises.
-    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that has not passed
-      is compared first. EAGER after a failed comparison, with all other graphs of the class. A call for which there is
-      no graph is eager, and its instance is compared anew, eight times at most.
+    - NEW: nothing is known yet. The next call claims the case.
+    - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
+    - ORDERED: the second process makes the code. Eager answers.
+    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance.
+    - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
+    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
+      compared yet is compared first.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
     NEW = "new"
+    CLAIMED = "claimed"
     ORDERED = "ordered"
     ARRIVED = "arrived"
     PRECOMPILED = "precompiled"
     CACHED = "cached"
     EAGER = "eager"
+
+
+# The states that may follow each state. A claim that ends without code makes the case NEW again.
+MOVES: Mapping[State, frozenset[State]] = {
+    State.NEW: frozenset({State.CLAIMED, State.EAGER}),
+    State.CLAIMED: frozenset({State.NEW, State.ORDERED, State.ARRIVED, State.EAGER}),
+    State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
+    State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
+    State.PRECOMPILED: frozenset({State.EAGER}),
+    State.CACHED: frozenset({State.EAGER}),
+    State.EAGER: frozenset(),
+}
+_WITHOUT_CODE = (State.NEW, State.CLAIMED, State.ORDERED)
+
+
+class Standing(enum.Enum):
+    """What an instance has to do with a case that it has met.
+
+    - TO_COMPARE: the code has to be compared on it.
+    - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
+    - DOES_NOT_FIT: it waited for code that then did not fit it, or no graph fitted its call.
+    """
+
+    TO_COMPARE = "to compare"
+    SERVES = "serves"
+    DOES_NOT_FIT = "does not fit"
 
 
 class Code(Protocol):
@@ -68,11 +85,11 @@ class Code(Protocol):
     def path(self) -> str:
         """Its file in the cache directory; empty if it has none."""
 
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
-
     def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why it does not fit this call, after the full check; empty if it fits."""
+
+    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits. Raises NoGraph if it does not."""
@@ -87,228 +104,195 @@ class Case:
 
     | field | meaning |
     | --- | --- |
-    | `spec`, `numbers` | the first such call |
-    | `serves` | the `top_sizes` of the calls that its code may fit; None: of any sizes |
-    | `reason` | why its calls are eager |
+    | `spec`, `numbers`, `first` | the first such call, and its module |
+    | `state` | how its calls are served; `move` alone sets it |
+    | `reason` | why its calls are eager; before that, why the code did not fit `first` |
     | `code` | what serves them, once it has arrived |
-    | `instances` | the modules that made such calls |
-    | `called`, `round` | those that made one since the code arrived; those before one of them made another |
-    | `passed` | those on which the code was compared; of proved code, those that it serves |
-    | `ordered_by`, `ordered_as` | the module whose call was ordered, and its structure then |
+    | `standings` | the instances that made such calls, those that called last at the end |
     | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
-    | `dynamic` | the (tensor, dimension) pairs that the code leaves open; it serves several kinds |
-    | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin |
-    | `used` | the clock of the last use |
+    | `dynamic` | the (tensor, dimension) pairs that may have other sizes than those of `spec` |
+    | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin. One
+      that goes on counts too |
     """
 
     spec: CallSpec
     numbers: tuple[str, ...]
-    serves: tuple[torch.Size, ...] | None
+    first: nn.Module
     state: State = State.NEW
     reason: str = ""
     code: Code | None = None
-    instances: set[nn.Module] = field(default_factory=set)
-    called: set[nn.Module] = field(default_factory=set)
-    round: set[nn.Module] | None = None
-    passed: set[nn.Module] = field(default_factory=set)
-    ordered_by: nn.Module | None = None
-    ordered_as: tuple[Any, ...] = ()
+    standings: dict[nn.Module, Standing] = field(default_factory=dict)
     is_proved: bool = False
     dynamic: tuple[tuple[int, int], ...] = ()
     tries: int = 0
     not_before: int = 0
-    used: int = 0
+
+    def move(self, state: State, reason: str = "") -> bool:
+        """Go to `state`. False if `MOVES` has no such way, because another thread was first."""
+        with LOCK:
+            if state not in MOVES[self.state]:
+                return False
+            self.state, self.reason = state, reason
+            return True
+
+    def arrive(self, code: Code, is_proved: bool = False) -> bool:
+        """Take code that has to be compared. False if the case is EAGER."""
+        with LOCK:
+            if self.move(State.ARRIVED):
+                self.code, self.is_proved = code, is_proved
+            return self.state is State.ARRIVED
+
+    def meet(self, module: nn.Module) -> None:
+        """Note a call of `module`. An instance that made none since the last one of `module` may be gone, and is not
+        waited for."""
+        with LOCK:
+            if module in self.standings:
+                for other in list(self.standings):
+                    if other is module:
+                        break
+                    if self.standings[other] is Standing.TO_COMPARE:
+                        del self.standings[other]
+            standing = self.standings.pop(module, Standing.TO_COMPARE)
+            is_new = standing is Standing.DOES_NOT_FIT
+            self.standings[module] = Standing.TO_COMPARE if is_new else standing
+
+    def leave(self, module: nn.Module, misfit: str) -> None:
+        """Note that the code does not fit a call of `module`. An instance on which it was compared stays so: the code
+        may fit again, as after an adapter was taken out."""
+        with LOCK:
+            if self.standings.get(module) is Standing.TO_COMPARE:
+                self.standings[module] = Standing.DOES_NOT_FIT
+            if self.state is State.ARRIVED and module is self.first:
+                self.reason = misfit
+
+    @property
+    def serves_any(self) -> bool:
+        """Whether the code was compared on an instance, and passed."""
+        return Standing.SERVES in list(self.standings.values())
 
     @property
     def has_passed(self) -> bool:
-        """Whether the code was compared on every instance that it has to be compared on. An instance that was left out
-        between two calls of another may be gone, and is not waited for."""
-        waited_for = self.instances if self.round is None else self.round
-        return bool(self.passed) and (self.is_proved or waited_for <= self.passed)
+        """Whether the code was compared on every instance that it has to be compared on."""
+        return self.serves_any and (self.is_proved or Standing.TO_COMPARE not in list(self.standings.values()))
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance, and has to be."""
-        return module not in self.passed and not (self.is_proved and self.passed)
-
-    def order(self, module: nn.Module) -> None:
-        """Note that the code is ordered with a call of `module`."""
-        self.state, self.ordered_by, self.ordered_as = State.ORDERED, module, structure(module)
-
-    def arrive(self, code: Code) -> None:
-        """Take code that has to be compared."""
-        self.code, self.state = code, State.ARRIVED
-        self.called, self.round = set(), None
+        return self.standings.get(module) is not Standing.SERVES and not (self.is_proved and self.serves_any)
 
     def put_off(self, prediction: int) -> bool:
-        """Note that a comparison did not end in this prediction; False if there were too many."""
-        if self.tries == len(_TRIES_AFTER):
+        """Note that the comparison of this prediction does not end; False if there were too many."""
+        if self.tries > len(_TRIES_AFTER):
             return False
-        self.not_before = prediction + _TRIES_AFTER[self.tries]
-        self.tries += 1
+        self.not_before = prediction + _TRIES_AFTER[self.tries - 1]
         return True
 
+    def misfit(self, numbers: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why the case is not for this call of its kind; empty if it is. Code that is still to come may fit any."""
+        if self.code is None or self.state is State.EAGER or self.code.step != "precompiled":
+            is_known = self.numbers == numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
+            return "" if is_known or self.state in _WITHOUT_CODE else "it is for other numbers"
+        return self.code.misfit(module, args, kwargs)
 
-@dataclass(slots=True, eq=False)
-class _Kind:
-    """The cases of one kind. `asked` counts the cases of each instance; `changing` is for those that had too many."""
-
-    changing: Case
-    cases: list[Case] = field(default_factory=list)
-    asked: Counter[nn.Module] = field(default_factory=Counter)
+    def covers(self, spec: CallSpec, numbers: tuple[str, ...]) -> bool:
+        """Whether this kind differs from its own in open sizes alone. Code for all sizes that could not be made, or
+        failed, covers none."""
+        if self.reason != GROWS and (self.state is State.EAGER or self.numbers != numbers):
+            return False
+        sizes = self.spec.sizes
+        return _is_alike(sizes, spec.sizes) and _differing(sizes, spec.sizes) <= {*self.dynamic}
 
 
 class Kinds:
-    """All kinds of one region, at most 64. To make room for another, one that does not wait for code is dropped: first
-    those without code, then those used longest ago. Its calls are eager from then on."""
+    """The kinds of one region, at most 64. Calls of any other kind are eager."""
 
     def __init__(self) -> None:
-        self._kinds: dict[CallSpec, _Kind] = {}
-        self._forgotten: set[int] = set()
-        # By kind without sizes, and numbers: the functions that leave sizes open, and the sizes that they leave open.
-        self._open: dict[tuple[CallSpec, tuple[str, ...]], list[Case]] = {}
-        self._clock = itertools.count(1)
-        self._lock = threading.RLock()
+        self._kinds: dict[CallSpec, list[Case]] = {}
+        # By kind without sizes: the cases that leave sizes open.
+        self._open: dict[CallSpec, list[Case]] = {}
 
     def __iter__(self) -> Iterator[Case]:
-        """Every case, once."""
-        with self._lock:
-            return iter(list({id(case): case for kind in self._kinds.values() for case in kind.cases}.values()))
+        """Every case."""
+        with LOCK:
+            return iter([case for kind in (*self._kinds.values(), *self._open.values()) for case in kind])
 
     @property
     def waiting(self) -> int:
         """How many cases are served eager until their code arrives."""
         return sum(case.state is State.ORDERED for case in self)
 
-    def note_use(self, case: Case) -> None:
-        """Note that a case's code serves a call."""
-        case.used = next(self._clock)
-
-    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Case | None, list[Case]]:
-        """The case of this call, made if it is new, and the cases that were dropped for it. There is no case if this
-        kind was dropped earlier, or if there is no room for it."""
+    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+        """The case of this call, made if it is new. Its code, if any, fits the call."""
         spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
-        with self._lock:
-            kind, gone = self._kind(spec)
-            if kind is None:
-                return None, gone
-            case = self._case(kind, spec, numbers, module, args, kwargs)
-            case.instances.add(module)
-            if module in case.called:
-                case.round, case.called = case.called, set()
-            case.called.add(module)
-            self.note_use(case)
-            return case, gone
+        with LOCK:
+            of_kind = self._kinds.get(spec, [])
+            alike = [case for case in self._open.get(spec.without_sizes, ()) if case.covers(spec, numbers)]
+            for case in (*of_kind, *alike):
+                if not (misfit := case.misfit(numbers, module, args, kwargs)):
+                    case.meet(module)
+                    return case
+                case.leave(module, misfit)
+            case = Case(spec, numbers, module)
+            if reason := self._why_none(module, spec, of_kind):
+                case.move(State.EAGER, reason)
+            else:
+                self._kinds.setdefault(spec, []).append(case)
+            case.meet(module)
+            return case
 
-    def _kind(self, spec: CallSpec) -> tuple[_Kind | None, list[Case]]:
-        gone: list[Case] = []
-        if spec not in self._kinds:
-            if hash(spec) in self._forgotten:
-                return None, gone
-            if len(self._kinds) >= RECOMPILE_LIMIT:
-                idle = [one for one, kind in self._kinds.items() if State.ORDERED not in {c.state for c in kind.cases}]
-                if not idle:
-                    return None, gone
-                least = min(idle, key=self._worth)
-                gone = [case for case in self._kinds.pop(least).cases if not case.dynamic]
-                self._forgotten.add(hash(least))
-            self._kinds[spec] = _Kind(Case(spec, (), None, State.EAGER, CHANGING))
-        return self._kinds[spec], gone
+    def _why_none(self, module: nn.Module, spec: CallSpec, of_kind: list[Case]) -> str:
+        """Why no other case of a kind is made for this instance; empty if one may be."""
+        if spec not in self._kinds and len(self._kinds) >= RECOMPILE_LIMIT:
+            known = {one: cases for one, cases in self._kinds.items() if {case.state for case in cases} - {State.NEW}}
+            if len(known) == len(self._kinds):
+                return _TOO_MANY
+            self._kinds = known
+        own = [case for case in of_kind if case.first is module]
+        if len(own) >= MOST_FUNCTIONS:
+            return _CHANGING
+        # Code that did not fit what it was made for: that may have changed meanwhile, but not twice in the same way.
+        misfits = [case.reason for case in own if case.state is State.ARRIVED and case.reason]
+        if len(set(misfits)) < len(misfits) and not any(case.serves_any for case in of_kind):
+            return f"code of the second process does not fit in this process: {misfits[-1]}"
+        return ""
 
-    def _worth(self, spec: CallSpec) -> tuple[bool, int]:
-        """Whether a kind has code, and when it was last used: those worth least are dropped first."""
-        cases = self._kinds[spec].cases
-        return any(case.code for case in cases), max((case.used for case in cases), default=0)
-
-    def _case(
-        self, kind: _Kind, spec: CallSpec, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any
-    ) -> Case:
-        kind.cases = [case for case in kind.cases if not (case.dynamic and case.state is State.EAGER)]
-        for case in kind.cases:
-            if case.numbers == numbers and module in case.instances:
+    def opened(self, case: Case) -> Case:
+        """The case to order in place of `case`: one that leaves sizes open, if kinds of calls of its module differ in
+        one size of a tensor; else `case` itself."""
+        with LOCK:
+            if case.dynamic:
                 return case
-        if kind.asked[module] >= MOST_FUNCTIONS:
-            return kind.changing
-        for case in kind.cases:
-            if _is_same(case, numbers, module, args, kwargs):
-                return case
-            if module not in case.passed:  # it waited for this code
-                case.instances.discard(module)
-        kind.asked[module] += 1
-        alike = self._open.get((spec.without_sizes, numbers), ())
-        covering = (case for case in alike if _covers(case, spec) and case not in kind.cases)
-        case = next(covering, None) or Case(spec, numbers, top_sizes(args, kwargs))
-        kind.cases.append(case)
-        return case
-
-    def claim(self, case: Case) -> bool:
-        """Let one thread alone find or order the code of a new case."""
-        with self._lock:
-            is_new = case.state is State.NEW
-            case.state = State.ORDERED if is_new else case.state
-            return is_new
-
-    def leave(self, case: Case, module: nn.Module) -> None:
-        """Note that a case's code does not fit `module` now, whose next call gets another case. If it fits again later,
-        as after an adapter was taken out, it is not compared again."""
-        with self._lock:
-            for modules in (case.instances, case.called, case.round or set()):
-                modules.discard(module)
-
-    def miss(self, case: Case, module: nn.Module, times: int = 1) -> None:
-        """Note that no graph fits a call of `module`, which is compared again. After eight times, it is eager."""
-        with self._lock:
-            if kind := self._kinds.get(case.spec):
-                kind.asked[module] += times
-                if kind.asked[module] >= MOST_FUNCTIONS:
-                    self.leave(case, module)
-            case.passed.discard(module)
-
-    def opened(self, case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
-        """The case to order in place of `case`: one that leaves sizes open, if kinds of calls of `module` differ in one
-        size of a tensor; else `case` itself."""
-        spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
-        with self._lock:
-            if case.dynamic or spec not in self._kinds:  # which may have been dropped meanwhile
-                return case
-            key = spec.without_sizes, numbers
             alike = [
                 other.sizes
-                for other, kind in self._kinds.items()
-                if other.without_sizes == spec.without_sizes
-                and _is_alike(other.sizes, spec.sizes)
-                and any(module in one.instances for one in kind.cases)  # other modules may have another width
+                for other, of_kind in self._kinds.items()
+                if other.without_sizes == case.spec.without_sizes
+                and _is_alike(other.sizes, case.spec.sizes)
+                and any(case.first in one.standings for one in of_kind)  # other modules may have another width
             ]
-            if len(set(alike)) < _SIZES_BEFORE_DYNAMIC:
+            known = self._open.setdefault(case.spec.without_sizes, [])
+            varying = sorted(set[tuple[int, int]]().union(*(_differing(sizes, case.spec.sizes) for sizes in alike)))
+            if (
+                len(set(alike)) < _SIZES_BEFORE_DYNAMIC
+                or len({number for number, _ in varying}) != len(varying)
+                or any(one.numbers == case.numbers and set(varying) <= {*one.dynamic} for one in known)
+                or len(known) >= MOST_FUNCTIONS
+            ):
                 return case
-            varying = tuple(sorted(set().union(*(_differing(sizes, spec.sizes) for sizes in alike))))
-            known = self._open.setdefault(key, [])
-            if len({number for number, _ in varying}) != len(varying) or any(varying == one.dynamic for one in known):
-                return case
-            dynamic = Case(spec, numbers, None, State.ORDERED, instances=case.instances, dynamic=varying)
+            dynamic = Case(case.spec, case.numbers, case.first, State.CLAIMED, dynamic=tuple(varying))
+            dynamic.standings = case.standings
             known.append(dynamic)
-            kind = self._kinds[spec]
-            kind.cases = [dynamic if one is case else one for one in kind.cases]
+            self._kinds[case.spec].remove(case)  # the next call of its sizes gets the other one
             return dynamic
 
-
-def _is_same(case: Case, numbers: tuple[str, ...], module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a case's code fits a call with other numbers or of another instance, or may fit it once it arrives."""
-    code = case.code
-    if code is None:
-        is_open = case.numbers == numbers or case.state in (State.NEW, State.ORDERED)
-        return is_open and (case.ordered_by is None or case.ordered_as == structure(module))
-    if code.step != "precompiled":  # of graphs, only the call itself finds out
-        return case.numbers == numbers
-    return not code.misfit(module, args, kwargs)
-
-
-def _covers(case: Case, spec: CallSpec) -> bool:
-    """Whether a case that leaves sizes open fits this kind too, and did not fail."""
-    return (
-        case.state is not State.EAGER
-        and _is_alike(case.spec.sizes, spec.sizes)
-        and _differing(case.spec.sizes, spec.sizes) <= set(case.dynamic)
-    )
+    def note_growing(self, case: Case) -> None:
+        """Serve calls like those of `case` eager, whatever the sizes of their tensors are, except the first one's: the
+        next call has a larger cache, and a kind of its own."""
+        sizes = list(enumerate(case.spec.sizes))[1:]
+        dynamic = tuple((number, dimension) for number, size in sizes for dimension in range(len(size)))
+        growing = Case(case.spec, case.numbers, case.first, State.EAGER, GROWS, dynamic=dynamic)
+        with LOCK:
+            known = self._open.setdefault(case.spec.without_sizes, [])
+            self._open[case.spec.without_sizes] = [*known, growing][-RECOMPILE_LIMIT:]
+            self._kinds.pop(case.spec, None)
 
 
 def _differing(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> set[tuple[int, int]]:

@@ -5,40 +5,51 @@ Only under steady overlap, code that has waited for ten seconds is taken in the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from compile_cache.errors import Failure, attempt
 
 log = logging.getLogger("compile_cache")
 
 # Under steady overlap no moment comes. Code that has waited so long is taken all the same.
 _LONGEST_WAIT_S = 10.0
+# The one lock of serving: held while a prediction begins or ends, and while a case changes.
+LOCK = threading.RLock()
 
 
 class Moment:
-    """Counts the predictions that are open, and makes changes when none is. Thread-safe."""
+    """Counts the predictions that are open, and makes changes when none is. Thread-safe.
+
+    `open` says how many predictions are open, and `begun` how many have begun. What was found out about a call holds
+    while `begun` stays. A call outside all predictions is a prediction of its own if something waits for one.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        # Held while generators of random numbers are set back: no prediction begins meanwhile.
+        self._beginning = threading.RLock()
         self._changes: dict[object, Callable[[], bool | None]] = {}
         self._since_s = 0.0
         self._is_new = False
-        # How many predictions are open, and how many have begun.
         self.open = 0
         self.begun = 0
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
         True, it was too early, and is called again at the moment after."""
-        with self._lock:
+        with LOCK:
             if not self._changes:
                 self._since_s = time.monotonic()
             self._changes[subject] = change
+            if self.open == 0:
+                self.begun += 1
 
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
-        with self._lock:
+        with self._beginning, LOCK:
             self.begun += 1
             if self.open == 0:
                 self._take()
@@ -51,23 +62,35 @@ class Moment:
 
     def end(self, is_complete: bool, had_new_code: bool) -> None:
         """End a prediction. If it was broken off, the next one has new code in its place."""
-        with self._lock:
+        with LOCK:
             self.open -= 1
             self._is_new |= had_new_code and not is_complete
 
     def pass_by(self) -> None:
         """Note a call. Outside all predictions it is a prediction of its own, so waiting changes are made now."""
-        if self.open:
+        if self.open or not self._changes:
             return
-        with self._lock:
+        with LOCK:
             if self.open == 0:
                 self.begun += 1
                 self._take()
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether no other prediction is open. While the context lasts, none begins."""
+        with self._beginning:
+            yield self.open <= 1
+
+    def stays_alone(self) -> Callable[[], bool]:
+        """A function that says whether, from now on, no other prediction was open."""
+        begun, is_alone = self.begun, self.open <= 1
+        return lambda: is_alone and self.begun == begun
+
     def _take(self) -> None:
         changes, self._changes, self._since_s = self._changes, {}, time.monotonic()
         for subject, change in changes.items():
-            if change():
+            is_early = attempt(change)
+            if is_early is True:
                 self._changes.setdefault(subject, change)
             else:
-                self._is_new = True
+                self._is_new |= not isinstance(is_early, Failure)

@@ -1,7 +1,8 @@
 """A module class and its instances: routes each call to the code that serves it.
 
-A call that a taken function fits is served by it at once. Any other call gets its case, whose state says what happens:
-see `State`. New code is taken once it was compared with eager on each instance, from the next prediction on.
+A call that a taken function fits, or that is like one settled in this prediction, is served at once. Any other call
+gets its case, whose state says what happens: see `State`. New code is taken once it was compared with eager on each
+instance, from the next prediction on.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
@@ -13,7 +14,8 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from compile_cache.errors import (
     ArtifactError,
     CompileCacheError,
     Failure,
+    GraphNotStored,
     NoGraph,
     NotHandedOver,
     UnseenCallError,
@@ -31,9 +34,13 @@ from compile_cache.errors import (
     first_line,
 )
 from compile_cache.inductor.call_spec import (
+    GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
-    CallSpec,
+    Parts,
     call_region,
+    likeness,
+    modes,
+    overlaps_of,
     reachable_sizes,
     serve_by,
     top_sizes,
@@ -42,24 +49,48 @@ from compile_cache.inductor.call_spec import (
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
 from compile_cache.serving.comparison import Comparison, generators_at
-from compile_cache.serving.kinds import MOST_FUNCTIONS, Case, Code, Kinds, State
+from compile_cache.serving.kinds import GROWS, Case, Code, Kinds, Standing, State
+from compile_cache.serving.moment import LOCK
 from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Making
+    from compile_cache.inductor.artifacts import CachedRecord
     from compile_cache.inductor.make import Graphs, Traced
     from compile_cache.inductor.precompiled import Precompiled
     from compile_cache.serving.compiler import Compiler
 
 log = logging.getLogger("compile_cache")
 
-_GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
-_TOO_MANY = "eager for the kinds of calls that were used least: more are not kept"
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
-# For one instance: by the sizes of a call, the cases whose code serves it, the latest first. None: of any sizes.
-_Serving = dict[tuple[torch.Size, ...] | None, tuple[Case, ...]]
+# Outside predictions, what lies in a module is looked at again after so many calls.
+_CALLS_BETWEEN_LOOKS = 64
+
+
+@dataclass(slots=True)
+class _Settled:
+    """How a call was served, which calls like it are served by too: in the prediction number `begun`, while the case
+    stays in `state`, and outside predictions for the `left` next calls.
+
+    Without a case, the module itself is why calls are eager. `parts` are those of a module whose graphs serve.
+    """
+
+    case: Case | None
+    state: State
+    begun: int
+    parts: Parts | None
+    left: int
+
+
+@dataclass(slots=True)
+class _Instance:
+    """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
+    first; and the settled calls, by their `likeness`."""
+
+    functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
+    settled: dict[Any, _Settled] = field(default_factory=dict)
 
 
 class Region:
@@ -82,13 +113,7 @@ class Region:
         self._compiler = compiler
         # The files that the graphs' compiles left in the cache directory.
         self._files: set[str] = set()
-        self._serving: dict[nn.Module, _Serving] = {}
-        # Why code did not fit the module that it was ordered with, which may have changed meanwhile. If the reason is
-        # the same twice, and no other code of the kind has fitted, none will.
-        self._misfits: set[tuple[CallSpec, str]] = set()
-        # The first tensor's size of calls that made a tensor larger which they keep. Each such call has another kind,
-        # so it is not even described.
-        self._growing: set[tuple[torch.Size, ...]] = set()
+        self._instances: dict[nn.Module, _Instance] = {}
 
     @property
     def proved(self) -> set[str]:
@@ -97,122 +122,150 @@ class Region:
 
     @property
     def met(self) -> set[str]:
-        """The paths of the functions that would fit a call that was made since they arrived."""
-        return {case.code.path for case in self.kinds if case.code and case.called}
+        """The paths of the functions of which a comparison has begun."""
+        return {case.code.path for case in self.kinds if case.code and (case.serves_any or case.tries)}
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
-        self._serving.setdefault(module, {})
-        self.report.instances = len(self._serving)
+        self._instances.setdefault(module, _Instance())
+        self.report.instances = len(self._instances)
         serve_by(module, functools.partial(self._call, module))
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_plain_strides(args, kwargs)
-        serving = self._serving[module]
-        sizes = top_sizes(args, kwargs)
-        for key in (sizes, None):
-            for case in serving.get(key, ()):
-                if (code := case.code) is not None and _fits(code, module, args, kwargs):
-                    return self._serve(case, code, module, args, kwargs)
-        if sizes[:1] in self._growing:
+        instance = self._instances[module]
+        if instance.functions:
+            plain, named = with_plain_strides(args, kwargs)
+            for case in instance.functions.get(top_sizes(plain, named), ()):
+                if case.state is State.PRECOMPILED and (code := case.code) and _fits(code, module, plain, named):
+                    return self._serve(case, code, module, plain, named)
+        try:
+            like = likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
+        except Exception:  # of a tensor that is none of torch's own
+            like = None
+        settled = instance.settled.get(like)
+        if settled is None or not self._holds(settled):
+            return self._route(module, *with_plain_strides(args, kwargs), like)
+        if settled.parts is None:
             return self._serve_eager(module, args, kwargs)
-        return self._route(module, args, kwargs)
+        return self._serve_settled(settled, module, args, kwargs, like)
 
-    def _route(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call that no serving function fits, as the state of its case says."""
+    def _holds(self, settled: _Settled) -> bool:
+        """Whether a call like this settled one is still served alike."""
+        moment = self._compiler.moment
+        if settled.begun != moment.begun or (settled.case is not None and settled.case.state is not settled.state):
+            return False
+        if not moment.open:
+            settled.left -= 1
+        return settled.left > 0
+
+    def _serve_settled(self, settled: _Settled, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+        """Serve a call like one that graphs served: torch's graphs ignore hooks that were added later, and inputs that
+        overlap."""
+        case, parts = settled.case, settled.parts
+        args, kwargs = with_plain_strides(args, kwargs)
+        if case is None or case.code is None or parts is None or any(GLOBAL_HOOKS) or not parts.are_unhooked():
+            return self._route(module, args, kwargs, like)
+        if overlaps_of(args, kwargs) != case.spec.overlaps:
+            return self._route(module, args, kwargs, like)
+        return self._serve(case, case.code, module, args, kwargs)
+
+    def _settle(self, module: nn.Module, like: Any, case: Case | None, state: State) -> None:
+        """Serve calls like this one alike, as long as `_holds`."""
+        if like is None:
+            return
+        settled = self._instances[module].settled
+        if len(settled) >= RECOMPILE_LIMIT:
+            settled.clear()
+        parts = Parts(module) if state is State.CACHED else None
+        # To look again takes some microseconds for each part.
+        left = max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure)) if case is not None else _CALLS_BETWEEN_LOOKS
+        settled[like] = _Settled(case, state, self._compiler.moment.begun, parts, left)
+
+    def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+        """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(module):
-            self.report.take_step("eager")
-            self.report.explain(f"eager: {reason}")
+            self._explain_eager(f"eager: {reason}")
+            self._settle(module, like, None, State.EAGER)
             return self._serve_eager(module, args, kwargs)
         self._compiler.moment.pass_by()
-        found = attempt(self.kinds.case, module, args, kwargs)
-        case, gone = (None, []) if isinstance(found, Failure) else found
-        for other in gone:
-            other.state, other.reason = State.EAGER, _TOO_MANY
-            self._stop(other)
-        if case is None:
-            self.report.take_step("eager")
-            self.report.explain(found.reason if isinstance(found, Failure) else _TOO_MANY)
+        case = attempt(self.kinds.case, module, args, kwargs)
+        if isinstance(case, Failure):
+            self._explain_eager(case.reason)
             return self._serve_eager(module, args, kwargs)
-        if self.kinds.claim(case):
-            try:
+        if case.move(State.CLAIMED):
+            with _claimed(case):
                 return self._serve_new(case, module, args, kwargs)
-            finally:
-                if case.state is State.ORDERED and case.ordered_by is None:  # nothing was found, made or ordered
-                    case.state = State.NEW
-        if case.state in (State.PRECOMPILED, State.CACHED, State.ARRIVED):
-            return self._serve_by_code(case, module, args, kwargs)
-        if case.state is State.EAGER:
-            self.report.take_step("eager")
-            self.report.explain(case.reason)
+        state, code = case.state, case.code
+        if code is not None and state in (State.ARRIVED, State.PRECOMPILED, State.CACHED):
+            return self._serve_by_code(case, code, module, args, kwargs, like)
+        if state is State.EAGER:
+            self._explain_eager(case.reason)
+        if state in (State.EAGER, State.ORDERED):
+            self._settle(module, like, case, state)
         return self._serve_eager(module, args, kwargs)
 
-    def _serve_by_code(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call whose code is known: by it, if it was compared on this instance and is taken; else eager."""
-        code = case.code
-        if code is None:  # dropped by another thread
-            return self._serve_eager(module, args, kwargs)
-        is_to_compare = case.is_to_compare(module)
-        is_taken = case.state is not State.ARRIVED and (case.is_proved or self._is_serving(case, module))
-        if not is_to_compare and not is_taken:
-            self._take_soon(case)  # the last instance that had not passed may have left
-            return self._serve_eager(module, args, kwargs)
-        if misfit := code.misfit(module, args, kwargs):
-            is_new = (case.spec, misfit) not in self._misfits
-            self._misfits.add((case.spec, misfit))
-            is_hopeless = module is case.ordered_by and not is_new
-            if is_hopeless and not any(other.passed for other in self.kinds if other.spec == case.spec):
-                self._give_up(case, f"code of the second process does not fit in this process: {misfit}")
-                return self._serve_eager(module, args, kwargs)
-            self.kinds.leave(case, module)
-            return self._route(module, args, kwargs)
-        if is_to_compare:
+    def _explain_eager(self, reason: str) -> None:
+        self.report.take_step("eager")
+        self.report.explain(reason)
+
+    def _serve_by_code(
+        self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any, like: Any = None
+    ) -> Any:
+        """Serve a call that code fits: by it, if it was compared on this instance and is taken; else eager."""
+        if case.is_to_compare(module):
             return self._compare(case, module, args, kwargs)
-        self._let_serve(case, module)
+        if case.state is State.PRECOMPILED:
+            functions, sizes = self._instances[module].functions, top_sizes(args, kwargs)
+            if len(functions) >= RECOMPILE_LIMIT:
+                functions.clear()
+            others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
+            functions[sizes] = (case, *(other for other in others if other is not case))
+        elif case.state is State.CACHED:
+            self._settle(module, like, case, State.CACHED)
+        else:  # taken at the next moment, or given up meanwhile
+            return self._serve_eager(module, args, kwargs)
         return self._serve(case, code, module, args, kwargs)
 
     def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.kinds.note_use(case)
         self.served[code.step] += 1
         try:
             return code(module, args, kwargs)
         except NoGraph:
             self.served[code.step] -= 1
             if not self._compiler.is_compiling:  # which hides all graphs
-                self.kinds.miss(case, module)
+                self._miss(case, module)
             return self._serve_eager(module, args, kwargs)
         except AssertionError as error:
             if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
                 self._drop(case, f"AssertionError: {first_line(error)}")
             raise
 
+    def _miss(self, case: Case, module: nn.Module) -> None:
+        """Note that no graph fits a call of `module`. Its next call gets another case."""
+        with LOCK:
+            case.standings[module] = Standing.DOES_NOT_FIT
+        self._instances[module].settled.clear()
+
     def _serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.served["eager"] += 1
         return call_region(module, args, kwargs)
 
     def _serve_new(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call of a new case: by code of an earlier boot, else as the policy says."""
+        """Serve a call of a case that this thread has claimed: by code of an earlier boot, else as the policy says."""
         compiler = self._compiler
-        artifacts, found = compiler.artifacts, compiler.find(module, args, kwargs)
+        found = compiler.find(module, args, kwargs)
         if not isinstance(found, str):
-            case.is_proved = compiler.is_hit and artifacts is not None and artifacts.is_compared(found.path)
-            self._arrive(case, found)
-            if case.is_proved and not compiler.is_warming_up:
-                case.passed.add(module)
-                self._take(case)
-            count_precompiled("loaded")
-            self.report.loaded += 1
-            return self._route(module, args, kwargs)
+            return self._serve_found(case, found, module, args, kwargs)
         policy = compiler.policy()
         if policy == "block":
             answer = self._compare(case, module, args, kwargs, self._made)
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
-        record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
+        record = compiler.find_cached(module, args, kwargs)
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
-            return self._compare(case, module, args, kwargs, self._traced)
+            return self._compare(case, module, args, kwargs, functools.partial(self._traced, record))
         if record is not None:
             self._give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
         elif policy == "background":
@@ -225,6 +278,17 @@ class Region:
         else:
             self._give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         return self._serve_eager(module, args, kwargs)
+
+    def _serve_found(self, case: Case, code: Precompiled, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve a call by code of an earlier boot. If that boot compared it on all instances, it serves at once after
+        READY, and in the warm-up once it was compared again on one."""
+        compiler = self._compiler
+        case.arrive(code, is_proved=compiler.is_proved(code.path))
+        if case.is_proved and not compiler.is_warming_up:
+            self._pass(case, module)
+        count_precompiled("loaded")
+        self.report.loaded += 1
+        return self._serve_by_code(case, code, module, args, kwargs)
 
     def _compare(
         self, case: Case, module: nn.Module, args: Any, kwargs: Any, make: Callable[[Shadow], Code] | None = None
@@ -243,13 +307,14 @@ class Region:
                 return self._serve_eager(module, args, kwargs)
             answer = self._reference(case, comparison)
             if make is not None and _grows(sizes, module, args, kwargs):
-                self._note_growing(case, args, kwargs)
+                self._note_growing(case)
             elif make is not None:
                 self._make(case, make, comparison.pristine)
             code = case.code
             # Of code that was just made, only the copy was asked.
-            if code is not None and not (make and code.misfit(module, args, kwargs)):
-                self._judge(case, code, module, comparison)
+            is_judged = code is not None and not (make and code.misfit(module, args, kwargs))
+            if code is None or not is_judged or self._judge(case, code, module, comparison):
+                case.tries -= 1
         finally:
             self.report.graphs = noted + read_counts().since(before).graphs
             compiler.making.release()
@@ -274,6 +339,7 @@ class Region:
         given up."""
         if self._compiler.moment.begun < case.not_before:
             return None
+        case.tries += 1  # until it ends
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
         try:
@@ -293,40 +359,49 @@ class Region:
             self._put_off(case, error)
             raise
 
-    def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
-        error of graphs, as one of this instance alone."""
+    def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> bool:
+        """Compare the code with eager's answer. False if full memory puts it off. Any other error counts as a
+        difference; an error of graphs, as one of this instance alone."""
         try:
-            if comparison.drew and self._compiler.moment.open > 1:
-                raise ArtifactError("other predictions would see the generators of random numbers set back")
-            check = comparison.check(code.try_out)
+            with self._compiler.moment.alone() if comparison.drew else contextlib.nullcontext(True) as is_alone:
+                if not is_alone:
+                    raise ArtifactError("other predictions would see the generators of random numbers set back")
+                check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
             self._put_off(case, error)
+            return False
         except NoGraph:
-            self.kinds.miss(case, module)
+            self._miss(case, module)
         except Exception as error:
             log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
             if code.path:
                 self._drop(case, Failure(error).reason)
             else:  # the graphs of the other instances are right
                 self.report.explain(f"eager for an instance: {Failure(error).reason}")
-                self.kinds.miss(case, module, MOST_FUNCTIONS)
+                self._miss(case, module)
         else:
             self.report.note_error(check.error, check.tolerance)
             if check.passed:
-                case.passed.add(module)
-                self._take_soon(case)
+                self._pass(case, module)
             else:
                 self._drop(case, check.difference)
+        return True
 
-    def _take_soon(self, case: Case) -> None:
-        """Mark code that has passed on all instances as compared, before it is published, and take it at the next
-        moment."""
-        code, artifacts = case.code, self._compiler.artifacts
-        if case.has_passed and not all(self._is_serving(case, module) for module in tuple(case.passed)):
-            if code is not None and code.path and artifacts is not None:
-                attempt(artifacts.mark_compared, code.path)
+    def _pass(self, case: Case, module: nn.Module) -> None:
+        """Note that the code may serve this instance. It is taken at the next moment; proved code is taken at once."""
+        with LOCK:
+            case.standings[module] = Standing.SERVES
+        if case.is_proved:
+            self._take(case)
+        else:
+            self._mark_compared(case)
             self._compiler.moment.note(case, functools.partial(self._take, case))
+
+    def _mark_compared(self, case: Case) -> None:
+        """If the code has passed on all instances, note it for later boots, before the code is published."""
+        code, artifacts = case.code, self._compiler.artifacts
+        if case.has_passed and code is not None and code.path and artifacts is not None:
+            attempt(artifacts.mark_compared, code.path)
 
     def _put_off(self, case: Case, error: Exception) -> None:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._compiler.moment
@@ -337,57 +412,39 @@ class Region:
             self._give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
-    def _take(self, case: Case) -> None:
-        """Let code that has passed serve. Called between two predictions, and for proved code at once."""
-        code = case.code
-        if code is None or case.state is State.EAGER or not case.has_passed:
-            return
-        case.state = State.PRECOMPILED if code.step == "precompiled" else State.CACHED
-        if code.step == "precompiled":
+    def _take(self, case: Case) -> bool:
+        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
+        at once."""
+        if not case.has_passed:
+            return case.state is State.ARRIVED
+        self._mark_compared(case)
+        if case.code is not None and case.code.step != "precompiled":
+            case.move(State.CACHED)
+        elif case.move(State.PRECOMPILED):
             self.report.take_step("precompiled")
-        for module in tuple(case.passed):
-            self._let_serve(case, module)
-
-    def _let_serve(self, case: Case, module: nn.Module) -> None:
-        if not self._is_serving(case, module):
-            serving = self._serving[module]
-            serving[case.serves] = (case, *serving.get(case.serves, ()))
-
-    def _is_serving(self, case: Case, module: nn.Module) -> bool:
-        return case in self._serving[module].get(case.serves, ())
-
-    def _stop(self, case: Case) -> None:
-        """Serve no call by this case."""
-        for serving in self._serving.values():
-            if case in serving.get(case.serves, ()):
-                serving[case.serves] = tuple(other for other in serving[case.serves] if other is not case)
+        return False
 
     def _order(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and order its code from the second process."""
         orders = self._compiler.orders()
         if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
-            self._give_up(case, "nothing may be compiled ahead of time" if orders is None else "too many calls wait")
+            self._give_up(case, "too many calls wait" if orders is not None else self._compiler.why_no_orders)
             return self._serve_eager(module, args, kwargs)
-        case = case if self._compiler.is_warming_up else self.kinds.opened(case, module, args, kwargs)
-        case.order(module)
-        sizes = reachable_sizes(module, args, kwargs)
-        call = attempt(orders.pack, module, args, kwargs, self.shares_weights)
-        if isinstance(call, Failure):
-            self._give_up(case, f"cannot be compiled in a second process: {call.reason}")
-            return self._serve_eager(module, args, kwargs)
-        try:
+        case = case if self._compiler.is_warming_up else self.kinds.opened(case)
+        with _claimed(case):
+            sizes = reachable_sizes(module, args, kwargs)
+            call = attempt(orders.pack, module, args, kwargs, self.shares_weights)
             answer = self._serve_eager(module, args, kwargs)
-        except BaseException:  # a cancelled request raises one
-            case.state, case.ordered_by = State.NEW, None
-            raise
-        if _grows(sizes, module, args, kwargs):
-            self._note_growing(case, args, kwargs)
-            return answer
-        receive = functools.partial(self._receive, case)
-        name = f"{self.report.name} {case.spec}"
-        ordered = attempt(orders.order, name, call, case.dynamic, receive, self._rank)
-        if isinstance(ordered, Failure):
-            self._give_up(case, f"cannot be compiled in a second process: {ordered.reason}")
+            if _grows(sizes, module, args, kwargs):
+                self._note_growing(case)
+                return answer
+            name, receive = f"{self.report.name} {case.spec}", functools.partial(self._receive, case)
+            failed = call if isinstance(call, Failure) else None
+            if not isinstance(call, Failure):
+                failed = attempt(orders.order, name, call, case.dynamic, receive, self._rank)
+            if failed is not None:
+                self._give_up(case, f"cannot be compiled in a second process: {failed.reason}")
+            case.move(State.ORDERED)  # unless the answer was faster
         self.report.wait_for(self.kinds.waiting)
         return answer
 
@@ -408,13 +465,13 @@ class Region:
         """Make a call's code in this process."""
         started = time.perf_counter()
         self._compiler.new_files()  # those so far are not of this call
-        with generators_at() if self._compiler.moment.open <= 1 else contextlib.nullcontext():
+        with generators_at(is_alone=self._compiler.moment.stays_alone()):
             code = attempt(make, shadow)
-        if isinstance(code, Failure):
+        if not isinstance(code, Failure):
+            self._arrive(case, code)
+        elif not isinstance(code.error, GraphNotStored):  # else the case is new again
             self.withheld |= self._compiler.new_files()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
-        else:
-            self._arrive(case, code)
 
     def _made(self, shadow: Shadow) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
@@ -432,17 +489,21 @@ class Region:
             self.report.note_not_precompiled(made.reason)
         return made.function or self._graph(made.traced)
 
-    def _traced(self, shadow: Shadow) -> Code:
+    def _traced(self, record: CachedRecord, shadow: Shadow) -> Code:
         """The graphs of a call, out of stored files.
 
         Raises:
-            NoGraph: one is missing.
+            GraphNotStored: one is missing. Then the record does not hold in this boot.
         """
         from compile_cache.inductor.make import out_of_stored_files, trace
 
         before, started = read_counts(), time.perf_counter()
-        with out_of_stored_files():
-            traced = trace(self._graphs, shadow.copied)
+        try:
+            with out_of_stored_files():
+                traced = trace(self._graphs, shadow.copied)
+        except GraphNotStored as error:
+            self._compiler.reject(record.path, str(error))
+            raise
         self.report.note_traced(read_counts().since(before), traced, started)
         return self._graph(traced)
 
@@ -476,34 +537,40 @@ class Region:
 
     def _drop(self, case: Case, reason: str) -> None:
         """Stop using code that failed. It is not published, and no other is made in its place."""
-        code, case.code = case.code, None
-        if code is None:  # another thread was first
+        code, is_new = case.code, self._give_up(case, reason)
+        if code is None or not is_new:  # another thread was first
             return
-        if code.path and self._compiler.artifacts is not None:
+        if code.path:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
             self.withheld.add(code.path)
-            self._compiler.artifacts.reject(code.path, reason)
+            self._compiler.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
             self.withheld |= self._files
             for other in self.kinds:  # torch may serve their calls by the same graph
                 if other.code is not None and not other.code.path:
                     self._drop(other, reason)
-        self._give_up(case, reason)
-        self._compiler.moment.note(case, functools.partial(self._stop, case))  # tells predictors with recorded calls
+        self._compiler.moment.note(case, lambda: None)  # tells predictors with recorded calls
 
-    def _note_growing(self, case: Case, args: Any, kwargs: Any) -> None:
+    def _note_growing(self, case: Case) -> None:
         """Give up calls that make a cache larger, and those like them."""
-        self._growing.add(top_sizes(args, kwargs)[:1])
-        self._give_up(case, _GROWS)
+        self.kinds.note_growing(case)
+        self._give_up(case, GROWS)
 
-    def _give_up(self, case: Case, reason: str) -> None:
-        """Serve a case's calls eager from now on."""
-        case.state, case.reason = State.EAGER, reason
-        self._stop(case)
-        self.report.explain(reason, case.spec)
-        self.report.take_step("eager")
-        self.report.wait_for(self.kinds.waiting)
+    def _give_up(self, case: Case, reason: str) -> bool:
+        """Serve a case's calls eager from now on. False if they are already."""
+        is_new = case.move(State.EAGER, reason)
+        if is_new:
+            self.report.explain(reason, case.spec)
+            self.report.take_step("eager")
+            self.report.wait_for(self.kinds.waiting)
+        return is_new
+
+    def give_up_orders(self, reason: str) -> None:
+        """Serve calls eager whose code nobody will bring."""
+        for case in self.kinds:
+            if case.state in (State.CLAIMED, State.ORDERED):
+                self._give_up(case, reason)
 
     def end_warm_up(self, has_other_graphs: bool) -> None:
         """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
@@ -525,7 +592,16 @@ def _grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -
 def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether code compiled ahead of time fits a call of a module that it was compared on."""
     try:
-        return code.step == "precompiled" and code.fits(module, args, kwargs)
+        return code.fits(module, args, kwargs)
     except Exception as error:  # a guard reads any object of the model's
         log.info("precompiled.not_checked artifact=%s error=%r", code.path, error)
         return False
+
+
+@contextlib.contextmanager
+def _claimed(case: Case) -> Iterator[None]:
+    """Make a claimed case NEW again, if nothing was found, made or ordered in the context."""
+    try:
+        yield
+    finally:
+        case.move(State.NEW)
