@@ -7,6 +7,7 @@ compared with the answer of a twin that is never compiled. Both have the same we
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import torch
 from background_blocks import SIZE, Factor, Norm, Other, Wide, inputs  # noqa: F401  a scene names them
 from background_scenes import MODEL, PATIENCE_S, report
 from torch import nn
+from torch._higher_order_ops import while_loop
 from torch.utils import _pytree as pytree
 
 import compile_cache
@@ -162,6 +164,35 @@ class Broken(Wide):
         return super().forward(x)
 
 
+class Recurrent(nn.Module):
+    """torch makes no graph of it."""
+
+    layer: type[nn.Module] = nn.LSTM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.steps = nn.Linear(SIZE, SIZE), self.layer(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer, _ = self.steps(self.first(x))
+        return answer
+
+
+class Gated(Recurrent):
+    layer = nn.GRU
+
+
+class Looping(Wide):
+    """A graph break, and a loop, whose graph torch does not store."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        start = torch.tensor(0), x
+        _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.mm(x, self.scale)), start)
+        return x
+
+
 class Autocast(Wide):
     """Called under `torch.autocast`: see `call`."""
 
@@ -171,6 +202,17 @@ class Square(Wide):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, x.T)
+
+
+class Nested(Wide):
+    """Has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.part(x))
 
 
 class Hooked(Wide):
@@ -233,9 +275,9 @@ def _is_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def begun(*kinds: str) -> tuple[Boot, list[Pair]]:
+def begun(*kinds: str, sources: tuple[str, ...] = ()) -> tuple[Boot, list[Pair]]:
     """A boot of these classes after READY."""
-    with compile_cache.boot(MODEL) as boot:
+    with compile_cache.boot(MODEL, sources=sources) as boot:
         pairs = [Pair(globals()[kind]) for kind in kinds]
         for pair in pairs:
             boot.compile(pair.module, whole=True)
@@ -243,9 +285,9 @@ def begun(*kinds: str) -> tuple[Boot, list[Pair]]:
     return boot, pairs
 
 
-def right(*kinds: str) -> dict[str, Any]:
+def right(*kinds: str, sources: tuple[str, ...] = ()) -> dict[str, Any]:
     """Predictions of a boot, some as soon as it is READY, the others when all code has arrived."""
-    boot, pairs = begun(*kinds)
+    boot, pairs = begun(*kinds, sources=sources)
     told: dict[str, Any] = {"ready": report(boot), "waiting": boot.waiting}
     for _ in range(2):
         for _ in range(3):
@@ -257,6 +299,69 @@ def right(*kinds: str) -> dict[str, Any]:
             pair.call(boot)
     told["published"] = boot.wait_published(PATIENCE_S)
     return told | {"pairs": {pair.name: pair.told for pair in pairs}, "report": report(boot)}
+
+
+def released(folder: str, *sources: str) -> dict[str, Any]:
+    """The class `Released` of a file in this folder."""
+    sys.path.insert(0, folder)
+    globals()["Released"] = importlib.import_module("released").Released
+    return right("Released", sources=sources)
+
+
+def unhooked() -> dict[str, Any]:
+    """Requests before, with and after hooks that replace the instance's `forward`."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+    from diffusers.hooks import HookRegistry
+    from diffusers.hooks import ModelHook as DiffusersHook
+
+    boot, pairs = begun("Wide", "Nested")
+    assert boot.wait_compiled(PATIENCE_S)
+    told: dict[str, Any] = {}
+    for name in ("before", "accelerate", "after accelerate", "diffusers", "after diffusers"):
+        for pair in pairs:
+            parts = [pair.module, *pair.module.children()] if pair.name == "Nested" else [pair.module]
+            for part in parts:
+                if name == "accelerate":
+                    add_hook_to_module(part, ModelHook())
+                elif name == "after accelerate":
+                    remove_hook_from_module(part)
+                elif name == "diffusers":
+                    HookRegistry.check_if_exists_or_initialize(part).register_hook(DiffusersHook(), "test")
+                elif name == "after diffusers":
+                    HookRegistry.check_if_exists_or_initialize(part).remove_hook("test")
+            for _ in range(3):
+                with boot.prediction():
+                    pair.call(boot)
+            told.setdefault(pair.name, {})[name] = pair.steps[-1]
+    return told | {"wrong": [pair.wrong for pair in pairs], "regions": report(boot)["regions"]}
+
+
+def forked() -> dict[str, Any]:
+    """Two forks of a server, one before its code has arrived and one after, and a kind of call that is new in both."""
+    torch.set_num_threads(1)
+    boot, (pair,) = begun("Wide")
+    told: dict[str, Any] = {}
+    for name in ("early", "late"):
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            for _ in range(3):
+                with boot.prediction():
+                    pair.call(boot)
+            pair.call(boot, rows=7)
+            answered = boot.wait_compiled(PATIENCE_S)
+            (region,) = boot.report.regions
+            told = {**pair.told, "waiting": boot.waiting, "answered": answered, "reason": region.reason}
+            os.write(write, json.dumps(told).encode())
+            os._exit(0)
+        os.close(write)
+        with open(read, "rb") as file:
+            told[name] = json.loads(file.read())
+        told[name]["status"] = os.waitpid(child, 0)[1]
+        assert boot.wait_compiled(PATIENCE_S)
+        for _ in range(3):
+            with boot.prediction():
+                pair.call(boot)
+    return told | {"parent": pair.told}
 
 
 def interrupted(fault: str) -> dict[str, Any]:

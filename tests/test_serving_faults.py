@@ -116,6 +116,115 @@ def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(b
     assert counts["fxgraph_misses"] == counts["precompiled_made"] == told["waiting"] == 0
 
 
+RELEASED = """
+import torch
+from background_blocks import Wide
+from released_helper import combine
+
+class Released(Wide):
+    def forward(self, x):
+        x = torch.addmm(x, super().forward(x), self.scale, alpha=FACTOR)
+        torch._dynamo.graph_break()
+        return combine(x, self.scale)
+"""
+HELPER = """
+import torch
+
+def combine(x, y):
+    return torch.addmm(x, x, y, alpha=FACTOR)
+"""
+# The code that a release changes: the class's file, a function that it calls, both together with the version of the
+# model, and code that `exec` has run, which is compiled ahead of time.
+CHANGES = ("class", "helper", "version", "exec")
+
+
+def boots_of(root: Path) -> Callable[..., Told]:
+    """Plays boots in containers that share nothing but the store: each begins with the store of the one before."""
+    before: list[Path] = []
+
+    def boot(*scene: str) -> Told:
+        folder = root / str(len(before))
+        shutil.rmtree(root / "cache", ignore_errors=True)
+        told = play(folder, *scene, after=before[-1] if before else None, dir=str(root / "cache"))
+        before.append(folder)
+        return told
+
+    return boot
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_release_is_compiled_once_and_its_second_boot_finds_all(tmp_path, change):
+    """Code with a graph break, whose graphs are taken out of stored files."""
+    code = tmp_path / "code"
+    code.mkdir()
+    factors = {"class": "1.5", "helper": "1.5"}
+    play_next = boots_of(tmp_path)
+
+    def boot() -> Told:
+        text, helper = (
+            source.replace("FACTOR", factors[of]) for source, of in ((RELEASED, "class"), (HELPER, "helper"))
+        )
+        if change == "exec":
+            (code / "released.txt").write_text(text.replace("torch._dynamo.graph_break()", "pass"))
+            text = "from pathlib import Path\nexec(Path(__file__).with_suffix('.txt').read_text(), globals())\n"
+        (code / "released.py").write_text(text)
+        (code / "released_helper.py").write_text(helper)
+        sources = [str(code)] if change == "version" else []
+        return play_next("released", str(code), *sources)
+
+    assert boot()["published"]
+    factors["helper" if change == "helper" else "class"] = "0.5"
+    told, second = boot(), boot()
+    assert [each["pairs"]["Released"]["wrong"] for each in (told, second)] == [[], []]
+    assert (told.processes, second.processes) == (1, 0)
+    steps = {"precompiled" if change == "exec" else "compiled"}
+    assert set(second["pairs"]["Released"]["steps"][-3:]) == steps, second["report"]["regions"]
+    assert second["ready"]["counts"]["fxgraph_misses"] == 0
+
+
+def test_graphs_that_torch_does_not_store_are_no_promise_to_the_next_boots(tmp_path):
+    packs, boot = [], boots_of(tmp_path)
+    for number in range(5):
+        told = boot("right", "Looping")
+        assert told["pairs"]["Looping"]["wrong"] == []
+        assert set(told["pairs"]["Looping"]["steps"]) == {"eager"}
+        (region,) = told["report"]["regions"]
+        assert "torch does not store its graphs" in region["reason"]
+        counts = told["ready"]["counts"]
+        assert counts["fxgraph_misses"] == counts["fxgraph_bypasses"] == 0, "nothing is traced in the setup"
+        packs.append(len(list((tmp_path / str(number) / "store").rglob("*.pack"))))
+    assert len(set(packs)) == 1, packs
+
+
+@pytest.mark.parametrize("name", ["Recurrent", "Gated"])
+@pytest.mark.parametrize("policy", ["background", "block"])
+def test_a_class_of_which_torch_makes_no_graph_is_eager_and_says_so(booted, name, policy):
+    told = booted("Recurrent", "Gated", cold_start=policy)
+    assert set(told["pairs"][name]["steps"]) == {"eager"}
+    (region,) = [region for region in told["report"]["regions"] if region["name"] == name]
+    assert region["step"] == "eager"
+    assert "torch makes no graph of it" in region["reason"]
+
+
+def test_hooks_that_were_removed_leave_a_module_as_it_was(tmp_path):
+    told = play(tmp_path, "unhooked")
+    assert told["wrong"] == [[], []]
+    steps = {"before": "precompiled", "accelerate": "eager", "diffusers": "eager"}
+    steps |= {"after accelerate": "precompiled", "after diffusers": "precompiled"}
+    assert (told["Wide"], told["Nested"]) == (steps, steps), told["regions"]
+
+
+def test_a_fork_is_served_by_the_code_that_it_has_and_says_that_it_gets_no_other(tmp_path):
+    told = play(tmp_path, "forked", forked=False)
+    for name, step in (("early", "eager"), ("late", "precompiled")):
+        fork = told[name]
+        assert (fork["status"], fork["wrong"], fork["waiting"], fork["answered"]) == (0, [], 0, True)
+        assert fork["steps"][-2:] == [step, "eager"]
+        assert "a fork of a booted process has no second process" in fork["reason"]
+    assert told["parent"]["wrong"] == []
+    assert told["parent"]["steps"][-1] == "precompiled"
+
+
 def test_graphs_of_the_second_process_are_found_whichever_module_imported_torch_first(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     predictor = functools.partial(play_scene, program="loaded_predictor", forked=False)

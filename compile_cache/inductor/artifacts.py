@@ -178,13 +178,13 @@ class Artifacts:
                 file.write(b"compared with eager on all instances\n")
 
     def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
-        """The record of graphs for calls like this of the present code. None if there is none, if it is damaged or does
+        """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
             group = self._group(module, args, kwargs, self._dynamic)
-            path = self._cached_paths(group, module)[-1]
+            path = self._cached_paths(group)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._rejected or path.endswith(f"-{_MOST_CACHED - 1}{CACHED}"):
+            if found["key"] != group.key or path in self._rejected or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
                 return None
             record = CachedRecord(path, float(found["seconds"]), str(found["reason"]))
         except (NotDescribedError, OSError, ValueError, KeyError, TypeError, IndexError):
@@ -206,10 +206,10 @@ class Artifacts:
             group = self._group(module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
-        number = len(self._cached_paths(group, module))
+        number = len(self._cached_paths(group))
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
-        path = f"{group.path}/{sources_digest(module)}-{number}{CACHED}"
+        path = f"{group.path}/{number}{CACHED}"
         record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
@@ -217,10 +217,9 @@ class Artifacts:
             self._arrived.add(path)
         return path
 
-    def _cached_paths(self, group: _Group, module: nn.Module) -> list[str]:
-        """The records of graphs of the present code, the latest last. Each came after one that did not hold."""
-        names = (self._directory / group.path).glob(f"{sources_digest(module)}-*{CACHED}")
-        return sorted(f"{group.path}/{path.name}" for path in names)
+    def _cached_paths(self, group: _Group) -> list[str]:
+        """The records of graphs of a group, the latest last. Each came after one that did not hold."""
+        return sorted(f"{group.path}/{path.name}" for path in (self._directory / group.path).glob(f"*{CACHED}"))
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
         """The artifact for calls of `module` with inputs like these, after the full check; else why there is none.
@@ -327,6 +326,7 @@ class Artifacts:
             **self._fixed_key(dynamic),
             "options": self._options,
             "class": class_name(type(module)),
+            "code": sources_digest(module),
             "structure": structure_digest(structure(module)),
             "inputs": CallSpec.of(module, args, kwargs).stored(with_sizes=dynamic is False),
             "switches": describe_switches(switches(on_gpu(module, args, kwargs))),

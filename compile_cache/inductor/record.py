@@ -192,20 +192,23 @@ def _code_of(value: Any) -> types.CodeType | None:
 
 
 def sources_digest(module: nn.Module) -> str:
-    """The digest of the files that define the classes of a module and its parts, without torch's; of a class without a
-    file, its methods count. So graphs of other code are not looked up."""
+    """The digest of the classes of a module and its parts, without torch's: their files, and their methods, which may
+    be of no file. torch names no traced code that has no file."""
     kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
     own = sorted((kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))), key=class_name)
-    return digest([_code_of_class(kind) for kind in own])
+    return digest([[class_name(kind), _file_of(kind), *_methods(kind)] for kind in own])
 
 
-@functools.cache
-def _code_of_class(kind: type) -> list[str]:
+def _file_of(kind: type) -> str:
     try:
-        return [kind.__module__, file_digest(kind.__module__)]
+        return file_digest(kind.__module__)
     except (NotPrecompilable, ImportError):
-        codes = {name: _code_of(value) for name, value in vars(kind).items()}
-        return [class_name(kind), *(code_digest(code) for _, code in sorted(codes.items()) if code is not None)]
+        return ""
+
+
+def _methods(kind: type) -> list[list[str]]:
+    codes = ((name, _code_of(value)) for name, value in sorted(vars(kind).items()))
+    return [[name, code_digest(code)] for name, code in codes if code is not None]
 
 
 def _source_difference(name: str, source: Mapping[str, Any]) -> str:

@@ -43,9 +43,7 @@ _UNPROVED_S = 60.0
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
 _COMPILER_S = 3.0
-_FORKED = (
-    "this process is a fork of the one that booted, and has no second process. Boot in it, or wait_compiled() first"
-)
+_FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
 
 
 class Compiler:
