@@ -271,7 +271,7 @@ def test_names_in_errors_are_cut(tmp_path, pipeline):
 
 @pytest.mark.parametrize(
     ("settings", "pattern"),
-    [({"alpha_pattern": {"to_q|to_k": 8}}, "an expression"), ({"lora_alpha": "x"}, "settings are wrong")],
+    [({"alpha_pattern": {"to_q|to_k": 8}}, "an expression"), ({"lora_alpha": "x"}, "settings is no positive number")],
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settings, pattern):
     FluxPipeline.save_lora_weights(
