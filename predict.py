@@ -44,6 +44,7 @@ class Predictor(BaseRunner):
                 from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
+            self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
@@ -52,7 +53,6 @@ class Predictor(BaseRunner):
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
-        self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
 
     def run(
         self,
