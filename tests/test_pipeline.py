@@ -221,6 +221,14 @@ def test_what_would_keep_all_or_nothing_of_the_picture_is_refused(parts, steps, 
         DiffusionModel(FluxPipeline(**parts), SIZES).pipeline_for(inputs)
 
 
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt"])
+def test_a_prompt_that_would_fill_the_memory_is_refused(parts, name):
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    model.pipeline_for(replace(PICTURE, **{name: "a" * 20_000}))
+    with pytest.raises(ValueError, match="more than 20000 characters"):
+        model.pipeline_for(replace(PICTURE, **{name: "a" * 20_001}))
+
+
 def test_a_pipeline_without_a_strength_takes_a_picture_in_any_number_of_steps(parts):
     inputs = replace(PICTURE, image=noise(64, 64), strength=0.8)
     DiffusionModel(diffusers.FluxKontextPipeline(**parts), SIZES).pipeline_for(inputs)

@@ -30,8 +30,9 @@ from models.image.settings import Size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 _WARM_UP_STEPS = 2
-# The most steps that a request may ask for. Of that many, a small strength runs one.
-_MOST_STEPS = 200
+# What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
+# half a kilobyte for each of its characters.
+_MOST_STEPS, _MOST_CHARACTERS = 200, 20_000
 # The names that pipelines give the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
@@ -248,6 +249,8 @@ class DiffusionModel:
         """
         if inputs.negative_prompt and not self.takes_negative_prompt:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
+        if max(len(inputs.prompt), len(inputs.negative_prompt or "")) > _MOST_CHARACTERS:
+            raise ValueError(f"a prompt has more than {_MOST_CHARACTERS} characters; give a shorter one")
         if inputs.image is None and inputs.mask is not None:
             raise ValueError("a mask needs an image to fill")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
@@ -334,10 +337,8 @@ class DiffusionModel:
         steps, strength = inputs.num_inference_steps or self._defaults.get("num_inference_steps"), inputs.strength
         if inputs.image is None or strength in (None, 1) or not steps or "strength" not in parameters:
             return steps, strength
-        if not 0 < strength < 1:
-            raise ValueError("prompt_strength 0 would change nothing of the image; give more than 0, and at most 1")
-        if steps == 1:
-            raise ValueError("with num_inference_steps 1, nothing of the image would be kept; give 2 or more steps")
+        if steps == 1 or not 0 < strength < 1:
+            raise ValueError("prompt_strength 0 would keep all of the image, num_inference_steps 1 nothing; give more")
         strength = max(strength, 1 / _MOST_STEPS)
         while steps * strength < 1:
             steps += 1
