@@ -610,6 +610,17 @@ def test_a_folder_that_cannot_be_written_gives_the_files_that_it_has(read_only: 
     assert "token" not in message
 
 
+@pytest.fixture
+def closed(files: LoraFiles, tmp_path: Path) -> Iterator[LoraFiles]:
+    (tmp_path / "loras").chmod(0)
+    yield files
+    (tmp_path / "loras").chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_entered_is_named_with_the_setting(closed: LoraFiles, not_root: None) -> None:
+    assert "LORA_DIR cannot be used (Permission denied: " in refusal(closed, ADDRESS)
+
+
 @pytest.mark.parametrize("folder", ["/proc/loras", "/dev/null", "/dev/null/loras", "/proc/version/a/b"])
 def test_a_folder_that_cannot_be_made_is_named_with_the_setting(folder: str) -> None:
     with pytest.raises(LoraError, match=rf"LORA_DIR cannot be used \(.+: {folder}.*\); set it to a folder that can be"):

@@ -93,8 +93,8 @@ class LoraFiles:
         """
         files = [self._file(name) for name in names]
         for name, file in zip(names, files, strict=True):
-            if not file.is_file():
-                with _naming(name):
+            with _naming(name):
+                if not file.is_file():
                     self._fetch(_parse(name), file, {"huggingface.co": hub_token, "civitai.com": civitai_token})
                     self._evict_all_but(files)
             self._used_s[file] = time.time()
