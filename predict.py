@@ -44,6 +44,7 @@ class Predictor(BaseRunner):
                 from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
+            self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
@@ -52,7 +53,6 @@ class Predictor(BaseRunner):
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
-        self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes)
 
     def run(
         self,
@@ -113,6 +113,7 @@ class Predictor(BaseRunner):
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
         from models.image.lora import Lora
+        from models.image.lora_files import shown
         from models.image.pictures import open_picture
         from models.image.pipeline import ImageInputs
 
@@ -135,8 +136,9 @@ class Predictor(BaseRunner):
         )
         self.model.pipeline_for(first)
         tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
-        asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
-        loras = [Lora(self.lora_files.path(name, *tokens), scale) for name, scale in asked if name]
+        asked = [(name, scale) for name, scale in ((lora_weights, lora_scale), (extra_lora, extra_lora_scale)) if name]
+        files = self.lora_files.paths([name for name, _ in asked], *tokens)
+        loras = [Lora(file, scale, shown(name)) for file, (name, scale) in zip(files, asked, strict=True)]
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             self.model.loras.use(loras)

@@ -107,6 +107,7 @@ def boot(kind: str, asked: Sequence[dict[str, Any]], args: Any) -> tuple[list[An
         "MODEL": str(args.model),
         "IMAGE_SIZES": args.sizes,
         "GO_FAST": "on",
+        "LORA_LOCAL": str(work),
     }
     environ |= {"WARM_UP_SIZES": "all", "COMPILE_CACHE_COLD_START": "block" if kind == "cold" else "background"}
     environ |= {"COMPILE_CACHE_SETUP_BUDGET_S": "0"}

@@ -263,6 +263,7 @@ def main() -> None:
     work, boots = prepare(args.store), {}
     for kind in ("errors", "eager", "cold", "warm"):
         environ = boot_environment(work, kind, work / "store") | {
+            "LORA_LOCAL": str(work),
             "MODEL": str(args.model.resolve()),
             "IMAGE_SIZES": args.sizes,
             "GO_FAST": "off" if kind == "eager" else "on",

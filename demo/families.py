@@ -107,7 +107,7 @@ FAMILIES = (
     Family(
         "text to image",
         "predict.py:Predictor",
-        {"MODEL": "demo/flux-digits", "IMAGE_SIZES": "64x64,96x64,64x96"},
+        {"MODEL": "demo/flux-digits", "IMAGE_SIZES": "64x64,96x64,64x96", "LORA_LOCAL": str(LORA.parent)},
         draw,
         "picture",
         draw_more,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,10 @@ from typing import Any
 import pytest
 from boots import python_path, settings
 from cog_server import PROJECT, files
+from families import LORA
 from marked_processes import Marked, wait_for
 from outcome import headline
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 from progress import Doing, stage, told
 from read_digits import DIGIT_WORDS, share_read
 from rich.console import Console
@@ -72,6 +75,7 @@ def serve(
         "IMAGE_SIZES": "96x64,64x64,64x96",
         "WARM_UP_SIZES": "64x64",
         "GO_FAST": "on",
+        "LORA_LOCAL": str(LORA.parent),
         "HF_HUB_OFFLINE": "1",
     }
     with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
@@ -112,7 +116,14 @@ def restored(cold):
         several={**PICTURE, "num_outputs": 2},
         fast={**PICTURE, "go_fast": True},
         default={name: value for name, value in PICTURE.items() if name != "go_fast"},
+        barely={**PICTURE, "image": data_uri(files(cold[1].first)[0]), "prompt_strength": 1e-9},
+        local={**PICTURE, "lora_weights": str(LORA)},
+        outside={**PICTURE, "lora_weights": str(shutil.copy(LORA, folder))},
     )
+
+
+def data_uri(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 def picture(answer: dict[str, Any], number: int = 0) -> Image.Image:
@@ -173,6 +184,18 @@ def test_go_fast_draws_with_restored_code_too(restored):
     assert set(metrics["served"].values()) == {"precompiled"}
     assert files(restored.answers["fast"]) != files(restored.first)
     assert files(restored.answers["default"]) == files(restored.answers["fast"])
+
+
+def test_a_strength_near_0_keeps_the_image_and_the_server(restored):
+    answer = restored.answers["barely"]
+    assert answer["status"] == "succeeded"
+    difference = ImageChops.difference(picture(answer).convert("RGB"), picture(restored.first).convert("RGB"))
+    assert ImageStat.Stat(difference).mean[0] < 20
+
+
+def test_a_path_names_a_lora_below_the_local_folders_alone(restored):
+    assert files(restored.answers["local"]) != files(restored.first)
+    assert "in a folder of LORA_LOCAL" in restored.answers["outside"]["error"]
 
 
 def test_omitted_seed_is_random_and_reported(restored):

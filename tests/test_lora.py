@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ def test_a_lora_of_scale_zero_is_none(tmp_path, pipeline):
         ({"lora_alpha": 8}, 2.0),
         ({"lora_alpha": 8, "alpha_pattern": {"attn.to_q": 2}}, 0.5),
         ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        # The first pattern that fits counts, as in peft's get_pattern_key; ^ is the name's start.
+        ({"alpha_pattern": {"attn.to_q": 2, QUERY: 8}}, 0.5),
+        ({"alpha_pattern": {"attn.to_q": 8, "to_q": 2}}, 2.0),
+        ({"lora_alpha": 8, "alpha_pattern": {"^attn.to_q": 4, "q": 4}}, 2.0),
+        ({"alpha_pattern": {f"^{QUERY}": 2, "to_q": 8}}, 0.5),
     ],
 )
 def test_the_trainers_alpha_counts(tmp_path, pipeline, settings, factor):
@@ -137,8 +143,9 @@ def test_xlabs_format_is_converted(tmp_path, pipeline):
 def refused(pipeline: Any, state: dict[str, torch.Tensor], folder: Path, pattern: str) -> None:
     before, loras = weights(pipeline), Loras(pipeline)
     save_file(state, folder / "bad.safetensors")
-    with pytest.raises(LoraError, match=pattern):
+    with pytest.raises(LoraError, match=f"LoRA bad.safetensors: .*{pattern}") as caught:
         loras.use([Lora(folder / "bad.safetensors", 1.0)])
+    assert "Error" not in str(caught.value)
     assert not changed(before, pipeline)
 
 
@@ -246,10 +253,140 @@ def test_kohyas_format_of_a_unet_and_its_text_encoders_is_converted_with_its_alp
     loras.use([])
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_factors_that_are_not_finite_are_refused(tmp_path, pipeline, wrong):
-    state = {f"transformer.{name}": tensor * wrong for name, tensor in factors(pipeline, QUERY).items()}
-    refused(pipeline, state, tmp_path, "not finite")
+IMAGE_QKV, IMAGE_OUT = (f"lora_unet_double_blocks_0_img_attn_{part}" for part in ("qkv", "proj"))
+T5 = "te2_encoder_block_0_layer_0_SelfAttention_q"
+WIDTH = 128  # of the demo model
+
+
+def kohya(name: str, alpha: Any = None, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A layer in kohya's format, or with other factors, `down` and `up`."""
+    width = 3 * WIDTH if name == IMAGE_QKV else WIDTH
+    parts = {"lora_down": torch.ones(4, WIDTH), "lora_up": torch.ones(width, 4)}
+    parts |= {f"lora_{part}": tensor for part, tensor in changed.items()}
+    state = {f"{name}.{part}.weight": tensor for part, tensor in parts.items()}
+    return state if alpha is None else {**state, f"{name}.alpha": torch.as_tensor(alpha)}
+
+
+def peft(down: torch.Tensor, up: torch.Tensor, alpha: Any = None) -> dict[str, torch.Tensor]:
+    state = {f"transformer.{QUERY}.lora_A.weight": down, f"transformer.{QUERY}.lora_B.weight": up}
+    return state if alpha is None else {**state, f"transformer.{QUERY}.alpha": torch.as_tensor(alpha)}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("alpha", [-2.0, -1e-30, 0.0, float("nan"), float("inf"), [1.0, 2.0], 1j, -1], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        IMAGE_QKV,
+        IMAGE_OUT,
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1",
+        "lora_transformer_transformer_blocks_0_attn_to_q",
+        QUERY,
+    ],
+)
+def test_an_alpha_that_is_no_positive_number_is_refused_and_ends(tmp_path, pipeline, layer, alpha):
+    state = peft(torch.ones(4, WIDTH), torch.ones(WIDTH, 4), alpha) if layer == QUERY else kohya(layer, alpha)
+    refused(pipeline, state, tmp_path, f"{layer}.alpha is no positive number")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("alpha", [-2.0, 0.0, 1e308])
+def test_an_alpha_of_a_unet_that_is_no_number_to_multiply_by_is_refused(tmp_path, sdxl, alpha):
+    name = "lora_unet_down_blocks_1_attentions_0_proj_in"
+    down, up = torch.ones(4, 8), torch.ones(8, 4)
+    state = {
+        f"{name}.lora_down.weight": down,
+        f"{name}.lora_up.weight": up,
+        f"{name}.alpha": torch.tensor(alpha, dtype=torch.float64),
+    }
+    save_file(state, tmp_path / "bad.safetensors")
+    with pytest.raises(LoraError, match=f"bad.safetensors: .*{name}|down_blocks.1.attentions.0.proj_in"):
+        Loras(sdxl).use([Lora(tmp_path / "bad.safetensors", 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("state", "pattern"),
+    [
+        *(
+            (kohya(layer, 1.0, down=torch.ones(4, WIDTH).to(kind)), f"{layer}.lora_down.weight is of type torch.{name}")
+            for layer in (IMAGE_QKV, IMAGE_OUT)
+            for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "int32", "bool", "complex64")
+            for kind in (getattr(torch, name),)
+        ),
+        (
+            kohya(IMAGE_OUT, down=torch.zeros(4, WIDTH, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
+            "lora_down.weight is of type torch.float4",
+        ),
+        (kohya(IMAGE_QKV, torch.tensor(1e308, dtype=torch.float64)), f"{IMAGE_QKV}.lora_up.* not finite, or too large"),
+        (peft(torch.full((4, WIDTH), 1e20), torch.full((WIDTH, 4), 1e20)), "to_q.lora_A.weight, .*not finite, or too"),
+        (peft(torch.full((4, WIDTH), 1e4), torch.full((WIDTH, 4), 1e4)), "not finite, or too large"),
+        (
+            peft(torch.full((4, WIDTH), 1e30).bfloat16(), torch.full((WIDTH, 4), 1e30).bfloat16()),
+            "not finite, or too large",
+        ),
+        (
+            peft(torch.ones(4, WIDTH).double() * 1e300, torch.ones(WIDTH, 4).double() * 1e-300),
+            "not finite, or too large",
+        ),
+        (peft(torch.full((4, WIDTH), float("nan")), torch.ones(WIDTH, 4)), "not finite, or too large"),
+        (kohya(IMAGE_QKV, 1.0, up=torch.ones(3 * WIDTH + 1, 4)), f"{IMAGE_QKV}.lora_up.weight"),
+        (kohya(IMAGE_QKV, 1.0, up=torch.ones(3 * WIDTH, 5)), "to_q has up .*5.* and down"),
+        (kohya(IMAGE_OUT, 1.0, up=torch.ones(WIDTH)), f"{IMAGE_OUT}.lora_up.weight has less than two dimensions"),
+        (kohya(IMAGE_OUT, 1.0, down=torch.tensor(1.0)), "lora_down.weight has less than two dimensions"),
+        (kohya(IMAGE_OUT, 1.0, down=torch.ones(0, WIDTH), up=torch.ones(WIDTH, 0)), "lora_down.weight has no elements"),
+        (kohya("lora_unet_single_blocks_0_linear1", 1.0), "lora_unet_single_blocks_0_linear1.lora_up.weight"),
+        (kohya("lora_transformer_transformer_blocks_0_attn_to_q"), "lora_transformer_.*lora_down"),
+        (kohya("lora_unet_double_blocks_999999999_img_attn_proj"), "over three digits"),
+        ({f"{IMAGE_OUT}.lora_down.weight": torch.ones(4, WIDTH)}, f"{IMAGE_OUT}.lora_up"),
+        (
+            {f"transformer.{QUERY.replace('to_q', 'norm_q')}.lora_{part}.weight": torch.ones(32, 32) for part in "AB"},
+            "norm_q",
+        ),
+        ({str(number): torch.ones(1, 1) for number in range(-10_001, 10_001)}, "20002 tensors"),
+        ({}, "0 tensors"),
+    ],
+)
+def test_what_diffusers_and_torch_cannot_take_is_named(tmp_path, pipeline, state, pattern):
+    refused(pipeline, state, tmp_path, pattern)
+
+
+@pytest.mark.parametrize("start", ["", "base_model.model.", "model."])
+@pytest.mark.parametrize("parts", [("lora_down", "lora_up"), ("lora_A", "lora_B")])
+def test_a_layer_whose_start_diffusers_does_not_know_is_refused(tmp_path, pipeline, start, parts):
+    name = f"{start}double_blocks.0.img_attn.qkv"
+    state = kohya(IMAGE_QKV).values()
+    refused(
+        pipeline,
+        dict(zip([f"{name}.{part}.weight" for part in parts], state, strict=True)),
+        tmp_path,
+        "double_blocks.0.img",
+    )
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        kohya(f"lora_{T5}", 1.0),
+        kohya(f"lora_{T5.replace('te2', 'te3')}"),
+        kohya("lora_te_text_projection"),
+        {f"{IMAGE_OUT}.diff_b": torch.ones(WIDTH)},
+        {f"{IMAGE_OUT}.dora_scale": torch.ones(WIDTH)},
+        {"lora_te1_text_model_embeddings_position_embedding.diff": torch.ones(WIDTH)},
+        {"text_encoders.t5xxl.transformer.encoder.block.0.lora_up.weight": torch.ones(4, 4)},
+        peft(torch.ones(4, WIDTH), torch.ones(WIDTH, 4)),
+    ],
+    ids=lambda state: next(iter(state)),
+)
+def test_what_diffusers_leaves_out_of_a_file_is_refused_by_name(tmp_path, pipeline, left_out):
+    """Unless it is zero, and so changes nothing."""
+    names = list(left_out) if QUERY not in next(iter(left_out)) else [IMAGE_OUT]
+    refused(pipeline, {**kohya(IMAGE_OUT), **left_out}, tmp_path, f"has none of these: .*{names[0]}")
+    zero = {name: torch.zeros_like(tensor) for name, tensor in left_out.items() if not name.endswith(".alpha")}
+    if names[0] in zero:
+        save_file({**kohya(IMAGE_OUT), **zero}, tmp_path / "good.safetensors")
+        before = weights(pipeline)
+        Loras(pipeline).use([Lora(tmp_path / "good.safetensors", 1.0)])
+        assert changed(before, pipeline) == {"transformer_blocks.0.attn.to_out.0.weight"}
 
 
 def test_a_dora_of_kohya_is_refused(tmp_path, pipeline):
@@ -271,7 +408,17 @@ def test_names_in_errors_are_cut(tmp_path, pipeline):
 
 @pytest.mark.parametrize(
     ("settings", "pattern"),
-    [({"alpha_pattern": {"to_q|to_k": 8}}, "an expression"), ({"lora_alpha": "x"}, "settings are wrong")],
+    [
+        ({"alpha_pattern": {"to_q|to_k": 8}}, "an expression"),
+        ({"alpha_pattern": {"(a+)+": 8}}, "an expression"),
+        ({"alpha_pattern": ["to_q"]}, "alpha_pattern is no table"),
+        *(
+            ({"lora_alpha": alpha}, f"{QUERY} in the file's settings is no positive")
+            for alpha in ("x", [], -1, 10**400)
+        ),
+        ({"lora_alpha": float("nan")}, "no positive number"),
+        ({"lora_alpha": 1e308}, "not finite, or too large"),
+    ],
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settings, pattern):
     FluxPipeline.save_lora_weights(
@@ -281,6 +428,32 @@ def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settin
     )
     with pytest.raises(LoraError, match=pattern):
         Loras(pipeline).use([Lora(tmp_path / "pytorch_lora_weights.safetensors", 1.0)])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "7"])
+def test_settings_that_are_no_object_are_refused(tmp_path, pipeline, text):
+    state = peft(torch.ones(4, WIDTH), torch.ones(WIDTH, 4))
+    save_file(state, tmp_path / "bad.safetensors", {"lora_adapter_metadata": text})
+    with pytest.raises(LoraError, match=r"bad.safetensors: the file's lora_adapter_metadata is no JSON object"):
+        Loras(pipeline).use([Lora(tmp_path / "bad.safetensors", 1.0)])
+
+
+def test_a_file_that_was_written_anew_in_place_is_merged(tmp_path, pipeline):
+    """With the same size, and with its former time of modification."""
+    loras, file = Loras(pipeline), write(tmp_path, pipeline, QUERY)
+    loras.use([Lora(file, 1.0)])
+    before, former = weights(pipeline), file.stat()
+    content = write(tmp_path, pipeline, QUERY, name="other", seed=1).read_bytes()
+    file.write_bytes(content)
+    os.utime(file, ns=(former.st_atime_ns, former.st_mtime_ns))
+    assert (file.stat().st_ino, file.stat().st_size) == (former.st_ino, former.st_size)
+    loras.use([Lora(file, 1.0)])
+    assert changed(before, pipeline)
+
+
+def test_an_error_calls_a_lora_as_the_request_does(tmp_path, pipeline):
+    with pytest.raises(LoraError, match="LoRA org/name: "):
+        Loras(pipeline).use([Lora(any_file(tmp_path), 1.0, "org/name")])
 
 
 def test_another_file_of_the_same_path_is_merged(tmp_path, pipeline):

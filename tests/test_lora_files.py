@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import pickle
+import shutil
 import socket
 import ssl
 import struct
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +78,7 @@ def files(tmp_path: Path, certificate: Path) -> LoraFiles:
     return made_files(tmp_path / "loras", certificate)
 
 
-def made_files(folder: Path, certificate: Path, **limits: int) -> LoraFiles:
+def made_files(folder: Path, certificate: Path, **limits: Any) -> LoraFiles:
     return LoraFiles(folder, tls=ssl.create_default_context(cafile=certificate), **limits)
 
 
@@ -151,12 +153,45 @@ def handling(tls: ssl.SSLContext, handle: Callable[[ssl.SSLSocket], None]) -> It
 # Local files
 
 
-def test_a_local_file_is_given_as_it_is(files: LoraFiles, tmp_path: Path) -> None:
-    local = tmp_path / "mine.safetensors"
-    local.write_bytes(LORA)
-    assert files.path(str(local)) == local
-    assert local.read_bytes() == LORA
+@pytest.fixture
+def local(tmp_path: Path, certificate: Path) -> LoraFiles:
+    """With two local folders, of which one is a link."""
+    for name in ("mine", "mine/sub", "real", "others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.safetensors").write_bytes(LORA)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    return made_files(tmp_path / "loras", certificate, local=[tmp_path / "mine", tmp_path / "link"])
+
+
+@pytest.mark.parametrize("name", ["mine/a", "mine/sub/a", "mine/sub/../a", "link/a", "real/a", "others/../mine/a"])
+def test_a_file_of_a_local_folder_is_given_as_it_is(local: LoraFiles, tmp_path: Path, name: str) -> None:
+    path = f"{tmp_path}/{name}.safetensors"
+    assert local.path(path).samefile(path)
     assert left_in(tmp_path / "loras") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["others/a", "mine/../others/a", "mine/out", "mine/folder/a", "link/../others/a", "none"]
+)
+def test_a_file_outside_of_the_local_folders_is_not_read_whether_there_or_not(
+    local: LoraFiles, tmp_path: Path, name: str
+) -> None:
+    """Nor through a link inside of one. Its error is that of a file that does not exist."""
+    (tmp_path / "mine/out.safetensors").symlink_to(tmp_path / "others/a.safetensors")
+    (tmp_path / "mine/folder").symlink_to(tmp_path / "others")
+    path = f"{tmp_path}/{name}.safetensors"
+    assert refusal(local, path) == f"LoRA {path!r}: give an existing .safetensors file in a folder of LORA_LOCAL, " + (
+        "org/name[@revision][/file.safetensors] or an https:// address"
+    )
+
+
+def test_without_local_folders_no_path_is_read(
+    files: LoraFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.safetensors").write_bytes(LORA)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.safetensors", "./a.safetensors", str(tmp_path / "a.safetensors")):
+        assert "LORA_LOCAL" in refusal(files, name)
 
 
 @pytest.mark.parametrize(
@@ -521,10 +556,10 @@ def test_the_least_recently_used_files_are_evicted(tmp_path: Path, certificate: 
     files = made_files(folder, certificate, most_bytes=3 * len(LORA))
     (folder / "mine.safetensors").write_bytes(LORA)
     addresses = [f"https://loras.example/{number}.safetensors" for number in range(4)]
-    first, second, third = (files.path(address) for address in addresses[:3])
-    for age, path in enumerate((first, second, third)):
-        os.utime(path, (age, age))
+    first, _, third = (files.path(address) for address in addresses[:3])
+    before = first.stat().st_ctime_ns
     assert files.path(addresses[0]) == first  # now the last used
+    assert first.stat().st_ctime_ns == before, "a file that changes is merged again"
     fourth = files.path(addresses[3])
     assert set(folder.iterdir()) == {first, third, fourth, folder / "mine.safetensors"}
 
@@ -535,6 +570,61 @@ def test_the_file_asked_for_is_not_evicted(tmp_path: Path, certificate: Path, se
     assert files.path(ADDRESS).exists()
     kept = files.path("https://loras.example/next.safetensors")
     assert left_in(tmp_path) == [kept]
+
+
+def test_the_files_of_one_request_are_kept_however_large_they_are(
+    tmp_path: Path, certificate: Path, serve: Serve
+) -> None:
+    """Also one that was there before the other came."""
+    serve("loras.example", answer("200 OK", LORA))
+    files = made_files(tmp_path, certificate, most_bytes=1)
+    first, second, third = (f"https://loras.example/{number}.safetensors" for number in range(3))
+    assert all(path.exists() for path in files.paths([first, second]))
+    kept = files.paths([third, second])
+    assert set(left_in(tmp_path)) == set(kept)
+
+
+def test_a_folder_that_was_deleted_is_made_again(files: LoraFiles, tmp_path: Path, serve: Serve) -> None:
+    serve("loras.example", answer("200 OK", LORA))
+    files.path(ADDRESS)
+    shutil.rmtree(tmp_path / "loras")
+    assert files.path(ADDRESS).read_bytes() == LORA
+
+
+@pytest.fixture
+def read_only(certificate: Path, serve: Serve) -> Iterator[LoraFiles]:
+    """A folder with the LoRA of ADDRESS, which everybody may read and nobody write."""
+    serve("loras.example", answer("200 OK", LORA))
+    with TemporaryDirectory() as folder:
+        files = made_files(Path(folder), certificate)
+        files.path(ADDRESS)
+        os.chmod(folder, 0o555)
+        yield made_files(Path(folder), certificate)
+
+
+def test_a_folder_that_cannot_be_written_gives_the_files_that_it_has(read_only: LoraFiles, not_root: None) -> None:
+    assert read_only.path(ADDRESS).read_bytes() == LORA
+    message = refusal(read_only, "https://loras.example/another.safetensors")
+    assert "LORA_DIR cannot be used (Permission denied: " in message
+    assert "set it to a folder that can be written" in message
+    assert "token" not in message
+
+
+@pytest.fixture
+def closed(files: LoraFiles, tmp_path: Path) -> Iterator[LoraFiles]:
+    (tmp_path / "loras").chmod(0)
+    yield files
+    (tmp_path / "loras").chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_entered_is_named_with_the_setting(closed: LoraFiles, not_root: None) -> None:
+    assert "LORA_DIR cannot be used (Permission denied: " in refusal(closed, ADDRESS)
+
+
+@pytest.mark.parametrize("folder", ["/proc/loras", "/dev/null", "/dev/null/loras", "/proc/version/a/b"])
+def test_a_folder_that_cannot_be_made_is_named_with_the_setting(folder: str) -> None:
+    with pytest.raises(LoraError, match=rf"LORA_DIR cannot be used \(.+: {folder}.*\); set it to a folder that can be"):
+        LoraFiles(Path(folder))
 
 
 KILLED = """

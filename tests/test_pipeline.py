@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -163,9 +165,86 @@ def test_pictures_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_pa
         open_picture(str(tmp_path / "a.png"), "white")
 
 
-def test_a_strength_of_zero_is_refused(parts):
-    with pytest.raises(ValueError, match="prompt_strength 0"):
-        DiffusionModel(FluxPipeline(**parts), SIZES).pipeline_for(replace(PICTURE, image=noise(64, 64), strength=0.0))
+def steps_run(model: DiffusionModel, steps: int, strength: float, kind: Any) -> tuple[int, int]:
+    """The steps that diffusers' pipeline is given, and those that it runs, by its own rounding."""
+    inputs = replace(PICTURE, num_inference_steps=steps, image=noise(8, 8), strength=strength)
+    found: Any = model._schedule(inputs, inspect.signature(kind.__call__).parameters)
+    scheduler = SimpleNamespace(timesteps=range(found[0]), order=1)
+    timesteps, run = kind.get_timesteps(SimpleNamespace(scheduler=scheduler), *found, None)
+    assert len(timesteps) == run
+    return found[0], run
+
+
+@pytest.mark.parametrize("name", ["FluxImg2Img", "FluxInpaint", "StableDiffusionImg2Img", "StableDiffusionXLInpaint"])
+def test_below_1_a_picture_is_changed_by_one_step_at_least_and_one_is_left_out(parts, name):
+    """Whatever diffusers' rounding is, and however small or near 1 the strength: 200 steps are the most."""
+    model, kind = DiffusionModel(FluxPipeline(**parts), SIZES), getattr(diffusers, f"{name}Pipeline")
+    small = (5e-324, 1e-300, 1e-9, 0.003, *(1 / steps for steps in range(2, 201)))
+    for steps in (2, 3, 4, 8, 28, 49, 98, 197, 200):
+        for strength in (*small, 0.4, 0.75, 0.8, 0.97, 1 - 2**-53):
+            given, run = steps_run(model, steps, strength, kind)
+            assert 1 <= run <= given - 1, (steps, strength)
+            assert given <= max(steps, 200), (steps, strength)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("steps", "strength"), [(4, 0.8), (2, 0.9), (3, 0.75), (8, 0.97), (2, 1e-9), (4, 1 - 2**-53)])
+def test_another_picture_to_start_from_gives_another_result(parts, steps, strength, masked):
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    mask = Image.new("L", (64, 64), 255) if masked else None
+    inputs = replace(PICTURE, num_inference_steps=steps, strength=strength, mask=mask, shows_progress=False)
+    red, blue = (model.run(replace(inputs, image=Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue"))
+    assert red.tobytes() != blue.tobytes()
+
+
+def test_with_a_strength_of_1_nothing_of_the_picture_is_left(parts):
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    inputs = replace(PICTURE, strength=1.0)  # one step, too
+    red, blue = (model.run(replace(inputs, image=Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue"))
+    assert red.tobytes() == blue.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("steps", "strength", "why"),
+    [
+        (4, 0.0, "prompt_strength 0"),
+        (4, -0.5, "prompt_strength 0"),
+        (4, float("nan"), "prompt_strength 0"),
+        (1, 0.8, "num_inference_steps 1"),
+        (1, 1e-9, "num_inference_steps 1"),
+    ],
+)
+def test_what_would_keep_all_or_nothing_of_the_picture_is_refused(parts, steps, strength, why):
+    """Before a LoRA is downloaded."""
+    inputs = replace(PICTURE, num_inference_steps=steps, image=noise(64, 64), strength=strength)
+    with pytest.raises(ValueError, match=why):
+        DiffusionModel(FluxPipeline(**parts), SIZES).pipeline_for(inputs)
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt"])
+def test_a_prompt_that_would_fill_the_memory_is_refused(parts, name):
+    model = DiffusionModel(FluxPipeline(**parts), SIZES)
+    model.pipeline_for(replace(PICTURE, **{name: "a" * 20_000}))
+    with pytest.raises(ValueError, match="more than 20000 characters"):
+        model.pipeline_for(replace(PICTURE, **{name: "a" * 20_001}))
+
+
+def test_a_pipeline_without_a_strength_takes_a_picture_in_any_number_of_steps(parts):
+    inputs = replace(PICTURE, image=noise(64, 64), strength=0.8)
+    DiffusionModel(diffusers.FluxKontextPipeline(**parts), SIZES).pipeline_for(inputs)
+
+
+class DrawsNoNumbers(FluxPipeline):
+    """As after an overflow."""
+
+    def __call__(self, prompt: str, output_type: str = "pil", **_: Any) -> Any:
+        pixels = numpy.full((1, 64, 64, 3), numpy.nan)
+        return BaseOutput(images=self.numpy_to_pil(pixels) if output_type == "pil" else pixels)
+
+
+def test_what_is_no_number_is_an_error_and_no_black_picture(parts):
+    with pytest.raises(ValueError, match="DrawsNoNumbers drew what are no numbers; give a smaller lora_scale"):
+        DiffusionModel(DrawsNoNumbers(**parts), SIZES).run(PICTURE)
 
 
 def test_pipelines_for_pictures_share_every_part(parts):

@@ -129,9 +129,13 @@ def test_of_sizes_of_about_a_pictures_shape_the_one_with_its_pixels_is_drawn(pic
 
 
 def test_all_sizes_may_be_warmed_up_and_loras_have_a_folder_and_a_limit():
-    settings = ImageSettings.from_env({"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5"})
+    settings = ImageSettings.from_env(
+        {"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5", "LORA_LOCAL": "/a, b"}
+    )
     assert (settings.warm_up_sizes, settings.warms_up_all) == ((), True)
     assert (settings.lora_folder, settings.lora_bytes) == ("/loras", 500_000_000)
+    assert settings.local_loras == ("/a", "b")
+    assert ImageSettings.from_env({"LORA_LOCAL": " ,"}).local_loras == ()
     assert ImageSettings.from_env({"LORA_GB": ""}).lora_bytes == 20_000_000_000
 
 

@@ -1,18 +1,21 @@
 """LoRAs, merged in place into a pipeline's weights: compiled code, artifacts and speed stay as they are.
 
-diffusers reads a file and converts its format. A merged weight is the base weight plus scale · alpha / rank · up @ down
-(Hu et al., LoRA, 2021), computed in fp32 from the base weight each time. So a combination gives the same weights,
-whatever was merged before.
+A file comes from anybody. diffusers converts its format, and leaves out what it does not know. So each tensor of the
+file is followed through the conversion: it is merged, or the file is refused.
+
+A merged weight is the base weight plus scale · alpha / rank · up @ down (Hu et al., LoRA, 2021), computed in fp32 from
+the base weight each time. So a combination gives the same weights, whatever was merged before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import json
 import logging
 import math
 import re
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils.state_dict_utils import (
     convert_state_dict_to_diffusers,
     convert_state_dict_to_peft,
@@ -36,20 +40,24 @@ log = logging.getLogger(__name__)
 
 # peft's names of the two factors.
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
-# What follows a layer's name in the names of alphas, once they are converted as weights are.
-_ALPHA = re.compile(r"(\.lora_A\.weight|\.lora\.down\.weight)?\.alpha$")
-# Parts of a file that diffusers leaves out with a warning.
-_LEFT_OUT = ("dora_scale", "lora_magnitude_vector")
+# The first factor in the formats that have alphas beside their factors.
+_DOWN = re.compile(r"(.+)\.lora(?:_A|[_.]down|_linear_layer\.down)(?:\.\w+)?\.weight")
+_ALPHA = ".alpha"
+# diffusers' converters count up to a block's number, some of them through all tensors each time.
+_MOST_TENSORS, _LONG_NUMBER = 20_000, re.compile(r"\d{4}")
+# float16's largest number. Weights of trained networks are far below.
+_LARGEST_CHANGE = 65504.0
 _SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA's safetensors file, and how strongly it is applied."""
+    """A LoRA's safetensors file, how strongly it is applied, and what errors call it: by default the file's name."""
 
     file: Path
     scale: float
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,25 @@ class _Update:
     factor: float
 
 
+class _Traced(torch.Tensor):
+    """A tensor of a LoRA's file, or one that diffusers computed from such tensors. `sources` are their names."""
+
+    sources: frozenset[str] = frozenset()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        sources = _sources(part for given in args for part in (given if isinstance(given, (list, tuple)) else [given]))
+        for part in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(part, cls):
+                part.sources = sources
+        return result
+
+
+def _sources(values: Iterable[Any]) -> frozenset[str]:
+    return frozenset().union(*(value.sources for value in values if isinstance(value, _Traced)))
+
+
 class Loras:
     """The LoRAs that are merged into a pipeline's weights."""
 
@@ -69,7 +96,7 @@ class Loras:
         self._pipeline = pipeline
         self._on_change = on_change
         # None while weights change, so that an error is followed by a complete merge.
-        self._merged: tuple[tuple[Lora, int, int], ...] | None = ()
+        self._merged: tuple[tuple[Lora, int, int, int], ...] | None = ()
         # The base weights of all parameters that a LoRA has touched, and those that differ from them now.
         self._base: dict[nn.Parameter, torch.Tensor] = {}
         self._changed: set[nn.Parameter] = set()
@@ -78,7 +105,7 @@ class Loras:
         """Merge these LoRAs and no others. Without any, the weights are the base's to the bit.
 
         Raises:
-            LoraError: one cannot be read, or does not fit the pipeline. Nothing has changed.
+            LoraError: one cannot be read, or does not fit the pipeline. The message names it. Nothing has changed.
             torch.OutOfMemoryError: the base weights cannot be kept.
         """
         wanted = tuple(_identified(lora) for lora in loras if lora.scale)
@@ -87,8 +114,11 @@ class Loras:
         started = time.perf_counter()
         updates: dict[nn.Parameter, list[_Update]] = defaultdict(list)
         for lora, *_ in wanted:
-            for parameter, update in read_lora(self._pipeline, lora):
-                updates[parameter].append(update)
+            try:
+                for parameter, update in read_lora(self._pipeline, lora):
+                    updates[parameter].append(update)
+            except LoraError as error:
+                raise LoraError(f"LoRA {lora.name or lora.file.name}: {error}") from error
         self._keep(updates.keys())
         restored = self._changed - updates.keys()
         self._merged, self._changed = None, self._changed | updates.keys()
@@ -115,13 +145,13 @@ class Loras:
                 self._base[parameter] = parameter.detach().clone()
 
 
-def _identified(lora: Lora) -> tuple[Lora, int, int]:
-    """A LoRA with what tells its file from another one of the same path."""
+def _identified(lora: Lora) -> tuple[Lora, int, int, int]:
+    """A LoRA with what tells its file from another one of the same path, and from its own former content."""
     try:
         stat = lora.file.stat()
     except OSError as error:
-        raise LoraError(f"the LoRA's file cannot be read: {error.strerror}") from error
-    return lora, stat.st_ino, stat.st_size
+        raise LoraError(f"LoRA {lora.name or lora.file.name}: its file cannot be read: {error.strerror}") from error
+    return lora, stat.st_ino, stat.st_size, stat.st_ctime_ns
 
 
 def read_lora(pipeline: Any, lora: Lora) -> Iterator[tuple[nn.Parameter, _Update]]:
@@ -130,27 +160,31 @@ def read_lora(pipeline: Any, lora: Lora) -> Iterator[tuple[nn.Parameter, _Update
     Raises:
         LoraError: the file cannot be read, or a part of it does not fit the pipeline.
     """
-    state, alphas, settings = _read_file(pipeline, lora.file)
-    unknown = {*state, *alphas}
+    tensors, settings = _read_file(lora.file)
+    state = _convert(pipeline, tensors)
+    merged: list[torch.Tensor] = []
+    unfit: list[torch.Tensor] = []
     for component in getattr(pipeline, "_lora_loadable_modules", ()):
         network = getattr(pipeline, component, None)
-        parts = [_below(component, values) for values in (state, alphas, settings)]
-        if not parts[0] or not isinstance(network, nn.Module):
+        if not isinstance(network, nn.Module):
             continue
-        unknown -= {f"{component}.{name}" for part in parts for name in part}
-        own_alphas = {_ALPHA.sub("", name): alpha for name, alpha in _converted(network, parts[1]).items()}
-        layers = dict(network.named_modules())
-        for name, factors in _factors(_converted(network, parts[0])).items():
-            down, up, weight = factors.get("A"), factors.get("B"), getattr(layers.get(name), "weight", None)
-            if down is None or up is None or weight is None:
-                unknown.add(f"{component}.{name}")
+        layers, own_settings = dict(network.named_modules()), _below(component, settings)
+        for name, factors in _factors(_converted(network, _below(component, state))).items():
+            weight = getattr(layers.get(name), "weight", None)
+            if weight is None or factors.keys() != {"A", "B"}:
+                unfit += factors.values()
                 continue
-            _check(f"{component}.{name}", weight, down, up)
-            yield weight, _Update(down, up, lora.scale * _factor(name, down.shape[0], own_alphas, parts[2]))
-            own_alphas.pop(name, None)
-        unknown |= {f"{component}.{name}.alpha" for name in own_alphas}
-    if unknown:
-        raise LoraError(f"the LoRA does not fit {type(pipeline).__name__}, which has none of these: {_listed(unknown)}")
+            merged += factors.values()
+            down, up = factors["A"], factors["B"]
+            factor = lora.scale * _factor(name, down, own_settings)
+            _check(f"{component}.{name}", weight, down, up, factor)
+            yield weight, _Update(down.as_subclass(torch.Tensor), up.as_subclass(torch.Tensor), factor)
+    not_merged = (tensors.keys() - _sources(merged)) | _sources(unfit)
+    if left_out := [name for name in not_merged if tensors[name].any()]:
+        raise LoraError(
+            f"the LoRA does not fit {type(pipeline).__name__}, which has none of these: {_listed(left_out)}. Give a "
+            "file without them; DoRA, LoKr, biases and differences of weights are not supported"
+        )
 
 
 def _below(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,30 +192,73 @@ def _below(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def _read_file(pipeline: Any, file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any], Mapping[str, Any]]:
-    """A file's tensors by diffusers' names, the alphas that it has as tensors, and its trainer's settings."""
+def _read_file(file: Path) -> tuple[dict[str, _Traced], dict[str, Any]]:
+    """A file's tensors and its trainer's settings.
+
+    Each first factor is multiplied by alpha / rank, and its alpha is the rank from then on. For diffusers' converters
+    double an alpha until it fits, which never ends for a negative one.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
+            settings = dict(json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")))
+    except (OSError, SafetensorError) as error:
+        raise LoraError(f"the file cannot be read: {_shortened(str(error))}") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        raise LoraError(f"the file's {LORA_ADAPTER_METADATA_KEY} is no JSON object") from error
+    _check_tensors(tensors)
+    traced = {name: tensor.as_subclass(_Traced) for name, tensor in tensors.items()}
+    alphas = {name.removesuffix(_ALPHA): name for name in tensors if name.endswith(_ALPHA)}
+    for name, tensor in traced.items():
+        tensor.sources = frozenset([name])
+    for down in filter(None, map(_DOWN.fullmatch, tensors)):
+        if alpha := alphas.pop(down[1], None):
+            rank = len(tensors[down[0]])
+            traced[down[0]] = traced[down[0]].float() * (_positive(alpha, tensors[alpha]) / rank)
+            traced[down[0]].sources = frozenset([down[0], alpha])
+            traced[alpha] = torch.tensor(float(rank)).as_subclass(_Traced)
+    if alphas:
+        raise LoraError(f"these have no factors beside them: {_listed(alphas.values())}")
+    return traced, settings
+
+
+def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what diffusers' converters or torch cannot take, or would take hours for."""
+    if not 0 < len(tensors) <= _MOST_TENSORS:
+        raise LoraError(f"the file has {len(tensors)} tensors; give one with 1 to {_MOST_TENSORS}")
+    for name, tensor in tensors.items():
+        is_fine = name.endswith(_ALPHA) or (tensor.is_floating_point() and tensor.element_size() > 1)
+        for fault, is_so in {
+            f"is of type {tensor.dtype}; give floating-point numbers of 16 bits or more": not is_fine,
+            "has no elements": tensor.numel() == 0,
+            "has less than two dimensions": tensor.dim() < 2 and name.endswith(".weight"),
+            "has a number of over three digits in its name": _LONG_NUMBER.search(name),
+        }.items():
+            if is_so:
+                raise LoraError(f"{_shortened(name)} {fault}")
+
+
+def _positive(name: str, value: Any) -> float:
+    """An alpha as a number."""
+    with contextlib.suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+        if 0 < (number := float(value)) < math.inf:
+            return number
+    raise LoraError(f"{_shortened(name)} is no positive number")
+
+
+def _convert(pipeline: Any, tensors: Mapping[str, _Traced]) -> dict[str, _Traced]:
+    """A file's tensors by diffusers' names. An error names those that it was converting."""
     read = getattr(type(pipeline), "lora_state_dict", None)
     if read is None:
         raise LoraError(f"{type(pipeline).__name__} takes no LoRA: diffusers has no loader for it")
-    options: dict[str, Any] = {"return_lora_metadata": True, "use_safetensors": True, "local_files_only": True}
-    if "return_alphas" in inspect.signature(read).parameters:
-        options["return_alphas"] = True
-    if hasattr(pipeline, "unet"):
-        options["unet_config"] = pipeline.unet.config
+    options = {"unet_config": pipeline.unet.config} if hasattr(pipeline, "unet") else {}
     try:
-        with safe_open(file, "pt") as opened:
-            if left_out := [name for name in opened.keys() if name.rpartition(".")[2] in _LEFT_OUT]:  # noqa: SIM118
-                raise LoraError(f"the LoRA is a DoRA, which is not supported: it has {_listed(left_out)}")
-        state, *alphas, metadata = read(str(file.parent), weight_name=file.name, **options)
-    except LoraError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise LoraError(f"the LoRA's file cannot be read: {_shortened(str(error))}") from error
+        state = read(dict(tensors), **options)
     except Exception as error:  # diffusers' converters raise whatever they meet
-        raise LoraError(
-            f"diffusers cannot convert the LoRA for {type(pipeline).__name__}: {_shortened(repr(error))}"
-        ) from error
-    return state, (alphas[0] if alphas else None) or {}, metadata if isinstance(metadata, dict) else {}
+        frames = [_sources(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        at = _listed(next(filter(None, reversed(frames)), ["the file"]))
+        raise LoraError(f"diffusers cannot convert {at}: {_shortened(str(error) or 'wrong shape')}") from error
+    return state[0] if isinstance(state, tuple) else state
 
 
 def _converted(network: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
@@ -196,48 +273,44 @@ def _converted(network: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """The factors A (down) and B (up) of each layer; what is neither has none."""
-    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+def _factors(state: Mapping[str, _Traced]) -> dict[str, dict[str, _Traced]]:
+    """The factors A (down) and B (up) of each layer. Other tensors are on their own."""
+    found: dict[str, dict[str, _Traced]] = defaultdict(dict)
     for name, tensor in state.items():
-        if match := _FACTOR.fullmatch(name):
-            found[match[1]][match[2]] = tensor
-        else:
-            found[name] = {}
+        match = _FACTOR.fullmatch(name)
+        found[match[1] if match else name][match[2] if match else ""] = tensor
     return found
 
 
-def _check(name: str, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> None:
+def _check(name: str, weight: torch.Tensor, down: _Traced, up: _Traced, factor: float) -> None:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() < 2:
         raise LoraError(f"{name} is quantized, so no LoRA can be merged into it. GO_FAST=only does so: set GO_FAST=on")
-    if not all(factor.is_floating_point() and factor.isfinite().all() for factor in (down, up)):
-        raise LoraError(f"{name} has factors that are not finite numbers")
     shapes = tuple(up.shape), tuple(down.shape), tuple(weight.shape)
-    fits = min(up.dim(), down.dim()) >= 2 and up.flatten(1).shape == (weight.shape[0], down.shape[0])
+    fits = min(map(len, shapes)) >= 2 and up.flatten(1).shape == (weight.shape[0], down.shape[0])
     if not fits or down.flatten(1).shape[1] != weight[0].numel():
         raise LoraError(f"the LoRA does not fit: {name} has up {shapes[0]} and down {shapes[1]} for {shapes[2]}")
+    change = abs(factor) * down.shape[0] * float(down.abs().max().float()) * float(up.abs().max().float())
+    if not change <= _LARGEST_CHANGE:
+        raise LoraError(f"{_listed(_sources([down, up]))} change {name} by {change:.3g}: not finite, or too large")
 
 
-def _factor(name: str, rank: int, alphas: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
-    """alpha / rank of a layer, from the file's own alphas, or from peft's settings."""
+def _factor(name: str, down: _Traced, settings: Mapping[str, Any]) -> float:
+    """alpha / rank of a layer from peft's settings; 1 where the file has an alpha of its own."""
     if settings.get("use_dora"):
         raise LoraError("the LoRA is a DoRA, which is not supported")
-    try:
-        alpha = alphas.get(name, settings.get("lora_alpha"))
-        for pattern, other in (settings.get("alpha_pattern") or {}).items():
-            path = pattern.removeprefix("^").replace("\\.", ".")
-            if not re.fullmatch(r"[\w.]+", path):  # a file's own expression is not run
-                raise LoraError(f"the LoRA's alpha_pattern is an expression: {_shortened(pattern)}")
-            if name not in alphas and f".{name}".endswith(f".{path}"):
-                alpha = other
-        factor = 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, LoraError):
-            raise
-        raise LoraError(f"the LoRA's settings are wrong: {_shortened(repr(error))}") from error
-    if not math.isfinite(factor):
-        raise LoraError("the LoRA's settings are wrong: an alpha is not finite")
-    return factor
+    patterns, alpha = settings.get("alpha_pattern") or {}, settings.get("lora_alpha")
+    if not isinstance(patterns, dict) or len(patterns) > _MOST_TENSORS:
+        raise LoraError(f"the file's alpha_pattern is no table of up to {_MOST_TENSORS} layers")
+    for pattern in reversed(patterns):  # the first one that fits counts, as peft's `get_pattern_key` finds it
+        path = pattern.removeprefix("^").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", path):  # a file's own expression is not run
+            raise LoraError(f"the LoRA's alpha_pattern is an expression: {_shortened(pattern)}")
+        if name == path or (f".{name}".endswith(f".{path}") and not pattern.startswith("^")):
+            alpha = patterns[pattern]
+    if alpha is None or any(source.endswith(_ALPHA) for source in down.sources):
+        return 1.0
+    divisor = math.sqrt(down.shape[0]) if settings.get("use_rslora") else down.shape[0]
+    return _positive(f"the alpha of {name} in the file's settings", alpha) / divisor
 
 
 def _merge(base: torch.Tensor, updates: Sequence[_Update]) -> torch.Tensor:
@@ -256,4 +329,5 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -1,7 +1,8 @@
 """The file of a LoRA that a request names: a local one, or one that is downloaded once and kept.
 
-A name comes from anybody, and so does what a server answers. So downloads are limited in size and time, reach public
-hosts only, and are kept only if they are in the safetensors format, which holds no code.
+A name comes from anybody, and so does what a server answers. So local files are those of named folders; downloads are
+limited in size and time, reach public hosts only, and are kept only if they are in the safetensors format, which holds
+no code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import socket
 import ssl
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
@@ -44,30 +46,44 @@ class LoraFiles:
     and also to callers without a token: keep files that not every caller may use in another folder.
     """
 
-    def __init__(self, folder: Path, most_bytes: int = 20 << 30, largest_bytes: int = 5 << 30, tls: Any = None) -> None:
-        """Keep `most_bytes` in `folder`, in files of at most `largest_bytes`; during a download, both together.
+    def __init__(
+        self, folder: Path, most_bytes: int = 20 << 30, largest_bytes: int = 5 << 30, tls: Any = None, local: Any = ()
+    ) -> None:
+        """Keep `most_bytes` in `folder`, in files of at most `largest_bytes`; during a download, both together, and the
+        files of one request, however large.
 
         `tls`, an `ssl.SSLContext`, verifies the servers of addresses. The default trusts the system's authorities.
+        `local` are the folders whose files may be named by their paths.
 
         Raises:
-            OSError: the folder cannot be made.
+            LoraError: the folder cannot be made.
         """
         self._folder, self._most_bytes, self._largest_bytes = folder, most_bytes, largest_bytes
+        self._local = [Path(each).resolve() for each in local]
+        # When a file was last used, in seconds since 1970. Before, it was downloaded.
+        self._used_s: dict[Path, float] = {}
         self._tls = tls or ssl.create_default_context()
         self._tls.sslsocket_class = _Socket
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LoraError(_explain(error)) from error
         for left_by_killed_process in folder.glob("part-*"):
             shutil.rmtree(left_by_killed_process, ignore_errors=True)
 
     def path(self, name: str, hub_token: str | None = None, civitai_token: str | None = None) -> Path:
-        """The local path of a LoRA's `.safetensors` file; downloads it if it is neither local nor kept.
+        """As `paths`, for a request with one name."""
+        return self.paths([name], hub_token, civitai_token)[0]
 
-        A later call for another name may delete a downloaded file. A token is sent to its own site alone. Without
-        `hub_token` none is sent: the machine's own token is not for whoever sends requests.
+    def paths(self, names: Sequence[str], hub_token: str | None = None, civitai_token: str | None = None) -> list[Path]:
+        """The local paths of a request's LoRAs, `.safetensors` files; downloads those that are neither local nor kept.
+
+        A later call may delete a downloaded file. A token is sent to its own site alone. Without `hub_token` none is
+        sent: the machine's own token is not for whoever sends requests.
 
         | name | file |
         | --- | --- |
-        | path of an existing `.safetensors` file | this file |
+        | path of an existing `.safetensors` file in a local folder, links followed | this file |
         | `org/name`, `org/name@revision` of huggingface.co | `pytorch_lora_weights.safetensors`, or the only one |
         | `org/name/file.safetensors` of huggingface.co | this file |
         | `https://…/file.safetensors`, `https://civitai.com/api/download/models/…` | what the server sends |
@@ -75,26 +91,32 @@ class LoraFiles:
         Raises:
             LoraError: there is no such file, or it is refused.
         """
-        try:
-            if name.endswith(_SUFFIX) and os.path.isfile(name):
-                return Path(name)
-            wanted = _parse(name)
-            target = self._folder / (hashlib.sha256(repr(wanted).encode()).hexdigest() + _SUFFIX)
-            with suppress(FileNotFoundError):
-                os.utime(target)  # when it was last used
-                return target
-            with tempfile.TemporaryDirectory(prefix="part-", dir=self._folder, ignore_cleanup_errors=True) as part:
-                if isinstance(wanted, str):
-                    file = self._download(wanted, {"huggingface.co": hub_token, "civitai.com": civitai_token}, part)
-                else:
-                    file = self._download_from_hub(*wanted, hub_token, part)
-                with safe_open(file, framework="numpy"):  # reads the header, whose claims have to fit the file's size
-                    os.replace(file, target)
-            self._evict_all_but(target)
-            return target
-        except Exception as error:  # those of huggingface_hub have no common base
-            # Without its cause, whose text may have an address with its query, or a header with a token.
-            raise LoraError(f"LoRA {_shown(name)}: {_explain(error)}") from None
+        files = [self._file(name) for name in names]
+        for name, file in zip(names, files, strict=True):
+            with _naming(name):
+                if not file.is_file():
+                    self._fetch(_parse(name), file, {"huggingface.co": hub_token, "civitai.com": civitai_token})
+                    self._evict_all_but(files)
+            self._used_s[file] = time.time()
+        return files
+
+    def _file(self, name: str) -> Path:
+        """Where the file of this name is, or will be."""
+        with _naming(name):
+            local = Path(name).resolve() if name.endswith(_SUFFIX) and os.path.isfile(name) else None
+            if local and any(local.is_relative_to(folder) for folder in self._local):
+                return local
+            return self._folder / (hashlib.sha256(repr(_parse(name)).encode()).hexdigest() + _SUFFIX)
+
+    def _fetch(self, wanted: tuple[str, str, str] | str, target: Path, tokens: dict[str, str | None]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="part-", dir=self._folder, ignore_cleanup_errors=True) as part:
+            if isinstance(wanted, str):
+                file = self._download(wanted, tokens, part)
+            else:
+                file = self._download_from_hub(*wanted, tokens["huggingface.co"], part)
+            with safe_open(file, framework="numpy"):  # reads the header, whose claims have to fit the file's size
+                os.replace(file, target)
 
     def _download(self, address: str, tokens: dict[str, str | None], folder: str) -> Path:
         host = urlsplit(address).hostname or ""
@@ -146,11 +168,12 @@ class LoraFiles:
         if size_bytes > self._largest_bytes:
             raise LoraError(f"it is larger than {self._largest_bytes / 2**30:g} GiB; give a smaller file")
 
-    def _evict_all_but(self, kept: Path) -> None:
+    def _evict_all_but(self, kept: Sequence[Path]) -> None:
         """Delete the least recently used files until the rest fits."""
         with suppress(FileNotFoundError):  # another thread evicts
-            files = sorted(set(self._folder.glob("?" * 64 + _SUFFIX)) - {kept}, key=os.path.getmtime)
-            while files and sum(map(os.path.getsize, [kept, *files])) > self._most_bytes:
+            files = list(self._folder.glob("?" * 64 + _SUFFIX))
+            files.sort(key=lambda file: (file in kept, self._used_s.get(file) or os.path.getmtime(file)))
+            while files and files[0] not in kept and sum(map(os.path.getsize, files)) > self._most_bytes:
                 files.pop(0).unlink()
 
 
@@ -192,7 +215,10 @@ def _parse(name: str) -> tuple[str, str, str] | str:
         return repository, revision or unquote(page_revision) or "main", unquote(file)
     if re.match(r"https://civitai\.com/api/download/models/|\w+://[^?#]+\.safetensors(?:[?#]|$)", name):
         return name
-    raise LoraError("give an existing .safetensors file, org/name[@revision][/file.safetensors] or an https:// address")
+    raise LoraError(
+        "give an existing .safetensors file in a folder of LORA_LOCAL, org/name[@revision][/file.safetensors] or an "
+        "https:// address"
+    )
 
 
 def _time_left(deadline_s: float, most_s: float) -> float:
@@ -201,9 +227,18 @@ def _time_left(deadline_s: float, most_s: float) -> float:
     return min(left_s, most_s)
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """The name, up to 200 characters, without what may be a secret: an address's query and user."""
     return repr(re.sub("//[^/]*@", "//", re.split("[?#]", name, maxsplit=1)[0])[:200])
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # those of huggingface_hub have no common base
+        # Without its cause, whose text may have an address with its query, or a header with a token.
+        raise LoraError(f"LoRA {shown(name)}: {_explain(error)}") from None
 
 
 def _explain(error: Exception) -> str:
@@ -211,5 +246,7 @@ def _explain(error: Exception) -> str:
         return str(error)
     if isinstance(error, SafetensorError):
         return "what came is no whole safetensors file; give a file of this format, or try again"
+    if isinstance(error, OSError) and error.filename:
+        return f"LORA_DIR cannot be used ({error.strerror}: {error.filename}); set it to a folder that can be written"
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
     return f"it cannot be downloaded ({reason}); check the name, the token, the connection and the disk's free space"

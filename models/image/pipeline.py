@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -30,6 +30,9 @@ from models.image.settings import Size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 _WARM_UP_STEPS = 2
+# What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
+# half a kilobyte for each of its characters.
+_MOST_STEPS, _MOST_CHARACTERS = 200, 20_000
 # The names that pipelines give the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
@@ -110,6 +113,7 @@ class DiffusionModel:
         self._pipeline = pipeline
         self._name = type(pipeline).__name__
         self._parameters = inspect.signature(pipeline.__call__).parameters
+        self._defaults = {name: self._parameters[name].default for name in _DEFAULTS if name in self._parameters}
         self._go_fast = go_fast
         # By what they start from, and whether they are fast; made when first asked for. They share all components but
         # the denoiser.
@@ -221,12 +225,16 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
         arguments = self._arguments(inputs, inspect.signature(pipeline.__call__).parameters)
         with torch.inference_mode():
-            result = self._call(pipeline, generator=generator, output_type="pil", **arguments)
+            result = self._call(pipeline, generator=generator, output_type="np", **arguments)
         if not hasattr(result, "images"):
             raise ValueError(
                 f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
             )
-        picture: Image.Image = result.images[0]
+        picture: Any = result.images[0]
+        if isinstance(picture, numpy.ndarray):
+            if not numpy.isfinite(picture).all():  # it would be black there
+                raise ValueError(f"{self._name} drew what are no numbers; give a smaller lora_scale or guidance_scale")
+            (picture,) = pipeline.numpy_to_pil(picture)
         self._compare_sizes(inputs.size, Size(*picture.size))
         if inputs.image is not None and inputs.mask is not None:  # what is black stays, to the bit
             size = Size(*picture.size)
@@ -241,8 +249,8 @@ class DiffusionModel:
         """
         if inputs.negative_prompt and not self.takes_negative_prompt:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
-        if inputs.image is not None and inputs.strength == 0:
-            raise ValueError("prompt_strength 0 would change nothing of the image; give more than 0")
+        if max(len(inputs.prompt), len(inputs.negative_prompt or "")) > _MOST_CHARACTERS:
+            raise ValueError(f"a prompt has more than {_MOST_CHARACTERS} characters; give a shorter one")
         if inputs.image is None and inputs.mask is not None:
             raise ValueError("a mask needs an image to fill")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
@@ -252,7 +260,9 @@ class DiffusionModel:
                 found = copy.copy(found)
                 setattr(found, self._denoiser_name, self.denoisers[inputs.go_fast])
             self._pipelines[start, inputs.go_fast] = found
-        return self._pipelines[start, inputs.go_fast]
+        pipeline = self._pipelines[start, inputs.go_fast]
+        self._schedule(inputs, inspect.signature(pipeline.__call__).parameters)
+        return pipeline
 
     def _made_for(self, start: str) -> Any:
         """A pipeline that starts from `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
@@ -295,37 +305,44 @@ class DiffusionModel:
             "num_inference_steps": inputs.num_inference_steps,
             "guidance_scale": inputs.guidance_scale,
         }
-        if inputs.image is not None:
-            arguments |= self._start(inputs)
+        if inputs.image is not None:  # what the inputs leave open is as without a picture
+            steps, strength = self._schedule(inputs, parameters)
+            given = {name: value for name, value in arguments.items() if value is not None}
+            arguments = {
+                **self._defaults,
+                **given,
+                "num_inference_steps": steps,
+                "strength": strength,
+                "image": fit(inputs.image, inputs.size),
+                "mask_image": None if inputs.mask is None else fit(inputs.mask, inputs.size, inputs.image.size),
+            }
         if inputs.negative_prompt:
             arguments["negative_prompt"] = inputs.negative_prompt
             # Where guidance_scale is an input of a distilled network, true_cfg_scale applies a negative prompt, if it
             # is above 1.
             if "true_cfg_scale" in parameters:
                 asked = arguments.pop("guidance_scale")
-                arguments["true_cfg_scale"] = self._default_guidance if asked is None else asked
+                arguments["true_cfg_scale"] = self._defaults.get("guidance_scale") if asked is None else asked
         return {name: value for name, value in arguments.items() if value is not None and name in parameters}
 
-    def _start(self, inputs: ImageInputs) -> dict[str, Any]:
-        """The arguments that a picture to start from adds. What the inputs leave open is as without a picture."""
-        assert inputs.image is not None
-        defaults = {name: self._parameters[name].default for name in _DEFAULTS if name in self._parameters}
-        steps = inputs.num_inference_steps or defaults.get("num_inference_steps")
-        if steps and inputs.strength and steps * inputs.strength < 1:  # the share of the steps that is run
-            steps = math.ceil(1 / inputs.strength)
-        guidance = inputs.guidance_scale
-        return {
-            **defaults,
-            "guidance_scale": defaults.get("guidance_scale") if guidance is None else guidance,
-            "num_inference_steps": steps,
-            "image": fit(inputs.image, inputs.size),
-            "mask_image": None if inputs.mask is None else fit(inputs.mask, inputs.size, inputs.image.size),
-            "strength": inputs.strength,
-        }
+    def _schedule(self, inputs: ImageInputs, parameters: Mapping[str, Any]) -> tuple[int | None, float | None]:
+        """The steps, and the share of them that is run on the picture: below 1, all but one at most, and at least one.
 
-    @property
-    def _default_guidance(self) -> Any:
-        return self._parameters["guidance_scale"].default if "guidance_scale" in self._parameters else None
+        diffusers leaves out `steps - steps * strength` of them, rounded down, or up for Stable Diffusion. Where that is
+        none, it starts from noise alone.
+
+        Raises:
+            ValueError: the picture would not change, or not count.
+        """
+        steps, strength = inputs.num_inference_steps or self._defaults.get("num_inference_steps"), inputs.strength
+        if inputs.image is None or strength in (None, 1) or not steps or "strength" not in parameters:
+            return steps, strength
+        if steps == 1 or not 0 < strength < 1:
+            raise ValueError("prompt_strength 0 would keep all of the image, num_inference_steps 1 nothing; give more")
+        strength = max(strength, 1 / _MOST_STEPS)
+        while steps * strength < 1:
+            steps += 1
+        return steps, min(strength, 1 - 1 / steps)
 
     def _native_resolution(self) -> int:
         """The side, in pixels, of the pictures that the model was trained for."""

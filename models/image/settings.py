@@ -40,7 +40,8 @@ class ImageSettings:
 
     Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the warm-up
     draws the first size; with `warms_up_all`, each. Downloaded LoRAs are kept in `lora_folder`, up to `lora_bytes`.
-    `go_fast` is one of `off`, `on` (requests choose) and `only`.
+    Requests may name the LoRAs below `local_loras` by their paths. `go_fast` is one of `off`, `on` (requests choose)
+    and `only`.
     """
 
     model: str = DEMO_MODEL
@@ -50,11 +51,12 @@ class ImageSettings:
     lora_folder: str = DEFAULT_LORA_FOLDER
     lora_bytes: int = DEFAULT_LORA_BYTES
     go_fast: str = "off"
+    local_loras: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ImageSettings:
-        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR`, `LORA_GB` and `GO_FAST`. An empty
-        variable counts as not set.
+        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR`, `LORA_GB`, `LORA_LOCAL` and
+        `GO_FAST`. An empty variable counts as not set.
 
         Raises:
             ValueError: a value is invalid. The message names the variable and its mistake.
@@ -78,6 +80,7 @@ class ImageSettings:
             environ.get("LORA_DIR", "").strip() or DEFAULT_LORA_FOLDER,
             parse_gigabytes("LORA_GB", environ.get("LORA_GB", "")) or DEFAULT_LORA_BYTES,
             go_fast,
+            tuple(part.strip() for part in environ.get("LORA_LOCAL", "").split(",") if part.strip()),
         )
 
 
