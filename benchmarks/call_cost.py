@@ -1,21 +1,24 @@
-"""What a region's call costs beside the same call of an untouched module, on a CPU, by the state of its case.
+"""What a region's call costs beside the same call of an untouched module, on a CPU.
 
-    python benchmarks/call_cost.py [--rounds 60] [--inside]
+    python benchmarks/call_cost.py [--against CHECKOUT]
 
-The modules do next to nothing and have 12, 52 and 402 parts. EAGER is held against the untouched module, CACHED against
-plain `torch.compile` of a module with the same graph break, PRECOMPILED against the untouched module. Each round times
-200 calls of both, in turn; the figures are medians in microseconds a call. With --inside, the calls are made in a marked
-prediction.
+The modules do next to nothing, and have 12, 52 and 402 parts. EAGER and PRECOMPILED are held against the untouched
+module, CACHED against plain `torch.compile` of a module with the same graph break. A figure is the median of 40 rounds
+of 200 calls of both, in turn, in a marked prediction. The last row is a token of whisper's shape with a growing cache
+and 8 layers, over the untouched model's: the median, the least and the greatest of 10 pairs in turn.
 
-The last line is a text decoder with a growing cache, 8 layers: a token over the untouched decoder's, in turn.
+With --against, the same is measured with another checkout of this project, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
+import importlib
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,129 +26,132 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import compile_cache
 
-CALLS = 200
+PROJECT = Path(__file__).parents[1]
+CALLS, ROUNDS, PAIRS, TOKENS = 200, 40, 10, 96
 PARTS = (12, 52, 402)
+
+if __name__ != "__main__":
+    import torch
+    from torch import nn
+
+    class Plain(nn.Module):
+        """A product, and many parts."""
+
+        def __init__(self, parts: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.others = nn.ModuleList(nn.Identity() for _ in range(parts - 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Break the graph, if it is a subclass."""
+            return x * self.weight
+
+    class Breaking(Plain):
+        """The same with a graph break."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Multiply, and add one."""
+            y = x * self.weight
+            torch._dynamo.graph_break()
+            return y + 1
 
 
 def boot(**settings: str) -> Any:
+    """A boot without a store."""
     folder = tempfile.mkdtemp(prefix="call-cost-")
-    environ = {"COMPILE_CACHE_STORE": "off", "COMPILE_CACHE_DIR": f"{folder}/c", "COMPILE_CACHE_COLD_START": "block"}
-    os.environ.update({**environ, **settings})
+    os.environ.update({"COMPILE_CACHE_STORE": "off", "COMPILE_CACHE_DIR": f"{folder}/c", **settings})
     return compile_cache.boot("call-cost", sources=[__file__])
 
 
-def compared(one: Callable[[], Any], other: Callable[[], Any], rounds: int, calls: int = CALLS) -> tuple[float, float]:
-    """The medians of both in microseconds a call, timed in turn."""
+def in_turn(one: Callable[[], Any], other: Callable[[], Any]) -> list[float]:
+    """The medians of both in microseconds a call."""
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for call, seconds in zip((one, other), times, strict=True):
+    for _ in range(ROUNDS):
+        for call, found in zip((one, other), times, strict=True):
             started = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(CALLS):
                 call()
-            seconds.append((time.perf_counter() - started) / calls * 1e6)
-    return statistics.median(times[0]), statistics.median(times[1])
+            found.append((time.perf_counter() - started) / CALLS * 1e6)
+    return [round(statistics.median(found), 1) for found in times]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--inside", action="store_true")
-    options = parser.parse_args()
-    for parts in PARTS:
-        measure(parts, options.rounds, options.inside)
-    measure_growing(10)
-
-
-def measure(parts: int, rounds: int, inside: bool) -> None:
-    with boot(COMPILE_CACHE_UNSEEN="eager") as begun:
-        import torch
-        from call_cost_modules import Breaking, Plain
-
-        eager, broken, ahead = Plain(parts), Breaking(parts), Plain(parts)
-        twins = Plain(parts), Breaking(parts)
+def states(parts: int) -> dict[str, Any]:
+    """A call in each state, and what it is held against, in microseconds."""
+    with boot(COMPILE_CACHE_COLD_START="block", COMPILE_CACHE_UNSEEN="eager") as begun:
+        torch.set_num_threads(1)
+        eager, ahead, broken = Plain(parts), Plain(parts), Breaking(parts)
+        twin, plain = Plain(parts), torch.compile(Breaking(parts))
         x, y = torch.ones(2, 4), torch.ones(3, 4)
-        for module in (eager, broken, ahead):
-            module.requires_grad_(False)
+        for module in (eager, ahead, broken):
             begun.compile(module, whole=True)
-
-        def warm() -> None:
-            with torch.inference_mode():
-                for _ in range(2):
-                    ahead(y)
-                    broken(x)
-
-        begun.warm_up(warm)
-    plain = torch.compile(twins[1])
-    with torch.inference_mode(), begun.prediction() if inside else contextlib.nullcontext():
-        for _ in range(3):
-            for module in (eager, broken, plain):
-                module(x)
-            ahead(y)
-        served = dict(eager=eager, cached=broken, precompiled=ahead)
-        for name, module, twin, value in (
-            ("EAGER", eager, twins[0], x),
-            ("CACHED", broken, plain, x),
-            ("PRECOMPILED", ahead, twins[0], y),
-        ):
-            ours, other = compared(lambda: module(value), lambda: twin(value), rounds)  # noqa: B023
-            print(f"{parts:4d} parts {name:12s} {ours:8.1f} µs, {other:8.1f} without: {ours - other:+.1f}", flush=True)
-    del served
-    for report in begun.report.regions:
-        print(f"     {report.name}: {report.step}; {report.reason[:160]}")
+        begun.warm_up(torch.inference_mode()(lambda: [(ahead(y), broken(x)) for _ in range(3)]))
+    for _ in range(2):
+        with torch.inference_mode(), begun.prediction() as prediction:
+            for _ in range(3):
+                eager(x), ahead(y), broken(x), plain(x)
+            found = {
+                "EAGER": in_turn(lambda: eager(x), lambda: twin(x)),
+                "PRECOMPILED": in_turn(lambda: ahead(y), lambda: twin(y)),
+                "CACHED": in_turn(lambda: broken(x), lambda: plain(x)),
+            }
+    return {**found, "served": prediction.served()}
 
 
-def measure_growing(pairs: int) -> None:
-    """A token over the untouched decoder's, in pairs in turn."""
-    with boot(COMPILE_CACHE_UNSEEN="background", COMPILE_CACHE_COLD_START="background") as begun:
-        import copy
-
-        import torch
+def growing() -> dict[str, Any]:
+    """A token's time over the untouched model's, in pairs."""
+    with boot(COMPILE_CACHE_COLD_START="background") as begun:
         from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-        config = WhisperConfig(
-            vocab_size=1000, d_model=256, encoder_layers=1, decoder_layers=8, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, max_source_positions=100,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        )  # fmt: skip
+        sizes = {"d_model": 256, "encoder_layers": 1, "decoder_layers": 8, "max_source_positions": 100}
+        sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+        tokens = {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        config = WhisperConfig(**sizes, **tokens, decoder_start_token_id=1, encoder_ffn_dim=512, decoder_ffn_dim=512)
         torch.manual_seed(0)
         model = WhisperForConditionalGeneration(config).eval().requires_grad_(False)
-        twin = copy.deepcopy(model)
-        features = torch.randn(1, config.num_mel_bins, 200)
+        twin, features = copy.deepcopy(model), torch.randn(1, config.num_mel_bins, 200)
 
-        def run(model: Any, tokens: int = 96) -> Any:
-            with torch.inference_mode():
-                return model.generate(
-                    input_features=features, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-                )
+        def run(model: Any, count: int = TOKENS) -> float:
+            started = time.perf_counter()
+            with torch.inference_mode(), begun.prediction():
+                model.generate(input_features=features, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            return time.perf_counter() - started
 
         begun.compile(model.model.decoder)
         begun.warm_up(lambda: run(model, 4))
-    assert begun.wait_compiled(600)
-    for _ in range(3):
-        with begun.prediction():
-            run(model)
-    begun.wait_compiled(600)
-    ratios = []
-    for pair in range(pairs):
-        seconds = {}
-        for subject in (model, twin) if pair % 2 else (twin, model):
-            started = time.perf_counter()
-            with begun.prediction() as prediction:
-                run(subject)
-            seconds[subject is model] = time.perf_counter() - started
-            if subject is model:
-                served = {name: dict(steps) for name, steps in prediction.served().items()}
+    for _ in range(4):
+        begun.wait_compiled(900)
+        run(model), run(twin)
+    ratios, ours_s = [], []
+    for pair in range(PAIRS):
+        seconds = {subject is model: run(subject) for subject in ((model, twin), (twin, model))[pair % 2]}
         ratios.append(seconds[True] / seconds[False])
-    print(
-        f"a token of whisper's shape with a growing cache: {statistics.median(ratios):.3f} of the untouched one's "
-        f"({min(ratios):.3f}–{max(ratios):.3f}, n = {pairs}), {seconds[True] / 96 * 1e3:.2f} ms; {served}"
-    )
-    for report in begun.report.regions:
-        print(f"     {report.name}: {report.step}; {report.reason[:200]}")
+        ours_s.append(seconds[True])
+    (region,) = begun.report.regions
+    spread = [round(ratio, 3) for ratio in (statistics.median(ratios), min(ratios), max(ratios))]
+    return {"ratio": spread, "token_ms": round(statistics.median(ours_s) / TOKENS * 1e3, 2), "reason": region.reason}
+
+
+def main() -> None:
+    """Measure in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        sys.path.insert(0, str(Path(__file__).parent))
+        own = importlib.import_module("call_cost")  # another process imports its classes
+        print(json.dumps(own.growing() if options.one == "growing" else own.states(int(options.one))))
+        return
+    checkouts = [path.resolve() for path in (options.against, PROJECT) if path is not None]
+    for what in (*map(str, PARTS), "growing"):
+        for checkout in checkouts:
+            command = [sys.executable, __file__, "--one", what]
+            environ = {**os.environ, "PYTHONPATH": str(checkout)}
+            done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            told = done.stdout.strip().rpartition("\n")[2] or f"failed with {done.returncode}"
+            print(json.dumps({"checkout": checkout.name, "what": what}), told, flush=True)
 
 
 if __name__ == "__main__":

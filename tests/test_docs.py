@@ -153,9 +153,9 @@ def test_cli_md_is_what_the_script_prints_and_has_a_section_for_every_command():
 
 
 def test_versions_md_has_the_table_of_private_names():
-    script = [sys.executable, PROJECT / "docs" / "print_names.py"]
+    script = [sys.executable, PROJECT / "docs" / "private_names.py"]
     table = subprocess.run(script, capture_output=True, text=True, check=True).stdout
-    assert table in (PROJECT / "docs" / "versions.md").read_text(), "run python docs/print_names.py"
+    assert table in (PROJECT / "docs" / "versions.md").read_text(), "run python docs/private_names.py"
 
 
 def test_extras_that_pip_shall_install_exist():

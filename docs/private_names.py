@@ -1,7 +1,9 @@
 """Every private name of torch that this project uses, and what is lost without it.
 
-`docs/print_names.py` prints the table of docs/versions.md from this one. A test compares it with the code, and looks
-the names up in the installed torch. Private names are used in `inductor/` and `models/kernels/` alone.
+    python docs/private_names.py
+
+prints the table of docs/versions.md. A test compares it with the code, and looks the names up in the installed torch.
+Private names are used in `compile_cache/inductor/` and `models/kernels/` alone.
 """
 
 from __future__ import annotations
@@ -91,3 +93,17 @@ PRIVATE_NAMES = (
         "our joined operators: a token of a language model is slower",
     ),
 )
+
+
+def table() -> str:
+    """A row for each loss and the releases that have the names."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for each in PRIVATE_NAMES:
+        names = ", ".join(f"`{name}`" for name in each.names.split())
+        rows.setdefault((each.lost, each.releases), []).append(f"`{each.place}`: {names}")
+    lines = [f"| {'; '.join(names)} | {releases} | {lost} |" for (lost, releases), names in rows.items()]
+    return "\n".join(["| names | torch | lost without one |", "| --- | --- | --- |", *lines])
+
+
+if __name__ == "__main__":
+    print(table())
