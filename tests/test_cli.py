@@ -219,6 +219,25 @@ def test_what_is_not_stored_ends_with_1(run, filled):
     assert found.err.startswith("error: nothing stored begins with org--model/v3")
 
 
+@pytest.mark.parametrize("slashes", ["/", "//"])
+def test_a_slash_ends_a_models_name(run, local, key, slashes):
+    longer = put_pack(local, replace(key, model_name="org--model-2"))
+    assert run("show", f"org--model{slashes}").code == 1
+    name = put_pack(local, key)
+    assert run("show", f"org--model{slashes}").lines[0] == "org--model/version-1"
+    assert run("rm", f"org--model{slashes}", "--yes").lines == [f"removed {name}"]
+    assert names(local) >= {longer}
+
+
+@pytest.mark.parametrize("arguments", [["", "--yes"], ["/", "--yes"], ["v1/", "--yes"], [" ", "--yes"]], ids=str)
+def test_an_empty_name_is_refused(run, local, key, arguments):
+    name = put_pack(local, key)
+    for command in (["rm", *arguments], ["show", *arguments[:1]], ["rm", "org--model", *arguments]):
+        found = run(*command)
+        assert (found.code, found.out) == (1, ""), found
+    assert names(local) == {name}
+
+
 def test_show_names_the_key_that_signed(run, local, key):
     private, public = generate_keys()
     put_pack(local, key, signer=Signer(private))

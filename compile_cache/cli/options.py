@@ -118,13 +118,16 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     """The versions that `text` may name.
 
     `text` is the beginning of `[environment/]model/version` (the environment's digest may be cut too), or of a pack's
-    name. A full name finds only that version, even if other names begin with it.
+    name. A full name finds only that version, even if other names begin with it. A slash ends a model's name.
+
+    Raises:
+        CompileCacheError: `text` is empty.
     """
-    parts = text.removeprefix("v1/").rstrip("/").split("/")
+    parts = _named(text.removeprefix("v1/").rstrip("/")).split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:
-        begins = [v for v in stored if v.key.model_name.startswith(text) or _packs(v, text)]
-        return [v for v in begins if v.key.model_name == text] or begins
+        whole = [v for v in stored if v.key.model_name == parts[0]]
+        return whole or [v for v in stored if v.key.model_name.startswith(text) or _packs(v, text)]
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
     begins = [v for v in of_model if v.key.model_version.startswith(version)] if len(parts) <= 3 else []
@@ -135,13 +138,24 @@ def find_pack(version: StoredVersion, text: str) -> str:
     """The name of the only pack of `version` that begins with `text`.
 
     Raises:
-        CompileCacheError: no pack, or several packs, begin so.
+        CompileCacheError: no pack, or several packs, begin so, or `text` is empty.
     """
-    names = _packs(version, text)
+    names = _packs(version, _named(text))
     if len(names) != 1:
         found = "no pack begins" if not names else f"{len(names)} packs begin"
         raise CompileCacheError(f"{found} with {text}: `compile-cache show {version.key.model_name}` lists the packs")
     return names[0]
+
+
+def _named(text: str) -> str:
+    """`text`, which is the beginning of every name if it is empty.
+
+    Raises:
+        CompileCacheError: it is empty.
+    """
+    if not text.strip():
+        raise CompileCacheError("the name is empty: `compile-cache ls` lists the stored versions")
+    return text
 
 
 def _packs(version: StoredVersion, text: str) -> list[str]:
