@@ -715,6 +715,33 @@ def test_a_store_that_is_none_or_does_not_answer_is_one_line(run, url, s3_bucket
     assert len(found.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/prefix",
+        "s3://user:SECRET@bucket",
+        "s3://bucket/prefix?X-Amz-Signature=SECRET",
+        "az://container/prefix?sv=2024&sig=SECRET",
+        "az://container?sig=SECRET",
+        "gs://user:a/SECRET@bucket",
+        "https://user:SECRET@127.0.0.1:{port}/folder",
+        "https://127.0.0.1:{port}/folder?sig=SECRET",
+        "ftp://user:SECRET@host",
+    ],
+)
+def test_a_stores_secrets_are_never_printed(run, url, aws_variables, closed_port, variables):
+    variables.setenv("AWS_ENDPOINT_URL_S3", f"http://user:SECRET@127.0.0.1:{closed_port}")
+    url = url.format(port=closed_port)
+    for command in (["ls", "--store", url], ["explain", MODEL, "--store", url, "--json"], ["rm", "x", "--store", url]):
+        found = run(*command)
+        assert (found.code, found.err.startswith("error: ")) == (1, True), found
+        assert "SECRET" not in found.out + found.err
+    variables.setenv("COMPILE_CACHE_STORE" if url.startswith("s3") else "COMPILE_CACHE_LAYERS", url)
+    done = run_script("run", "toy", "--", sys.executable, "-c", "", COMPILE_CACHE_EXIT_BUDGET_S="0")
+    assert "SECRET" not in done.out + done.err
+    assert "restore" in done.err or "run.uncached" in done.err
+
+
 def test_an_unknown_command_is_a_usage_error(run):
     assert run("frobnicate").code == 2
 

@@ -24,7 +24,7 @@ from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.explain import explain_boot
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove_packs
-from compile_cache.storage.stores.base import ObjectStore, open_stores
+from compile_cache.storage.stores.base import ObjectStore, address_in, open_stores
 from compile_cache.storage.stores.local import INDEX, LocalStore, write_index
 from compile_cache.storage.verify import PackState, Rules, verify_all, verify_heads
 
@@ -277,7 +277,7 @@ def _renew_index(store: ObjectStore) -> None:
     """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
     if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
         write_index(Path(store.location))
-        out.print_note(f"renewed {store.location}/{INDEX}")
+        out.print_note(f"renewed {address_in(store.location, INDEX)}")
 
 
 @app.command()
