@@ -715,9 +715,7 @@ def test_a_password_in_the_endpoint_is_not_in_the_location(aws_variables, monkey
 
 @pytest.mark.parametrize("secret", ["user:SECRET", "SECRET", "u:a/SECRET", "u:p@SECRET", "u:a?SECRET", "u:%40SECRET"])
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_password_in_the_endpoint_is_in_no_message_nor_cause(
-    aws_variables, monkeypatch, closed_port, secret, action
-):
+def test_a_password_in_the_endpoint_is_in_no_message_nor_cause(aws_variables, monkeypatch, closed_port, secret, action):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{secret}@127.0.0.1:{closed_port}")
     with pytest.raises(StoreError) as caught:
         ACTIONS[action](open_url("s3://bucket/prefix"))

@@ -191,9 +191,7 @@ def open_url(url: str) -> ObjectStore:
     """
     scheme, _ = split_url(url)
     if scheme not in _OPENERS:
-        raise SettingsError(
-            f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off"
-        )
+        raise SettingsError(f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off")
     opener, extra = _OPENERS[scheme]
     try:
         return cast(ObjectStore, resolve_name(opener)(url))
