@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from marked_processes import Marked, wait_for
+from web_servers import answering
 
 COMPILES = """
 import json, os, time, torch
@@ -79,6 +80,16 @@ def test_the_exit_code_is_the_commands_own(marked):
     given = [python("raise SystemExit(3)"), python("import os; os.kill(os.getpid(), 9)"), (), ("--", "no-such-command")]
     given += [("--", os.devnull), ("--", "sh", "-c", "exit 4")]
     assert [run(marked, *arguments).returncode for arguments in given] == [3, 137, 2, 127, 126, 4]
+
+
+def test_what_the_exit_budget_is_too_short_for_is_one_line(marked, aws_variables):
+    with answering(None) as silent:
+        marked.environ |= {"COMPILE_CACHE_STORE": "s3://bucket", "AWS_ENDPOINT_URL_S3": silent.url}
+        marked.environ |= {f"COMPILE_CACHE_{name}_S": "1" for name in ("EXIT_BUDGET", "RESTORE_TIMEOUT")}
+        marked.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        done = run(marked, *python(WRITES))
+    assert (done.returncode, done.stderr.count("publish.failed")) == (0, 1), done.stderr
+    assert "COMPILE_CACHE_EXIT_BUDGET_S=1 is over" in done.stderr
 
 
 def test_arguments_and_stdin_reach_the_command_unchanged(marked):

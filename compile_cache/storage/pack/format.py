@@ -39,6 +39,7 @@ from compile_cache.storage.pack.manifest import (
     PackFile,
     digest_of,
     parse_manifest,
+    weight_of,
 )
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 
@@ -62,8 +63,6 @@ _FRAME_HEADER_BYTES = 18  # the most that RFC 8878 allows, 3.1.1.1
 _LARGEST_WINDOW_BYTES = 8 << 20
 # A function of an offset and a number of bytes. It returns these bytes of a pack, or fewer at the pack's end.
 ReadAt = Callable[[int, int], bytes]
-# Python keeps n bytes of text in up to 4n bytes, unless all characters are ASCII, and none is an escape's.
-_WIDEST_CHARACTER_BYTES = 4
 
 
 class Readable(Protocol):
@@ -254,7 +253,7 @@ def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> 
         if digest_of(text) + _SUFFIX != name:
             raise PackError("its manifest does not match its name")
         signed_by = trusted.verify(text, signature)
-        weight_bytes = len(text) * (1 if text.isascii() and b"\\" not in text else _WIDEST_CHARACTER_BYTES)
+        weight_bytes = weight_of(text)
         if weight_bytes > limits.manifest_bytes:
             raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
         manifest = parse_manifest(text, limits)
