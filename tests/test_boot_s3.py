@@ -75,6 +75,21 @@ def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, 
     assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_stored"),
+    [({}, True), ({"store": "s3://bucket"}, False), ({"publish": "false"}, False), ({"scope": "off"}, True)],
+    ids=str,
+)
+def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, closed_port, variables, is_stored):
+    code = (
+        "import compile_cache\nwith compile_cache.boot('toy') as boot: assert not boot.wait_published(0) or "
+        f"{variables.get('scope') == 'off'}\nprint(boot.wait_published(60))"
+    )
+    environ = {**settings(tmp_path, **variables), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout == f"{is_stored}\n", done.stderr
+
+
 def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):
     code = (
         "import compile_cache, json, sys\n"
