@@ -45,6 +45,7 @@ class CacheDirectory:
         self._outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
         self.lock_fd = lock_fd
+        self._place = root.resolve() / str(number)
         # Files that another program has changed later may be half-written. They do not count as artifacts.
         self.finished_ns = float("inf")
 
@@ -123,9 +124,12 @@ class CacheDirectory:
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
-    def scan(self) -> dict[str, FileStamp]:
-        """The stamps of all finished artifacts by path inside the directory. Reads no file."""
-        return {path: stamp for path, stamp in _walk(self.path, "") if stamp.modified_ns <= self.finished_ns}
+    def scan(self, finished_ns: float | None = None) -> dict[str, FileStamp]:
+        """The stamps of all finished artifacts by path inside the directory. Reads no file, and follows no link: if a
+        link has replaced the directory, there are none."""
+        latest_ns = self.finished_ns if finished_ns is None else finished_ns
+        files = _walk(self.path, "") if self.path.resolve() == self._place else ()
+        return {path: stamp for path, stamp in files if stamp.modified_ns <= latest_ns}
 
 
 def scan_folder(root: Path) -> dict[str, FileStamp]:
@@ -191,6 +195,15 @@ def _lock(path: Path) -> int | None:
         os.close(lock_fd)
         return None
     return lock_fd
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a process owns the cache directory at `path`, or did and its program still does."""
+    lock = path.with_name(f"{path.name}.lock")
+    if not lock.exists() or (lock_fd := _lock(lock)) is None:
+        return lock.exists()
+    os.close(lock_fd)
+    return False
 
 
 def _make_empty(folder: Path) -> None:

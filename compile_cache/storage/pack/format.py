@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import struct
 import tempfile
 import time
@@ -160,7 +161,8 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
                 size_bytes += len(chunk)
             if size_bytes > FRAME_BYTES:
                 finish_frame()
-            files.append(PackFile(source.path, source.key, size_bytes, digest.hexdigest(), source.replaces))
+            can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR), digest.hexdigest()
+            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.replaces, can_run))
     finish_frame()
     return files, frames
 
@@ -358,6 +360,8 @@ def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
                 digest.update(part)
                 if target is not None:
                     target.write(part)
+            if target is not None and file.executable:
+                os.fchmod(target.fileno(), 0o755)
         if digest.hexdigest() != file.sha256:
             raise PackError(f"its file {file.path!r} differs from the manifest")
 
