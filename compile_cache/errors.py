@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 _SECRETS = re.compile(r"(?<=://)((?!://).)*@|\?[^\s'\"<>)]*=[^\s'\"<>)]*")
 
 
-def without_secrets(text: str) -> str:
+def redacted(text: str) -> str:
     """A text whose addresses have no user, no password and no query: a query may have a signature."""
     return _SECRETS.sub("", text)
 
@@ -49,7 +49,7 @@ class CompileCacheError(Exception):
     """The root of the tree. Its messages have no secrets of addresses, whatever error they quote."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(message))
+        super().__init__(redacted(message))
 
 
 class SettingsError(CompileCacheError, ValueError):

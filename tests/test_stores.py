@@ -732,7 +732,7 @@ def test_a_password_in_the_endpoint_is_in_no_message_nor_cause(aws_variables, mo
         ("az://container/x?sv=2024&sig=S; https://S:S@h/", "az://container/x https://h/"),
     ],
 )
-def test_an_error_shows_addresses_without_secrets(text, shown):
+def test_an_error_shows_addresses_redacted(text, shown):
     assert str(StoreError(text)) == shown
 
 

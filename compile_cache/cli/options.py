@@ -105,7 +105,7 @@ def find_version(versions: Sequence[StoredVersion], text: str) -> StoredVersion:
     """
     found = find_versions(versions, text)
     if not found:
-        raise CompileCacheError(f"nothing stored begins with {text}: `compile-cache ls` lists the stored versions")
+        raise CompileCacheError(f"nothing stored begins with {text or 'no name'}: `compile-cache ls` lists the versions")
     if len(found) > 1:
         print_note(f"error: {text} is ambiguous; use more characters:")
         for version in found:
@@ -119,15 +119,13 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
 
     `text` is the beginning of `[environment/]model/version` (the environment's digest may be cut too), or of a pack's
     name. A full name finds only that version, even if other names begin with it. A slash ends a model's name.
-
-    Raises:
-        CompileCacheError: `text` is empty.
+    An empty `text` names none.
     """
-    parts = _named(text.removeprefix("v1/").rstrip("/")).split("/")
+    parts = text.removeprefix("v1/").rstrip("/").split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:
         whole = [v for v in stored if v.key.model_name == parts[0]]
-        return whole or [v for v in stored if v.key.model_name.startswith(text) or _packs(v, text)]
+        return whole or [v for v in stored if text and (v.key.model_name.startswith(text) or _packs(v, text))]
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
     begins = [v for v in of_model if v.key.model_version.startswith(version)] if len(parts) <= 3 else []
@@ -138,26 +136,15 @@ def find_pack(version: StoredVersion, text: str) -> str:
     """The name of the only pack of `version` that begins with `text`.
 
     Raises:
-        CompileCacheError: no pack, or several packs, begin so, or `text` is empty.
+        CompileCacheError: no pack, or several packs, begin so.
     """
-    names = _packs(version, _named(text))
+    names = _packs(version, text)
     if len(names) != 1:
         found = "no pack begins" if not names else f"{len(names)} packs begin"
-        raise CompileCacheError(f"{found} with {text}: `compile-cache show {version.key.model_name}` lists the packs")
+        raise CompileCacheError(f"{found} with {text or 'no name'}: `compile-cache show {version.key.model_name}` lists all")
     return names[0]
 
 
-def _named(text: str) -> str:
-    """`text`, which is the beginning of every name if it is empty.
-
-    Raises:
-        CompileCacheError: it is empty.
-    """
-    if not text.strip():
-        raise CompileCacheError("the name is empty: `compile-cache ls` lists the stored versions")
-    return text
-
-
 def _packs(version: StoredVersion, text: str) -> list[str]:
-    """The names of the version's packs that begin with `text`."""
-    return [entry.name for entry in version.packs if entry.name.rpartition("/")[2].startswith(text)]
+    """The names of the version's packs that begin with `text`; none if that is empty."""
+    return [entry.name for entry in version.packs if text and entry.name.rpartition("/")[2].startswith(text)]

@@ -87,8 +87,7 @@ class Publisher:
         """What is to be stored, and is not stored yet, in words; empty if there is nothing."""
         if self._is_to_stage():
             return "all files since the last publish, which are not packed yet"
-        staged = [len(pack.manifest.files) for pack in self._staged]
-        return f"{len(staged)} packs with {sum(staged)} files" if staged else ""
+        return " and ".join(f"a pack of {len(pack.manifest.files)} files" for pack in list(self._staged))
 
     def flush(self) -> None:
         """The exit hook: publish the rest within the exit budget, and say what is lost. A second call does not wait
@@ -178,13 +177,8 @@ class Publisher:
         try:
             step()
         except Exception as error:
-            is_known = isinstance(error, CompileCacheError | OSError)
-            log.log(
-                level if is_known else logging.WARNING,
-                "publish.failed error=%s",
-                error,
-                exc_info=None if is_known else error,
-            )
+            unknown = None if isinstance(error, CompileCacheError | OSError) else error
+            log.log(logging.WARNING if unknown else level, "publish.failed error=%s", error, exc_info=unknown)
             return str(error)
         return None
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from compile_cache.errors import CompileCacheError, Failure
+from compile_cache.errors import CompileCacheError
 from compile_cache.key import environment
 from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
@@ -139,9 +139,8 @@ def _environment_of(path: str, *arguments: str) -> environment.Environment:
         answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
         return environment.environment_from_record(json.loads(answer.splitlines()[-1]))
     except (subprocess.CalledProcessError, LookupError, ValueError, TypeError) as error:
-        said = getattr(error, "stderr", b"").decode(errors="replace").split("\n")
-        why = [line for line in said if line.strip()] or [Failure(error).reason]
-        raise CompileCacheError(f"{path} cannot say its environment: {why[-1]}") from error
+        said = (getattr(error, "stderr", b"") or repr(error).encode()).decode(errors="replace")
+        raise CompileCacheError(f"{path} cannot say its environment: {said.strip().rpartition(chr(10))[2]}") from error
 
 
 def _link(folder: Path, target: Path) -> Path:

@@ -52,7 +52,7 @@ class CacheDirectory:
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
         """Claim and empty the first free directory `<root>/<n>`. Beside it are its inbox, for packs that are not
-        verified yet, its outbox, for packs that are not published yet, and its logs.
+        verified yet, its outbox, for packs that are not published yet, its logs, and temporary files of compilers.
 
         A boot begins with an empty directory. So every file in it was restored and verified, or compiled by this
         process.
@@ -69,7 +69,8 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    for folder in (directory.path, directory.inbox, directory._outbox, directory.logs):
+                    beside = directory.inbox, directory._outbox, directory.logs, compilers_folder(directory.path)
+                    for folder in (directory.path, *beside):
                         _make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
@@ -132,6 +133,12 @@ class CacheDirectory:
         return {path: stamp for path, stamp in files if stamp.modified_ns <= latest_ns}
 
 
+def compilers_folder(path: Path) -> Path:
+    """The folder for temporary files of compilers that work for the cache directory at `path`, or for the folder of its
+    compiling process."""
+    return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
+
+
 def scan_folder(root: Path) -> dict[str, FileStamp]:
     """The stamps of all artifacts below `root` by relative path. Reads no file."""
     return dict(_walk(root, ""))
@@ -182,7 +189,8 @@ def _own(root: Path) -> None:
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox|\.logs)?|[a-j]+")  # letters: folders of the compiling process
+_OURS = re.compile(r"\d+(\.\w+)?|[a-j]+")  # letters: folders of the compiling process
+_DIGITS = str.maketrans("abcdefghij", "0123456789")
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 

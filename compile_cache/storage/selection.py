@@ -183,9 +183,8 @@ class PacksOfKey:
         manifests = [*(pack.head.manifest for pack in self.known.values()), Manifest(self.key, tuple(files), (), "", 0)]
         new = {path: choice.file for path, choice in choose(manifests).items() if choice.pack == len(self.known)}
         width = weight_of(manifests[-1].to_json()) // len(manifests[-1].to_json())
-        room = self.rules.limits.less(self.select().size_bytes, 0, 1024 * width)
-        for pack in self.known.values():
-            room = room.less(0, len(pack.head.manifest.files), pack.head.weight_bytes)
+        room = HeadReader(self.store, self.rules, self.known.values()).room
+        room = room.less(self.select().size_bytes, 0, 1024 * width)
         refused = {}
         for path in (source.path for source in sources):
             if path not in new:

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import os
 import re
-import stat
 import struct
 import tempfile
 import time
@@ -161,7 +160,7 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
                 size_bytes += len(chunk)
             if size_bytes > FRAME_BYTES:
                 finish_frame()
-            can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR), digest.hexdigest()
+            can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & 0o100), digest.hexdigest()
             files.append(PackFile(source.path, source.key, size_bytes, sha256, source.replaces, can_run))
     finish_frame()
     return files, frames

@@ -14,14 +14,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
-from compile_cache.errors import (
-    ObjectNotFound,
-    StoreAccessDenied,
-    StoreError,
-    StoreUnavailable,
-    first_line,
-    without_secrets,
-)
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
 from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject, address_in
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
@@ -182,7 +175,7 @@ def open_mirror(url: str) -> Mirror:
     Raises:
         StoreError: the URL has no host, or an invalid port.
     """
-    folder = without_secrets(url).rstrip("/")
+    folder = redacted(url).rstrip("/")
     with _translated(f"open {folder}"):
         parts = urlsplit(url)
         options: ClientConfig = {**_READING, "allow_http": parts.scheme == "http"}

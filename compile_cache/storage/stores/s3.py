@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoCredentialsError, PartialCredentialsError
 
-from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, without_secrets
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
 from compile_cache.storage.stores.base import StoredObject, address_in
 from compile_cache.storage.stores.transfer import within_limit
@@ -58,7 +58,7 @@ class S3Store:
     @property
     def location(self) -> str:
         """The URL, with the endpoint."""
-        return f"s3://{self._bucket}/{self._prefix} at {without_secrets(self._client.meta.endpoint_url)}"
+        return f"s3://{self._bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
@@ -104,17 +104,12 @@ class S3Store:
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Upload in one PUT of up to 5 GB. A transfer manager would start threads, which fails at exit."""
-        with _translated(f"put {name} into {self.location}"):
-            if isinstance(content, bytes):
-                self._put(name, content, len(content))
-            else:
-                with content.open("rb") as body:
-                    self._put(name, body, os.fstat(body.fileno()).st_size)
-
-    def _put(self, name: str, body: bytes | BinaryIO, size_bytes: int) -> None:
-        put: Callable[..., object] = self._client.put_object
-        request = partial(put, Bucket=self._bucket, Key=self._prefix + name, Body=body)
-        within_limit(f"put {name} into {self.location}", size_bytes, request)
+        what = f"put {name} into {self.location}"
+        with _translated(what), io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as body:
+            size_bytes = body.seek(0, os.SEEK_END)
+            body.seek(0)
+            key = self._prefix + name
+            within_limit(what, size_bytes, lambda: self._client.put_object(Bucket=self._bucket, Key=key, Body=body))
 
     def delete(self, name: str) -> None:
         """Remove an object. S3 accepts a missing object."""
@@ -145,7 +140,7 @@ def _translated(what: str) -> Iterator[None]:
     # ValueError: an endpoint that is not a URL. RecursionError: botocore asks again for a region that is not named.
     except (BotoCoreError, ClientError, ValueError, OSError, RecursionError) as error:
         kind, told = _meaning(error)
-        error.args = tuple(without_secrets(part) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(redacted(part) if isinstance(part, str) else part for part in error.args)
         raise kind(f"cannot {what}: {told}") from error
 
 
