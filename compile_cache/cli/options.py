@@ -105,7 +105,7 @@ def find_version(versions: Sequence[StoredVersion], text: str) -> StoredVersion:
     """
     found = find_versions(versions, text)
     if not found:
-        raise CompileCacheError(f"nothing stored begins with {text or 'no name'}: `compile-cache ls` lists the versions")
+        raise CompileCacheError(f"nothing stored begins with {text or 'no name'}: `compile-cache ls` lists all")
     if len(found) > 1:
         print_note(f"error: {text} is ambiguous; use more characters:")
         for version in found:
@@ -141,7 +141,7 @@ def find_pack(version: StoredVersion, text: str) -> str:
     names = _packs(version, text)
     if len(names) != 1:
         found = "no pack begins" if not names else f"{len(names)} packs begin"
-        raise CompileCacheError(f"{found} with {text or 'no name'}: `compile-cache show {version.key.model_name}` lists all")
+        raise CompileCacheError(f"{found} with {text or 'no name'}: see `compile-cache show {version.key.model_name}`")
     return names[0]
 
 
