@@ -92,7 +92,9 @@ def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False)
 
 @app.command()
 def show(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="The beginning of model/version, or of a pack's name.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="The beginning of model/version, or of a pack's name; or MODEL/.")
+    ],
     store: opt.Store = None,
     files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
     json: opt.Json = False,
@@ -234,7 +236,7 @@ def prune(
 
 @app.command()
 def rm(
-    key: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="The beginning of model/version.")],
+    key: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="The beginning of model/version; or MODEL/.")],
     pack: Annotated[str | None, typer.Argument(metavar="[PACK]", help="The beginning of a pack's name.")] = None,
     store: opt.Store = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
@@ -391,7 +393,8 @@ def run(
 
     Files that runs with the same NAME have stored are restored before the command starts. New files are published while
     it runs, when none changed for some seconds, and at its end, within COMPILE_CACHE_EXIT_BUDGET_S. The log says so:
-    `restore: hit`, and `publish.put` for each pack.
+    `restore: hit`, `publish.put` for each pack, and `publish.failed` for what was not stored in time. Files that could be
+    executed still can. Links out of the cache directory are not followed.
 
     COMMAND is a Python, or a script whose first line names one, such as `vllm`. The packages of this Python are in the
     key. In front of any other program there is no cache: put `compile-cache run` inside, before the Python.
@@ -402,7 +405,7 @@ def run(
 
     `--also FOLDER` is for engines that keep compiled code in a folder of their own, such as vLLM's
     `~/.cache/vllm/torch_compile_cache`. It must be missing or empty, and is a link into the cache directory while the
-    command runs, so for one run at a time. Its path is in the key.
+    command runs, so for one run at a time. The link of a run that was killed is replaced. Its path is in the key.
 
     The command has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
     number of the signal that killed it; 127 if it does not exist, 126 if it cannot be executed. If it failed or was

@@ -178,7 +178,7 @@ class Publisher:
             step()
         except Exception as error:
             unknown = None if isinstance(error, CompileCacheError | OSError) else error
-            log.log(logging.WARNING if unknown else level, "publish.failed error=%s", error, exc_info=unknown)
+            log.log(level if unknown is None else logging.WARNING, "publish.failed error=%s", error, exc_info=unknown)
             return str(error)
         return None
 
