@@ -92,16 +92,14 @@ def ls(store: opt.Store = None, model: opt.Model = None, json: opt.Json = False)
 
 @app.command()
 def show(
-    key: Annotated[
-        str, typer.Argument(metavar="KEY", help="The beginning of model/version, or of a pack's name; or MODEL/.")
-    ],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The beginning of model/version, or of a pack's name.")],
     store: opt.Store = None,
     files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
     json: opt.Json = False,
 ) -> None:
     """Show one version: its packs, their creators and signatures, and their content.
 
-    Reads only the heads of packs; `verify` reads them whole.
+    Reads only the heads of packs; `verify` reads them whole. A slash ends a model's name: `show MODEL/`.
     """
     settings = opt.read_settings(store)
     reading = opt.open_reading(settings)
@@ -236,7 +234,7 @@ def prune(
 
 @app.command()
 def rm(
-    key: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="The beginning of model/version; or MODEL/.")],
+    key: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="The beginning of model/version.")],
     pack: Annotated[str | None, typer.Argument(metavar="[PACK]", help="The beginning of a pack's name.")] = None,
     store: opt.Store = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
@@ -393,8 +391,8 @@ def run(
 
     Files that runs with the same NAME have stored are restored before the command starts. New files are published while
     it runs, when none changed for some seconds, and at its end, within COMPILE_CACHE_EXIT_BUDGET_S. The log says so:
-    `restore: hit`, `publish.put` for each pack, and `publish.failed` for what was not stored in time. Files that could be
-    executed still can. Links out of the cache directory are not followed.
+    `restore: hit`, `publish.put` for each pack, and `publish.failed` for what was not stored in time. Executable files
+    stay executable. Links out of the cache directory are not followed.
 
     COMMAND is a Python, or a script whose first line names one, such as `vllm`. The packages of this Python are in the
     key. In front of any other program there is no cache: put `compile-cache run` inside, before the Python.
