@@ -103,8 +103,7 @@ class Publisher:
 
     def _give_up(self) -> None:
         if lost := self._waiting():
-            budget_s = self._settings.exit_budget_s
-            raise StoreUnavailable(f"COMPILE_CACHE_EXIT_BUDGET_S={budget_s:g} is over; not stored, and lost: {lost}")
+            raise StoreUnavailable(f"COMPILE_CACHE_EXIT_BUDGET_S={self._settings.exit_budget_s:g} is over; lost {lost}")
 
     def _run(self) -> None:
         """Until the exit, stage new artifacts when the counters move or a file may be published now, and publish them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
@@ -195,8 +195,9 @@ class PacksOfKey:
             size_bytes = new[path].size_bytes
             record_bytes = len(msgspec.json.encode(new[path])) + 50 + (size_bytes >> 11)
             left = room.less(size_bytes + (size_bytes >> 8) + record_bytes, 1, width * record_bytes)
-            if self._without_room or min(astuple(left)) < 0:
-                refused[path] = f"all packs of its key together would exceed {self.rules.limits}"
+            short = [name for name, rest in asdict(left).items() if rest < 0]
+            if self._without_room or short:
+                refused[path] = f"{' and '.join(short) or 'packs'} of its key would exceed {self.rules.limits}"
             else:
                 room = left
         return refused
