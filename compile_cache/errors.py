@@ -32,13 +32,26 @@ are the user's own input. Every other error costs speed, not the boot.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+# The user and the password of an address, and a query, with or without an address before it. A password may have any
+# character, so all up to the last @ may belong to it.
+_SECRETS = re.compile(r"(?<=://)((?!://).)*@|\?[^\s'\"<>)]*=[^\s'\"<>)]*")
+
+
+def redacted(text: str) -> str:
+    """A text whose addresses have no user, no password and no query: a query may have a signature."""
+    return _SECRETS.sub("", text)
+
 
 class CompileCacheError(Exception):
-    """The root of the tree."""
+    """The root of the tree. Its messages have no secrets of addresses, whatever error they quote."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redacted(message))
 
 
 class SettingsError(CompileCacheError, ValueError):

@@ -86,22 +86,21 @@ class Settings:
             )
         if not _is_store(self.store, STORE_SCHEMES):
             problems.append(
-                f"{PREFIX}STORE={without_user(self.store)!r}: give a local folder, s3://bucket/prefix, "
-                "gs://bucket/prefix, az://container/prefix or off, without a user or a password"
+                f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix, "
+                "gs://bucket/prefix, az://container/prefix or off, without a user, a password or a query"
             )
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
         if problems:
             raise SettingsError("; ".join(problems))
 
     def _layer_problem(self, layer: str) -> str | None:
-        shown = without_user(layer)
         scheme, rest = split_url(layer)
         host = rest.partition("/")[0].rpartition("@")[2]
         if layer == "off" or not _is_store(layer, LAYER_SCHEMES):
-            return f"{PREFIX}LAYERS: {shown!r} is neither a local folder nor the URL of a store or of a mirror"
+            return f"{PREFIX}LAYERS: {layer!r} is neither a local folder nor the URL of a store or of a mirror"
         if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
             return (
-                f"{PREFIX}LAYERS: anybody on the network can change code from {shown!r}, which is executed here. "
+                f"{PREFIX}LAYERS: anybody on the network can change code from {layer!r}, which is executed here. "
                 f"Use https://, or set {PREFIX}TRUSTED_KEYS."
             )
         return None
@@ -147,21 +146,14 @@ def split_url(url: str) -> tuple[str, str]:
     return (scheme, rest) if separator else ("file", url)
 
 
-def without_user(url: str) -> str:
-    """A URL without its user, password and query, for a message. A password may have a slash in it."""
-    scheme, rest = split_url(url)
-    return url if scheme == "file" else f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
-
-
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     scheme, rest = split_url(url)
     if scheme not in schemes or scheme == "file":
         return scheme in schemes and bool(rest.strip())
     authority = rest.partition("/")[0].strip()
-    if scheme in ("https", "http"):
-        return bool(authority) and not {"?", "#"} & set(rest)
     # Buckets and containers have no user. The colon is that of a password with a slash in it.
-    return bool(authority) and not {"@", ":"} & set(authority)
+    is_refused = {"?", "#"} & set(rest) or (scheme in STORE_SCHEMES and {"@", ":"} & set(authority))
+    return bool(authority) and not is_refused
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -56,14 +56,18 @@ def boot_once(environ: Mapping[str, str], *arguments: str, forked: bool = True) 
 
 
 def run_boot(
-    environ: Mapping[str, str], *arguments: str, forked: bool = True, program: str = "boot_once"
+    environ: Mapping[str, str],
+    *arguments: str,
+    forked: bool = True,
+    program: str = "boot_once",
+    flags: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """The finished process of one boot, whatever its outcome: one that imports torch itself, or one that is forked
-    after that, in a sixth of the time."""
+    after that, in a sixth of the time. Only the first can have the interpreter's `flags`."""
     if forked:
         return _fork_boot(dict(environ), arguments, program)
     return subprocess.run(
-        [sys.executable, TESTS / f"{program}.py", *arguments],
+        [sys.executable, *flags, TESTS / f"{program}.py", *arguments],
         env=dict(environ),
         capture_output=True,
         text=True,

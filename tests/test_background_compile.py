@@ -204,3 +204,13 @@ def test_what_the_setups_budget_leaves_out_is_compiled_in_the_background(tmp_pat
     assert told["later"]["served"] == {"Wide": "precompiled", "Other": "precompiled"}
     assert told["difference"] < TOLERANCE
     assert told.done == ["Other 4x16"]
+
+
+def test_a_server_without_docstrings_and_assertions_is_compiled_by_a_process_without_them(tmp_path):
+    for number, first in enumerate(("eager", "precompiled")):
+        folder, after = tmp_path / str(number), tmp_path / "0" if number else None
+        folder.mkdir()
+        told = play(folder, "flagged", after=after, forked=False, flags=("-OO",))
+        assert (told["optimize"], told["compiled"], told["published"]) == (2, True, True)
+        assert (told["first"], told["last"]) == ({"Checked": first}, {"Checked": "precompiled"}), told.log
+        assert told.processes == 1 - number

@@ -110,6 +110,33 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     assert done.stdout.strip() == str(tmp_path / "library" / "compile_cache" / "__init__.py"), done.stderr
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("-O", "-OO -B -b", "-E -s", "-I -q", "-W error::BytesWarning -W ignore:a:UserWarning", "-X dev -X utf8=0"),
+        *("-X int_max_str_digits=9000 -X no_debug_ranges", "-X pycache_prefix=pycache -X faulthandler -Wdefault -bb"),
+    ],
+)
+def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
+    own = "[[getattr(sys.flags, name) for name in names], sys.warnoptions, sys._xoptions]"
+    names = [name for name in dir(sys.flags) if name[0] != "_" and isinstance(getattr(sys.flags, name), int)]
+    told = f"import json, sys; names = {sorted({*names} - {'safe_path', 'n_fields', 'n_sequence_fields'})}"
+    (tmp_path / "flags_of_process.py").write_text(f"{told}\nmake = lambda _: lambda _: json.dumps({own}).encode()\n")
+    program = f"""
+    import sys
+    sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parents[1])!r}]
+    from pathlib import Path
+    from compile_cache.background.process import CompilingProcess
+    {told}
+    process = CompilingProcess.start("flags_of_process:make", b"", Path("log"), {{}})
+    print(json.dumps([{own}, json.loads(process.do(b"", {PATIENCE_S}))]))
+    """
+    server = [sys.executable, *flags.split(), "-c", textwrap.dedent(program)]
+    done = subprocess.run(server, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE_S)
+    ours, its = json.loads(done.stdout)
+    assert its == ours, done.stderr
+
+
 def test_process_inherits_no_file_of_the_server(start, tmp_path):
     with (tmp_path / "kept open").open("w") as file:
         os.set_inheritable(file.fileno(), True)

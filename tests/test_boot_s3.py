@@ -10,14 +10,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from boots import assert_fully_warm, boot_once, settings
+from boots import Booted, assert_fully_warm, boot_once, settings
 
 
 def s3_settings(folder: Path, bucket: str) -> dict[str, str]:
     return settings(folder, store=f"s3://{bucket}/models")
 
 
-def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> None:
+def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> Booted:
     """The boot succeeds cold, and one line of its report says what was wrong with the store."""
     booted = boot_once(environ)
     assert set(booted.steps.values()) == {"cold"}
@@ -26,6 +26,7 @@ def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> None:
         assert word in booted.report["restore"]["reason"]
     assert booted.report["publish"]["packs"] == 0
     assert len(set(booted.report["publish"]["failures"])) == 1
+    return booted
 
 
 def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
@@ -39,8 +40,9 @@ def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
 
 
 def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
-    environ = {**s3_settings(tmp_path, "bucket"), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
-    assert_cold_with_one_reason(environ, "AWS_ENDPOINT_URL_S3", str(closed_port))
+    environ = {**s3_settings(tmp_path, "bucket"), "AWS_ENDPOINT_URL_S3": f"http://user:SECRET@127.0.0.1:{closed_port}"}
+    booted = assert_cold_with_one_reason(environ, "AWS_ENDPOINT_URL_S3", str(closed_port))
+    assert "SECRET" not in f"{booted.log} {booted.report}"
 
 
 def test_missing_bucket_costs_the_cache_and_not_the_boot(tmp_path, s3_bucket):
@@ -71,6 +73,21 @@ def checking_credentials(s3_server):
 def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, checking_credentials):
     environ = s3_settings(tmp_path, s3_bucket.name)
     assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_stored"),
+    [({}, True), ({"store": "s3://bucket"}, False), ({"publish": "false"}, False), ({"scope": "off"}, True)],
+    ids=str,
+)
+def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, closed_port, variables, is_stored):
+    code = (
+        "import compile_cache\nwith compile_cache.boot('toy') as boot: assert not boot.wait_published(0) or "
+        f"{variables.get('scope') == 'off'}\nprint(boot.wait_published(60))"
+    )
+    environ = {**settings(tmp_path, **variables), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout == f"{is_stored}\n", done.stderr
 
 
 def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):

@@ -219,6 +219,25 @@ def test_what_is_not_stored_ends_with_1(run, filled):
     assert found.err.startswith("error: nothing stored begins with org--model/v3")
 
 
+@pytest.mark.parametrize("slashes", ["/", "//"])
+def test_a_slash_ends_a_models_name(run, local, key, slashes):
+    longer = put_pack(local, replace(key, model_name="org--model-2"))
+    assert run("show", f"org--model{slashes}").code == 1
+    name = put_pack(local, key)
+    assert run("show", f"org--model{slashes}").lines[0] == "org--model/version-1"
+    assert run("rm", f"org--model{slashes}", "--yes").lines == [f"removed {name}"]
+    assert names(local) >= {longer}
+
+
+@pytest.mark.parametrize("arguments", [["", "--yes"], ["/", "--yes"], ["v1/", "--yes"], [" ", "--yes"]], ids=str)
+def test_an_empty_name_is_refused(run, local, key, arguments):
+    name = put_pack(local, key)
+    for command in (["rm", *arguments], ["show", *arguments[:1]], ["rm", "org--model", *arguments]):
+        found = run(*command)
+        assert (found.code, found.out) == (1, ""), found
+    assert names(local) == {name}
+
+
 def test_show_names_the_key_that_signed(run, local, key):
     private, public = generate_keys()
     put_pack(local, key, signer=Signer(private))
@@ -694,6 +713,33 @@ def test_a_store_that_is_none_or_does_not_answer_is_one_line(run, url, s3_bucket
     assert found.code == 1
     assert found.err.startswith("error: " if url != "s3://bucket/prefix" else f"error: cannot list {url}")
     assert len(found.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/prefix",
+        "s3://user:SECRET@bucket",
+        "s3://bucket/prefix?X-Amz-Signature=SECRET",
+        "az://container/prefix?sv=2024&sig=SECRET",
+        "az://container?sig=SECRET",
+        "gs://user:a/SECRET@bucket",
+        "https://user:SECRET@127.0.0.1:{port}/folder",
+        "https://127.0.0.1:{port}/folder?sig=SECRET",
+        "ftp://user:SECRET@host",
+    ],
+)
+def test_a_stores_secrets_are_never_printed(run, url, aws_variables, closed_port, variables):
+    variables.setenv("AWS_ENDPOINT_URL_S3", f"http://user:SECRET@127.0.0.1:{closed_port}")
+    url = url.format(port=closed_port)
+    for command in (["ls", "--store", url], ["explain", MODEL, "--store", url, "--json"], ["rm", "x", "--store", url]):
+        found = run(*command)
+        assert (found.code, found.err.startswith("error: ")) == (1, True), found
+        assert "SECRET" not in found.out + found.err
+    variables.setenv("COMPILE_CACHE_STORE" if url.startswith("s3") else "COMPILE_CACHE_LAYERS", url)
+    done = run_script("run", "toy", "--", sys.executable, "-c", "", COMPILE_CACHE_EXIT_BUDGET_S="0")
+    assert "SECRET" not in done.out + done.err
+    assert "restore" in done.err or "run.uncached" in done.err
 
 
 def test_an_unknown_command_is_a_usage_error(run):

@@ -15,6 +15,7 @@ import pytest
 from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
+from web_servers import answering
 
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.verify import Rules, verify_pack
@@ -96,6 +97,16 @@ def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
     assert_fully_warm(boot_once(environ))
+
+
+def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variables):
+    with answering(None) as silent:
+        environ = settings(tmp_path, store="s3://bucket", exit_budget_s="0.5", restore_timeout_s="1")
+        environ |= {"AWS_ENDPOINT_URL_S3": silent.url}
+        with server(tmp_path, environ) as running:
+            running.wait_ready()
+            assert_ends_in_time(running, signal.SIGTERM)
+    assert (tmp_path / "server.log").read_text().count("publish.failed") == 1
 
 
 def test_term_while_a_prediction_runs_lets_it_finish_and_flushes(warm, toy_store):

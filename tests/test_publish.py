@@ -268,7 +268,9 @@ def test_what_is_compiled_last_is_staged_soon_and_published_at_the_exit(
 def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start):
     store = FailingStore(tmp_path / "store", failures=1)
     started = start(store)
-    assert started.publisher.wait(PATIENCE_S)
+    before = time.monotonic()
+    assert not started.publisher.wait(PATIENCE_S)
+    assert time.monotonic() - before < PATIENCE_S / 2
     assert started.report.failures == ["the store does not answer"]
     assert started.report.packs == 0
 
@@ -317,13 +319,37 @@ def test_waiting_for_a_store_that_hangs_ends_in_false(start, hanging):
     assert not started.publisher.wait(0)
 
 
-def test_flushing_a_store_that_hangs_ends_within_the_budget(start, hanging):
+def test_flushing_a_store_that_hangs_ends_within_the_budget_and_says_what_is_lost(start, hanging, caplog):
     started = start(hanging, exit_budget_s=0.2)
     assert hanging.reached.wait(PATIENCE_S)
     before = time.monotonic()
     started.publisher.flush()
     assert time.monotonic() - before < 10
     assert started.report.packs == 0
+    started.publisher.flush()
+    (line,) = [record.message for record in caplog.records if "publish.failed" in record.message]
+    assert "COMPILE_CACHE_EXIT_BUDGET_S=0.2" in line
+    assert line.endswith("lost a pack of 2 files")
+    assert json.loads(started.written.read_text())["publish"]["failures"] == started.report.failures != []
+
+
+def test_a_staging_that_does_not_end_in_time_is_said_to_be_lost(store, start, monkeypatch, hanging):
+    started = start(store, exit_budget_s=0.2, begin=False)
+    monkeypatch.setattr(started.cache, "stage", lambda *_: hanging.put("", b"") or ())
+    started.publisher.start()
+    assert hanging.reached.wait(PATIENCE_S)
+    started.publisher.flush()
+    assert "not packed yet" in started.report.failures[0]
+
+
+@pytest.mark.parametrize("more", [{"KERNEL.so": b""}, {"a\nb/kernel.so": b""}, {"kernel.so/x": b""}], ids=str)
+def test_all_is_stored_only_if_nothing_was_left_out(store, start, tmp_path, more):
+    files = {"kernel.SO": b"a kernel"} if "kernel.so/x" in more else FILES
+    started = start(store, files={**files, **more})
+    assert not started.publisher.wait(PATIENCE_S)
+    (failure,) = started.report.failures
+    assert failure.startswith("no boot could restore 1 files, such as ")
+    assert len(restored(store, tmp_path, started)) == len(files)
 
 
 def test_flushing_twice_publishes_once(tmp_path, start):
@@ -371,16 +397,16 @@ reached.wait()
 """
 
 
-def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60) -> int:
+def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60) -> tuple[int, str]:
     done = run_program(PUBLISH_AND_END + program, folder / "cache", store, budget_s)
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(("program", "code"), [(START, 0), (f"{START}sys.exit(3)", 3)])
 def test_a_process_that_ends_has_published_everything_and_keeps_its_code(tmp_path, environment, store, program, code):
     url, _, _ = store.location.partition(" at ")
-    assert run_to_the_end(program, tmp_path, url) == code
+    assert run_to_the_end(program, tmp_path, url) == (code, "")
     directory = CacheDirectory.claim(tmp_path / "next")
     key = CacheKey("environment", "model", "version")
     cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
@@ -388,4 +414,5 @@ def test_a_process_that_ends_has_published_everything_and_keeps_its_code(tmp_pat
 
 
 def test_a_store_that_hangs_does_not_keep_a_process_from_ending(tmp_path):
-    assert run_to_the_end(HANG, tmp_path, str(tmp_path / "store"), budget_s=0.1) == 0
+    code, said = run_to_the_end(HANG, tmp_path, str(tmp_path / "store"), budget_s=0.1)
+    assert (code, said.count("publish.failed"), "lost a pack of 50 files" in said) == (0, 1, True)

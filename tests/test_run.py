@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 from marked_processes import Marked, wait_for
+from web_servers import answering
 
 COMPILES = """
 import json, os, time, torch
@@ -79,6 +81,110 @@ def test_the_exit_code_is_the_commands_own(marked):
     given = [python("raise SystemExit(3)"), python("import os; os.kill(os.getpid(), 9)"), (), ("--", "no-such-command")]
     given += [("--", os.devnull), ("--", "sh", "-c", "exit 4")]
     assert [run(marked, *arguments).returncode for arguments in given] == [3, 137, 2, 127, 126, 4]
+
+
+UNEXECUTABLE = {
+    "no first line": b"echo 1\n",
+    "empty": b"",
+    "a damaged ELF": b"\x7fELF" + bytes(100),
+    "no interpreter": b"#!/no/such/interpreter\n",
+    "no Python": b"#!/no/such/python3\n",
+    "an interpreter that is none": b"#!/dev/null\n",
+}
+
+
+@pytest.mark.parametrize("name", ["program", "python3"])
+@pytest.mark.parametrize("content", UNEXECUTABLE.values(), ids=UNEXECUTABLE)
+def test_a_command_that_cannot_be_executed_ends_with_126(marked, tmp_path, name, content):
+    program, folder = tmp_path / name, tmp_path / "own"
+    program.write_bytes(content)
+    program.chmod(0o755)
+    done = run(marked, "--also", folder, "--", program)
+    assert (done.returncode, done.stdout) == (126, "")
+    assert done.stderr.splitlines()[-1].startswith(f"error: {program} cannot be executed: ")
+    assert "Traceback" not in done.stderr
+    assert not folder.is_symlink()
+
+
+SAYS_NOTHING = ["exit 3", "echo; exit 0", "exit 0", "echo no JSON", "echo '{}'", "echo '[]'", "echo broken >&2; exit 1"]
+
+
+@pytest.mark.parametrize("body", [*SAYS_NOTHING, "kill -9 $$"])
+def test_a_python_that_cannot_say_its_environment_runs_without_a_cache(marked, tmp_path, body):
+    other = tmp_path / "python3"
+    other.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 5\n{body}\n')
+    other.chmod(0o755)
+    done = run(marked, "--", other, "-c", "")
+    assert done.returncode == 5
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"run.uncached error={other} cannot say its environment: "), line
+    assert "broken" in line or "broken" not in body
+
+
+def test_the_link_of_a_run_that_was_killed_is_replaced_and_any_other_stays(marked, tmp_path):
+    folder, other = tmp_path / "own", tmp_path / "other"
+    free, own = tmp_path / "cache" / "7" / "also", tmp_path / "cache" / "0" / "also"
+    writes = python(f"open('{folder}/plan', 'w').write('plan')")
+    for target in (free, own, tmp_path / "gone" / "3" / "also"):
+        folder.symlink_to(target)
+        assert "run.uncached" not in run(marked, "--also", folder, *writes).stderr
+        assert not os.path.lexists(folder)
+    other.mkdir()
+    for content in (lambda: folder.symlink_to(other), lambda: folder.symlink_to("gone"), folder.touch):
+        content()
+        refused = run(marked, "--also", folder, *python("print(4)"))
+        assert refused.stdout == "4\n"
+        assert f"--also {folder} must be missing or an empty folder" in refused.stderr
+        assert "Errno" not in refused.stderr
+        folder.unlink()
+
+
+def test_a_folder_that_a_run_uses_is_refused_to_another(marked, tmp_path):
+    folder = tmp_path / "own"
+    with start(marked, "--also", folder, *python(WAITS)) as running:
+        assert running.stdout.readline() == "ready\n"
+        refused = run(marked, "--also", folder, *python(""))
+        assert "another run uses it" in refused.stderr
+        assert folder.readlink() == tmp_path / "cache" / "0" / "also"
+        running.terminate()
+    assert not folder.is_symlink()
+
+
+def test_files_that_could_be_executed_still_can(marked, tmp_path):
+    folder = tmp_path / "own"
+    lines = [f"import os; p = '{folder}/tool'", "print(os.path.exists(p) and os.access(p, os.X_OK))"]
+    lines += ["open(p, 'w').write('#!/bin/sh'); open(p + '.txt', 'w').write('text'); os.chmod(p, 0o755)"]
+    assert run(marked, "--also", folder, *python("\n".join(lines))).stdout == "False\n"
+    assert run(marked, "--also", folder, *python("\n".join(lines[:2]))).stdout == "True\n"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "cache" / "0" / "also").iterdir()}
+    assert modes == {"tool": 0o755, "tool.txt": 0o644}
+
+
+@pytest.mark.parametrize("replaced", ["cache/0", "cache", "cache/0/folder", "cache/0/file", "cache/0.outbox"])
+def test_links_out_of_the_cache_directory_are_never_followed(marked, tmp_path, replaced):
+    victim, link = tmp_path / "victim", tmp_path / replaced
+    (victim / "0").mkdir(parents=True)
+    for path in (victim / "passwd", victim / "0" / "passwd"):
+        path.write_text("SECRET")
+    target = victim / "passwd" if link.name == "file" else victim
+    code = f"if os.path.exists('{link}'): os.rename('{link}', '{link}-gone')\nos.symlink('{target}', '{link}')"
+    assert "Traceback" not in run(marked, *python(WRITES + code)).stderr
+    packs = [path.read_bytes() for path in (tmp_path / "store").rglob("*.pack")]
+    assert not [pack for pack in packs if b"passwd" in zstandard.ZstdDecompressor().stream_reader(pack).read(1 << 20)]
+    assert [path.read_text() for path in victim.rglob("passwd")] == ["SECRET"] * 2
+    link.unlink()
+    run(marked, *python(WRITES))
+    assert "restore: hit" in run(marked, *python("")).stderr
+
+
+def test_what_the_exit_budget_is_too_short_for_is_one_line(marked, aws_variables):
+    with answering(None) as silent:
+        marked.environ |= {"COMPILE_CACHE_STORE": "s3://bucket", "AWS_ENDPOINT_URL_S3": silent.url}
+        marked.environ |= {f"COMPILE_CACHE_{name}_S": "1" for name in ("EXIT_BUDGET", "RESTORE_TIMEOUT")}
+        marked.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        done = run(marked, *python(WRITES))
+    assert (done.returncode, done.stderr.count("publish.failed")) == (0, 1), done.stderr
+    assert "COMPILE_CACHE_EXIT_BUDGET_S=1 is over" in done.stderr
 
 
 def test_arguments_and_stdin_reach_the_command_unchanged(marked):

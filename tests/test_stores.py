@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,11 @@ from urllib.parse import urlsplit
 import pytest
 from filled_stores import ACTIONS
 from programs import run_program
-from web_servers import forwarding, serving_folder, tls
+from web_servers import answer, answering, forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores, open_url
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, address_in, open_stores, open_url
 from compile_cache.storage.stores.cloud import CloudStore
 from compile_cache.storage.stores.local import LocalStore, write_index
 from compile_cache.storage.stores.s3 import S3Store
@@ -710,6 +711,72 @@ def test_an_endpoint_that_is_no_url_is_a_store_error(aws_variables, monkeypatch,
 def test_a_password_in_the_endpoint_is_not_in_the_location(aws_variables, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://user:secret@host")
     assert S3Store("bucket", "").location == "s3://bucket/ at https://host"
+
+
+@pytest.mark.parametrize("secret", ["user:SECRET", "SECRET", "u:a/SECRET", "u:p@SECRET", "u:a?SECRET", "u:%40SECRET"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_password_in_the_endpoint_is_in_no_message_nor_cause(aws_variables, monkeypatch, closed_port, secret, action):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{secret}@127.0.0.1:{closed_port}")
+    with pytest.raises(StoreError) as caught:
+        ACTIONS[action](open_url("s3://bucket/prefix"))
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no s3://bucket/a, no http://host/path?", "no s3://bucket/a, no http://host/path?"),
+        ("get https://user:S@host/a b of s3://x/y", "get https://host/a b of s3://x/y"),
+        ('at "http://u:S S\'S@host:1/b?list-type=2&sig=S": no', 'at "http://host:1/b": no'),
+        ("url: /bucket?X-Amz-Credential=S&X-Amz-Signature=S (Caused", "url: /bucket (Caused"),
+        ("az://container/x?sv=2024&sig=S; https://S:S@h/", "az://container/x https://h/"),
+    ],
+)
+def test_an_error_shows_addresses_redacted(text, shown):
+    assert str(StoreError(text)) == shown
+
+
+@pytest.mark.parametrize(
+    ("location", "address"),
+    [
+        ("s3://bucket/ at http://host:1", "s3://bucket/v1/a at http://host:1"),
+        ("s3://bucket/prefix/ at http://host:1/", "s3://bucket/prefix/v1/a at http://host:1/"),
+        ("az://container/prefix", "az://container/prefix/v1/a"),
+        ("/store", "/store/v1/a"),
+    ],
+)
+def test_an_address_and_a_key_are_joined_by_a_slash(location, address):
+    assert address_in(location, "v1/a") == address
+
+
+@pytest.mark.parametrize("kind", BUCKETS)
+def test_a_listing_that_fails_names_the_address(aws_variables, monkeypatch, closed_port, kind):
+    with pytest.raises(StoreError, match=r"^cannot list \w+://bucket/(\w+/)*v1/( at http://127.0.0.1:\d+)?: "):
+        open_at(kind, closed_port, monkeypatch).list("v1/")
+
+
+WRONG_REGIONS = {
+    "AuthorizationHeaderMalformed": "the region 'us-east-1' is wrong; expecting 'eu-west-1'",
+    "IllegalLocationConstraintException": "The eu-west-1 location constraint is incompatible for the region",
+    "PermanentRedirect": "The bucket must be addressed using the specified endpoint.",
+    "InvalidRegionName": "The region name 'us-east-1' is not valid.",
+}
+
+
+@pytest.mark.parametrize(("code", "message"), WRONG_REGIONS.items())
+def test_a_wrong_region_has_a_remedy(aws_variables, monkeypatch, code, message):
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    status = "301 Moved Permanently" if "Redirect" in code else "400 Bad Request"
+    with answering(answer(status, body)) as served:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", served.url)
+        with pytest.raises(StoreError, match=r"; set AWS_DEFAULT_REGION to the bucket's region"):
+            S3Store("bucket", "").list("v1/")
+
+
+def test_a_region_that_cannot_be_has_a_remedy(aws_variables, monkeypatch):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "not a region")
+    with pytest.raises(StoreError, match="set AWS_DEFAULT_REGION"):
+        S3Store("bucket", "").list("v1/")
 
 
 def test_a_bucket_name_that_cannot_be_is_a_store_error(s3_bucket):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 from boots import TESTS, settings
+from marked_processes import Marked, wait_for
 
 from compile_cache.inductor.toolchain import _Answers
+from compile_cache.storage.directory import CacheDirectory
+
+# Not the one of conftest.py, which compiles nothing twice.
+COMPILER = shutil.which("g++", path="/usr/local/bin:/usr/bin:/bin")
 
 # Runs a script, and writes each process that it starts to the log.
 AUDITED = """
@@ -42,6 +48,33 @@ def test_warm_boot_on_a_cpu_starts_no_process(tmp_path):
     assert {region["step"] for region in report["regions"]} == {"precompiled"}
     # Nor does one that looks graphs up, whose store is the same.
     assert started_by_boot({**environ, "COMPILE_CACHE_PRECOMPILE": "false"}) == []
+
+
+@pytest.mark.parametrize("cold_start", ["block", "background"])
+def test_a_compiler_that_is_killed_with_its_server_leaves_nothing(tmp_path, cold_start):
+    """Killed while the assembler reads the compiler's temporary file."""
+    reached, slow, temporary = tmp_path / "reached", tmp_path / "slow", tmp_path / "tmp"
+    for folder in (slow, temporary):
+        folder.mkdir()
+    commands = {slow / "as": f"echo > {reached}; exec sleep 300", tmp_path / "g++": f'exec {COMPILER} -B{slow}/ "$@"'}
+    for path, command in commands.items():
+        path.write_text(f"#!/bin/sh\n{command}\n")
+        path.chmod(0o755)
+    marked = Marked()
+    marked.environ |= {**settings(tmp_path, cold_start=cold_start), "TMPDIR": str(temporary)}
+    marked.environ["CXX"] = str(tmp_path / "g++")
+    scene = ["boot_once.py"] if cold_start == "block" else ["background_boot.py", "first"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, *scene], env=marked.environ, cwd=TESTS, stdout=log, stderr=log)
+        wait_for(reached.exists)
+        server.terminate()
+        wait_for(lambda: server.poll() is not None)
+        wait_for(lambda: marked.kill() or not marked.pids())
+    beside = tmp_path / "cache" / "0.compilers"
+    assert {path.suffix for path in beside.iterdir()} >= {".s", ".o"}
+    CacheDirectory.claim(tmp_path / "cache")
+    left = [*beside.iterdir(), *(path for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))]
+    assert left == []
 
 
 @pytest.fixture

@@ -234,9 +234,12 @@ def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> 
     """Start the worker. `passed` has its two file descriptors, in the worker's order."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     numbers = [str(number) for number in (os.getpid(), *passed)]
+    # With other flags, such as -OO, other code is compiled. subprocess knows all flags, but not all options of -X.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     return subprocess.Popen(
         # -P keeps modules of the working directory out of the imports. -u saves the last line before a crash.
-        [sys.executable, "-P", "-u", "-c", _PROGRAM, path, *numbers],
+        [sys.executable, *flags, "-P", "-u", "-c", _PROGRAM, path, *numbers],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

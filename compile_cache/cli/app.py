@@ -24,7 +24,7 @@ from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.explain import explain_boot
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove_packs
-from compile_cache.storage.stores.base import ObjectStore, open_stores
+from compile_cache.storage.stores.base import ObjectStore, address_in, open_stores
 from compile_cache.storage.stores.local import INDEX, LocalStore, write_index
 from compile_cache.storage.verify import PackState, Rules, verify_all, verify_heads
 
@@ -99,7 +99,7 @@ def show(
 ) -> None:
     """Show one version: its packs, their creators and signatures, and their content.
 
-    Reads only the heads of packs; `verify` reads them whole.
+    Reads only the heads of packs; `verify` reads them whole. A slash ends a model's name: `show MODEL/`.
     """
     settings = opt.read_settings(store)
     reading = opt.open_reading(settings)
@@ -277,7 +277,7 @@ def _renew_index(store: ObjectStore) -> None:
     """Renew the index of a folder behind a web server. Otherwise its readers would not see the change."""
     if isinstance(store, LocalStore) and Path(store.location, INDEX).is_file():
         write_index(Path(store.location))
-        out.print_note(f"renewed {store.location}/{INDEX}")
+        out.print_note(f"renewed {address_in(store.location, INDEX)}")
 
 
 @app.command()
@@ -391,7 +391,8 @@ def run(
 
     Files that runs with the same NAME have stored are restored before the command starts. New files are published while
     it runs, when none changed for some seconds, and at its end, within COMPILE_CACHE_EXIT_BUDGET_S. The log says so:
-    `restore: hit`, and `publish.put` for each pack.
+    `restore: hit`, `publish.put` for each pack, and `publish.failed` for what was not stored in time. Executable files
+    stay executable. Links out of the cache directory are not followed.
 
     COMMAND is a Python, or a script whose first line names one, such as `vllm`. The packages of this Python are in the
     key. In front of any other program there is no cache: put `compile-cache run` inside, before the Python.
@@ -402,7 +403,7 @@ def run(
 
     `--also FOLDER` is for engines that keep compiled code in a folder of their own, such as vLLM's
     `~/.cache/vllm/torch_compile_cache`. It must be missing or empty, and is a link into the cache directory while the
-    command runs, so for one run at a time. Its path is in the key.
+    command runs, so for one run at a time. The link of a run that was killed is replaced. Its path is in the key.
 
     The command has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
     number of the signal that killed it; 127 if it does not exist, 126 if it cannot be executed. If it failed or was

@@ -105,7 +105,7 @@ def find_version(versions: Sequence[StoredVersion], text: str) -> StoredVersion:
     """
     found = find_versions(versions, text)
     if not found:
-        raise CompileCacheError(f"nothing stored begins with {text}: `compile-cache ls` lists the stored versions")
+        raise CompileCacheError(f"nothing stored begins with {text or 'no name'}: `compile-cache ls` lists all")
     if len(found) > 1:
         print_note(f"error: {text} is ambiguous; use more characters:")
         for version in found:
@@ -118,13 +118,14 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     """The versions that `text` may name.
 
     `text` is the beginning of `[environment/]model/version` (the environment's digest may be cut too), or of a pack's
-    name. A full name finds only that version, even if other names begin with it.
+    name. A full name finds only that version, even if other names begin with it. A slash ends a model's name.
+    An empty `text` names none.
     """
     parts = text.removeprefix("v1/").rstrip("/").split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:
-        begins = [v for v in stored if v.key.model_name.startswith(text) or _packs(v, text)]
-        return [v for v in begins if v.key.model_name == text] or begins
+        whole = [v for v in stored if v.key.model_name == parts[0]]
+        return whole or [v for v in stored if text and (v.key.model_name.startswith(text) or _packs(v, text))]
     environment, model, version = ["", *parts] if len(parts) == 2 else parts[:3]
     of_model = [v for v in stored if v.key.model_name == model and v.key.environment.startswith(environment)]
     begins = [v for v in of_model if v.key.model_version.startswith(version)] if len(parts) <= 3 else []
@@ -140,10 +141,10 @@ def find_pack(version: StoredVersion, text: str) -> str:
     names = _packs(version, text)
     if len(names) != 1:
         found = "no pack begins" if not names else f"{len(names)} packs begin"
-        raise CompileCacheError(f"{found} with {text}: `compile-cache show {version.key.model_name}` lists the packs")
+        raise CompileCacheError(f"{found} with {text or 'no name'}: see `compile-cache show {version.key.model_name}`")
     return names[0]
 
 
 def _packs(version: StoredVersion, text: str) -> list[str]:
-    """The names of the version's packs that begin with `text`."""
-    return [entry.name for entry in version.packs if entry.name.rpartition("/")[2].startswith(text)]
+    """The names of the version's packs that begin with `text`; none if that is empty."""
+    return [entry.name for entry in version.packs if text and entry.name.rpartition("/")[2].startswith(text)]

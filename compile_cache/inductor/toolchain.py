@@ -1,4 +1,5 @@
-"""Remembers torch's questions to the C++ compiler and the processor, so that a warm boot asks none.
+"""Remembers torch's questions to the C++ compiler and the processor, so that a warm boot asks none; and keeps the
+compiler's temporary files together.
 
 Before torch loads C++ code, it starts the compiler to learn its version. It also starts a Python for each set of vector
 instructions, to see whether such code can be loaded. These are nine processes of two seconds each on torch 2.11. The
@@ -14,6 +15,7 @@ import functools
 import importlib
 import json
 import logging
+import os
 import subprocess
 import types
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from typing import Any
 from compile_cache.files import replacing
 from compile_cache.inductor.format import digest
 from compile_cache.key import environment
+from compile_cache.storage.directory import compilers_folder
 
 log = logging.getLogger("compile_cache")
 
@@ -33,6 +36,7 @@ class _Answers:
     """The answers in one cache directory."""
 
     folder: Path | None = None
+    temporary = ""
 
     def ask(self, question: list[str], ask: Callable[[], Any]) -> Any:
         """The stored answer, else the result of `ask`. Only a true answer is stored, because a failure may have a
@@ -58,13 +62,16 @@ _answers = _Answers()
 
 
 def remember_toolchain(directory: Path) -> None:
-    """Store the answers in this cache directory from now on, and use the stored answers."""
-    _answers.folder = directory / TOOLCHAIN
+    """Store the answers in this cache directory from now on, and use the stored answers. torch's compilers have their
+    temporary files beside it. `TMPDIR` stays, because torch's precompiled headers are there, and the program's files.
+    """
+    _answers.folder, _answers.temporary = directory / TOOLCHAIN, str(compilers_folder(directory))
     try:
         compiler: Any = importlib.import_module("torch._inductor.cpp_builder")
-        if isinstance(compiler.subprocess, _Subprocess):
+        if not isinstance(compiler.subprocess, types.ModuleType):
             return
-        compiler.subprocess = _Subprocess()
+        replaced = {"run": _run, "check_output": _check_output}
+        compiler.subprocess = types.SimpleNamespace(**{**vars(subprocess), **replaced})
         # torch 2.15 leaves its own mark, and only looks whether it exists. But a seeded version publishes the files
         # that it has read.
         isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
@@ -84,24 +91,20 @@ def _remembering(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str]
     return remembering
 
 
-class _Subprocess(types.ModuleType):
-    """The module `subprocess` for torch's module that calls the compiler."""
+def _run(*command: Any, **options: Any) -> Any:
+    """Run a compiler, whose temporary files are then removed with the cache directory's, also if it is killed."""
+    return subprocess.run(*command, **{"env": {**os.environ, "TMPDIR": _answers.temporary}, **options})
 
-    def __init__(self) -> None:
-        super().__init__(subprocess.__name__)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
+def _check_output(command: Any, **options: Any) -> Any:
+    """The compiler's answer to one question, such as its version."""
 
-    def check_output(self, command: Any, **options: Any) -> Any:
-        """The compiler's answer to one question, such as its version."""
+    def ask() -> Any:
+        return subprocess.check_output(command, **options)
 
-        def ask() -> Any:
-            return subprocess.check_output(command, **options)
-
-        is_question = isinstance(command, list) and len(command) == 2 and str(command[1]).startswith("-")
-        if not is_question or options.get("text"):
-            return ask()
-        question = ["answers", *map(str, command), str(options.get("stderr"))]
-        answer = _answers.ask(question, lambda: ask().decode("utf-8", "surrogateescape"))
-        return answer.encode("utf-8", "surrogateescape")
+    is_question = isinstance(command, list) and len(command) == 2 and str(command[1]).startswith("-")
+    if not is_question or options.get("text"):
+        return ask()
+    question = ["answers", *map(str, command), str(options.get("stderr"))]
+    answer = _answers.ask(question, lambda: ask().decode("utf-8", "surrogateescape"))
+    return answer.encode("utf-8", "surrogateescape")

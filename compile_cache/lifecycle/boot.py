@@ -293,8 +293,9 @@ class Boot:
         return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Wait until the warm-up's artifacts are in the store, or publishing them failed; False after `timeout_s`."""
-        return self._publisher is None or self._publisher.wait(timeout_s)
+        """Wait until all artifacts are in the store, or publishing them failed; True only if all are stored. Code that
+        may not be published, or not yet, does not count. With the scope `off`, there is nothing to store."""
+        return self._publisher.wait(timeout_s) if self._publisher else not self._settings.enabled
 
     def end_publishing(self) -> None:
         """Publish the rest within the exit budget. After that, nothing is published or merged."""

@@ -153,8 +153,8 @@ def _region_problem(region: RegionReport) -> Problem | None:
 def _store_problems(report: BootReport, stored: Stored, is_published: bool) -> list[Problem]:
     again = "Correct this and fill again. Stored artifacts are not compiled again."
     problems = [Problem("publishing", failure, again) for failure in report.publish.failures]
-    if not is_published:
-        problems.append(Problem("publishing", f"it was not done after {PUBLISH_TIMEOUT_S:.0f} s", again))
+    if not is_published and not problems:
+        problems.append(Problem("publishing", f"not all was stored within {PUBLISH_TIMEOUT_S:.0f} s", again))
     if report.restore.outcome in ("failed", "discarded", "off"):
         problems.append(Problem("the store", f"restore {report.restore.outcome}: {report.restore.reason}", again))
     refused = {pack.name: pack.reason for pack in report.restore.refused}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pwd
@@ -91,6 +92,14 @@ def show_log() -> None:
     if not log.hasHandlers() and log.level == logging.NOTSET:
         log.addHandler(_UntilConfigured())
         log.setLevel(logging.INFO)
+
+
+def log_to_container() -> None:
+    """From now on, at the exit, print the lines into the container's log too. Cog's pipes are gone by then. File
+    descriptor 101 is the stderr that Cog has saved."""
+    if "coglet" in sys.modules:
+        with contextlib.suppress(OSError):
+            log.addHandler(logging.StreamHandler(os.fdopen(101, "w", closefd=False)))
 
 
 class _UntilConfigured(logging.StreamHandler[TextIO]):

@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compile_cache.errors import CompileCacheError, StoreUnavailable
+from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.lifecycle.host import log_to_container
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import MOST_PACKS, CompileCache
@@ -77,18 +78,32 @@ class Publisher:
         atexit.register(self.flush)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to publish, or the last attempt failed; False after `timeout_s`."""
+        """Wait until nothing is left to publish, or the last attempt failed. True only if all is stored then."""
         if self._staged_at is not None and self._is_to_stage():  # the thread has not noticed it yet
             self._idle.clear()
-        return self._idle.wait(timeout_s)
+        return self._idle.wait(timeout_s) and not self._waiting() and not self._cache.left_out
+
+    def _waiting(self) -> str:
+        """What is to be stored, and is not stored yet, in words; empty if there is nothing."""
+        if self._is_to_stage():
+            return "all files since the last publish, which are not packed yet"
+        return " and ".join(f"a pack of {len(pack.manifest.files)} files" for pack in list(self._staged))
 
     def flush(self) -> None:
-        """The exit hook: publish the rest within the exit budget. A second call does not wait again."""
+        """The exit hook: publish the rest within the exit budget, and say what is lost. A second call does not wait
+        again."""
         if self._thread.is_alive() and not self._closing.is_set():
+            log_to_container()
             if self._compiler is not None:
                 self._compiler.is_ending = True
             self._closing.set()
             self._thread.join(self._settings.exit_budget_s)
+            if self._thread.is_alive():
+                self._attempt(self._give_up)
+
+    def _give_up(self) -> None:
+        if lost := self._waiting():
+            raise StoreUnavailable(f"COMPILE_CACHE_EXIT_BUDGET_S={self._settings.exit_budget_s:g} is over; lost {lost}")
 
     def _run(self) -> None:
         """Until the exit, stage new artifacts when the counters move or a file may be published now, and publish them
@@ -161,13 +176,8 @@ class Publisher:
         try:
             step()
         except Exception as error:
-            is_known = isinstance(error, CompileCacheError | OSError)
-            log.log(
-                level if is_known else logging.WARNING,
-                "publish.failed error=%s",
-                error,
-                exc_info=None if is_known else error,
-            )
+            unknown = None if isinstance(error, CompileCacheError | OSError) else error
+            log.log(level if unknown is None else logging.WARNING, "publish.failed error=%s", error, exc_info=unknown)
             return str(error)
         return None
 
@@ -183,6 +193,8 @@ class Publisher:
         self._staged, self._staged_at, self._withheld = staged, now, withheld
         self._report.withheld_files = len(withheld)
         self._report.unread_files = len(unread)
+        if self._cache.left_out:
+            raise PackForbidden("no boot could restore " + "; ".join(self._cache.left_out))
 
     def _left_out(self) -> tuple[set[str], set[str]]:
         """The files that must not be published, and those that need not be."""

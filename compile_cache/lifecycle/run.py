@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from compile_cache.lifecycle.publish import Publisher
 from compile_cache.lifecycle.report import BootReport
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory, scan_folder
+from compile_cache.storage.directory import CacheDirectory, is_claimed
 
 log = logging.getLogger("compile_cache")
 
@@ -55,8 +56,13 @@ def run_program(name: str, command: list[str], also: Path | None = None) -> int:
         program = Program(name, path, also, environ)
     except Exception as error:
         log.warning("run.uncached error=%s", error, exc_info=not isinstance(error, CompileCacheError | OSError))
-    # Python ignores the last two.
-    pid = os.posix_spawn(path, command, environ, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ))
+    try:  # Python ignores the last two signals
+        pid = os.posix_spawn(path, command, environ, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ))
+    except OSError as error:  # it has no first line, is damaged, or its interpreter is missing
+        log.error("error: %s cannot be executed: %s", path, error.strerror)
+        if program is not None:
+            program.end(126)
+        return 126
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         came = signal.sigtimedwait(_CAUGHT, _STILL_S)
         if came is None and program is not None:
@@ -73,7 +79,7 @@ class Program:
     """The cache of a command. Restores it, and publishes what is new until `end`.
 
     Raises:
-        CompileCacheError, OSError, CalledProcessError: the cache cannot be used. `environ` is unchanged then.
+        CompileCacheError, OSError: the cache cannot be used. `environ` is unchanged then.
         SystemExit: a signal came.
     """
 
@@ -104,7 +110,7 @@ class Program:
         """Let new files be published if none changed for 5 s, or after the end. Younger ones may be half-written (g++
         writes libraries in place), but not after the exit code 0."""
         finished_ns = time.time_ns() - (0 if code == 0 else int(_STILL_S * 1e9))
-        files = scan_folder(self._directory.path)
+        files = self._directory.scan(math.inf)
         if code is not None or all(stamp.modified_ns <= finished_ns for stamp in files.values()):
             self._directory.finished_ns, self._publisher.program_files = finished_ns, (code, files)
 
@@ -120,28 +126,39 @@ def _environment_of(path: str, *arguments: str) -> environment.Environment:
     """The environment of the Python at `path`, or of the one that the first line of the script at `path` names.
 
     Raises:
-        CompileCacheError: there is another program at `path`.
-        OSError, CalledProcessError: the Python cannot say it.
+        CompileCacheError: there is another program at `path`, or the Python cannot say it.
+        OSError: the Python cannot be executed.
     """
     if not _PYTHON.fullmatch(os.path.basename(path)):
         named = _SHEBANG.match(Path(path).read_text(errors="surrogateescape"))
         if named is None:
             raise CompileCacheError(f"{path} names no Python. Put `compile-cache run` inside, before the Python")
         path = named[1]
-    answer = subprocess.check_output([path, environment.__file__, *arguments], stdin=subprocess.DEVNULL)
-    return environment.environment_from_record(json.loads(answer.splitlines()[-1]))
+    try:
+        asked = [path, environment.__file__, *arguments]
+        answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+        return environment.environment_from_record(json.loads(answer.splitlines()[-1]))
+    except (subprocess.CalledProcessError, LookupError, ValueError, TypeError) as error:
+        said = (getattr(error, "stderr", b"") or repr(error).encode()).decode(errors="replace")
+        raise CompileCacheError(f"{path} cannot say its environment: {said.strip().rpartition(chr(10))[2]}") from error
 
 
 def _link(folder: Path, target: Path) -> Path:
     """Make `folder` a link to `target`, and return it.
 
     Raises:
-        OSError: `folder` is neither missing nor empty.
+        CompileCacheError: `folder` is neither missing nor empty, or another run uses it.
     """
-    target.mkdir(exist_ok=True)
-    if folder.is_symlink() and folder.readlink() == target:  # of a run that was killed
-        folder.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.rmdir()
-    folder.symlink_to(target)
+    refused = f"--also {folder} must be missing or an empty folder"
+    try:
+        target.mkdir(exist_ok=True)
+        if folder.is_symlink() and re.fullmatch(r".*/\d+/also", left := str(folder.readlink())):
+            if Path(left) != target and is_claimed(Path(left).parent):
+                raise CompileCacheError(f"{refused}, but another run uses it")
+            folder.unlink()  # of a run that was killed
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.rmdir()
+        folder.symlink_to(target)
+    except OSError as error:
+        raise CompileCacheError(f"{refused}: {error.strerror}") from error
     return folder

@@ -20,7 +20,7 @@ from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched, fetch
 from compile_cache.storage.ledger import Ledger
 from compile_cache.storage.pack.format import Head, Pack, Source, sha256_of, write_pack
-from compile_cache.storage.pack.manifest import PackFile
+from compile_cache.storage.pack.manifest import PackFile, weight_of
 from compile_cache.storage.selection import USED, PacksOfKey, choose
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
 from compile_cache.storage.verify import HEAD_READ_BYTES, Rules, StoredPack, verify_pack
@@ -54,6 +54,8 @@ class CompileCache:
         self._directory = directory
         self.packs = PacksOfKey(stores.reading, key, rules)
         self._ledger = Ledger(directory, self.packs)
+        # Files that the last `stage` left out, because no boot could restore them: for each reason, a line.
+        self.left_out: list[str] = []
 
     def for_version(self, key: CacheKey) -> CompileCache:
         """Another key's packs in the written store, fetched into the same staging folder.
@@ -102,8 +104,8 @@ class CompileCache:
         return self._ledger.install(fetched)
 
     def stage(self, withheld: Collection[str], creator: str) -> tuple[Pack, ...]:
-        """Finished packs of all files that the store lacks, the most valuable first, without the `withheld` paths. A
-        key whose packs reach the limits gets no more packs, because no boot could read them.
+        """Finished packs of all files that the store lacks, the most valuable first, without the `withheld` paths.
+        Files that no boot could restore are left out: see `left_out`.
 
         Raises:
             StoreError: the store was not listed before, and cannot be listed.
@@ -112,14 +114,9 @@ class CompileCache:
         if not self.packs.is_listed:
             self.refresh()
         outbox = self._directory.empty_outbox()
-        if self.packs.is_full:
-            log.warning(
-                "publish.key_is_full The packs of %s reach the limits. Boots would not read further packs, so nothing "
-                "more is published. List the packs with `compile-cache show`, and delete those that are not yours.",
-                self.key.prefix,
-            )
-            return ()
-        parts = self._ledger.unpublished(withheld)
+        parts, refused = self._ledger.unpublished(withheld)
+        named = {why: [path for path in refused if refused[path] == why] for why in refused.values()}
+        self.left_out = [f"{len(paths)} files, such as {paths[0]!r:.200}: {why}" for why, paths in named.items()]
         return tuple(write_pack(outbox, self.key, part, creator, self.rules.signer) for part in parts)
 
     def is_superseded(self, pack: Pack) -> bool:
@@ -135,7 +132,7 @@ class CompileCache:
         store, name = self.writing, self.key.prefix + pack.name
         is_first = self.is_empty
         store.put(name, pack.local)
-        weight_bytes = len(pack.manifest.to_json())
+        weight_bytes = weight_of(pack.manifest.to_json())
         head = Head(pack.manifest, pack.stored_bytes - pack.manifest.frames_bytes, weight_bytes=weight_bytes)
         self.packs.add(StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), head))
         self._ledger.published(pack)

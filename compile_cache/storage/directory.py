@@ -45,13 +45,14 @@ class CacheDirectory:
         self._outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
         self.lock_fd = lock_fd
+        self._place = root.resolve() / str(number)
         # Files that another program has changed later may be half-written. They do not count as artifacts.
         self.finished_ns = float("inf")
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
         """Claim and empty the first free directory `<root>/<n>`. Beside it are its inbox, for packs that are not
-        verified yet, its outbox, for packs that are not published yet, and its logs.
+        verified yet, its outbox, for packs that are not published yet, its logs, and temporary files of compilers.
 
         A boot begins with an empty directory. So every file in it was restored and verified, or compiled by this
         process.
@@ -68,7 +69,8 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    for folder in (directory.path, directory.inbox, directory._outbox, directory.logs):
+                    beside = directory.inbox, directory._outbox, directory.logs, compilers_folder(directory.path)
+                    for folder in (directory.path, *beside):
                         _make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
@@ -123,9 +125,18 @@ class CacheDirectory:
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
-    def scan(self) -> dict[str, FileStamp]:
-        """The stamps of all finished artifacts by path inside the directory. Reads no file."""
-        return {path: stamp for path, stamp in _walk(self.path, "") if stamp.modified_ns <= self.finished_ns}
+    def scan(self, finished_ns: float | None = None) -> dict[str, FileStamp]:
+        """The stamps of all finished artifacts by path inside the directory. Reads no file, and follows no link: if a
+        link has replaced the directory, there are none."""
+        latest_ns = self.finished_ns if finished_ns is None else finished_ns
+        files = _walk(self.path, "") if self.path.resolve() == self._place else ()
+        return {path: stamp for path, stamp in files if stamp.modified_ns <= latest_ns}
+
+
+def compilers_folder(path: Path) -> Path:
+    """The folder for temporary files of compilers that work for the cache directory at `path`, or for the folder of its
+    compiling process."""
+    return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
 
 
 def scan_folder(root: Path) -> dict[str, FileStamp]:
@@ -178,7 +189,8 @@ def _own(root: Path) -> None:
         )
 
 
-_OURS = re.compile(r"\d+(\.lock|\.inbox|\.outbox|\.logs)?|[a-j]+")  # letters: folders of the compiling process
+_OURS = re.compile(r"\d+(\.\w+)?|[a-j]+")  # letters: folders of the compiling process
+_DIGITS = str.maketrans("abcdefghij", "0123456789")
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
@@ -191,6 +203,15 @@ def _lock(path: Path) -> int | None:
         os.close(lock_fd)
         return None
     return lock_fd
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a process owns the cache directory at `path`, or did and its program still does."""
+    lock = path.with_name(f"{path.name}.lock")
+    if not lock.exists() or (lock_fd := _lock(lock)) is None:
+        return lock.exists()
+    os.close(lock_fd)
+    return False
 
 
 def _make_empty(folder: Path) -> None:

@@ -64,9 +64,12 @@ class Ledger:
             self._stored[file.path] = (file.sha256, self._staged[file.path])
             self._seeded.pop(file.path, None)
 
-    def unpublished(self, withheld: Collection[str]) -> list[list[Source]]:
-        """The files that the store lacks, in parts of a pack each, the most valuable first."""
-        return [part for part in _parts(sorted(self._new(withheld), key=_by_value)) if part]
+    def unpublished(self, withheld: Collection[str]) -> tuple[list[list[Source]], dict[str, str]]:
+        """The files that the store lacks, in parts of a pack each, the most valuable first; and why no boot could
+        restore some others, by path."""
+        new = sorted(self._new(withheld), key=_by_value)
+        refused = self._packs.refusals(new, self._staged)
+        return [part for part in _parts(each for each in new if each.path not in refused) if part], refused
 
     def _new(self, withheld: Collection[str]) -> Iterator[Source]:
         """The files to publish: those with new logical keys, those whose content differs from the stored one, and the

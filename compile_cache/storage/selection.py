@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
+from compile_cache.storage.directory import FileStamp
+from compile_cache.storage.pack.format import PACK_NAME, Source
+from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of, is_plain, weight_of
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.transfer import Abandoned, in_daemon_threads
 from compile_cache.storage.verify import HEAD_READ_BYTES, HeadReader, Rules, StoredPack
@@ -31,11 +34,12 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The sum of a key's packs: the chosen file for each path, with the number of its pack in `packs`. `refused` packs
-    are left out."""
+    are left out. `size_bytes` counts against the limit."""
 
     packs: Sequence[StoredPack]
     files: Mapping[str, Choice]
     refused: tuple[RefusedPack, ...]
+    size_bytes: int
 
     @property
     def needed(self) -> dict[str, set[str]]:
@@ -69,11 +73,6 @@ class PacksOfKey:
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
         return not self._unavailable
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a pack was left out because all packs together exceed the limits."""
-        return bool(self._without_room)
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first. Objects that are not named like packs are ignored.
@@ -175,7 +174,33 @@ class PacksOfKey:
             size_bytes += more_bytes
         files = choose([pack.head.manifest for pack in packs])
         whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
-        return Selection(packs, whole, (*self._refused.values(), *too_large))
+        return Selection(packs, whole, (*self._refused.values(), *too_large), size_bytes)
+
+    def refusals(self, sources: Sequence[Source], stamps: Mapping[str, FileStamp]) -> dict[str, str]:
+        """Why no boot would restore a new file beside the packs of this key and the files before it, by path."""
+        plain = [source for source in sources if is_plain(source.path)]
+        files = [PackFile(s.path, s.key, stamps[s.path].size_bytes, "0" * 64, s.replaces, True) for s in plain]
+        manifests = [*(pack.head.manifest for pack in self.known.values()), Manifest(self.key, tuple(files), (), "", 0)]
+        new = {path: choice.file for path, choice in choose(manifests).items() if choice.pack == len(self.known)}
+        width = weight_of(manifests[-1].to_json()) // len(manifests[-1].to_json())
+        room = HeadReader(self.store, self.rules, self.known.values()).room
+        room = room.less(self.select().size_bytes, 0, 1024 * width)
+        refused = {}
+        for path in (source.path for source in sources):
+            if path not in new:
+                refused[path] = "no pack can have this path, or not beside another one (case, or a file as a folder)"
+                continue
+            # With the records of frames. Each 4 MiB may begin another pack, whose manifest has 1024 other bytes. A file
+            # that cannot be compressed takes more bytes in a pack, and packs have the same limit.
+            size_bytes = new[path].size_bytes
+            record_bytes = len(msgspec.json.encode(new[path])) + 50 + (size_bytes >> 11)
+            left = room.less(size_bytes + (size_bytes >> 8) + record_bytes, 1, width * record_bytes)
+            short = [name for name, rest in asdict(left).items() if rest < 0]
+            if self._without_room or short:
+                refused[path] = f"{' and '.join(short) or 'packs'} of its key would exceed {self.rules.limits}"
+            else:
+                room = left
+        return refused
 
 
 def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:

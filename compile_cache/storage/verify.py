@@ -96,14 +96,14 @@ class HeadReader:
     """
 
     def __init__(self, store: ObjectStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
-        """`known` packs count against the limits."""
+        """`known` packs count against the limits. `room` is what is left of these."""
         self._store = store
         self._rules = rules
-        self._room = rules.limits
+        self.room = rules.limits
         self._kept_bytes = 0
         self._turn = threading.Lock()
         for pack in known:
-            self._take_room(pack.head)
+            self.room = self.room.less(0, len(pack.head.manifest.files), pack.head.weight_bytes)
 
     def read(
         self, entry: StoredObject, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None
@@ -133,24 +133,18 @@ class HeadReader:
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
             try:
-                room = replace(limits, files=self._room.files, manifest_bytes=self._room.manifest_bytes)
-                head = read_head(read_at, name, room, self._rules.trusted)
+                head = read_head(read_at, name, self.room, self._rules.trusted)
             except ManifestTooLarge as error:
-                if self._room == limits:
+                if self.room == limits:
                     raise
                 raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
             if head.stored_bytes != entry.size_bytes:
                 raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
             if head.manifest.key.prefix != f"{folder}/":
                 raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
-            self._take_room(head)
+            self.room = self.room.less(0, len(head.manifest.files), head.weight_bytes)
             self._kept_bytes += len(beginning)
             return StoredPack(entry, head, beginning if self._kept_bytes <= _MOST_KEPT_BYTES else b"")
-
-    def _take_room(self, head: Head) -> None:
-        files = self._room.files - len(head.manifest.files)
-        manifest_bytes = self._room.manifest_bytes - head.weight_bytes
-        self._room = replace(self._room, files=max(0, files), manifest_bytes=max(0, manifest_bytes))
 
 
 class PackState(StrEnum):

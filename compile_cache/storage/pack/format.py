@@ -39,6 +39,7 @@ from compile_cache.storage.pack.manifest import (
     PackFile,
     digest_of,
     parse_manifest,
+    weight_of,
 )
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 
@@ -62,8 +63,6 @@ _FRAME_HEADER_BYTES = 18  # the most that RFC 8878 allows, 3.1.1.1
 _LARGEST_WINDOW_BYTES = 8 << 20
 # A function of an offset and a number of bytes. It returns these bytes of a pack, or fewer at the pack's end.
 ReadAt = Callable[[int, int], bytes]
-# Python keeps n bytes of text in up to 4n bytes, unless all characters are ASCII, and none is an escape's.
-_WIDEST_CHARACTER_BYTES = 4
 
 
 class Readable(Protocol):
@@ -161,7 +160,8 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
                 size_bytes += len(chunk)
             if size_bytes > FRAME_BYTES:
                 finish_frame()
-            files.append(PackFile(source.path, source.key, size_bytes, digest.hexdigest(), source.replaces))
+            can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & 0o100), digest.hexdigest()
+            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.replaces, can_run))
     finish_frame()
     return files, frames
 
@@ -254,7 +254,7 @@ def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> 
         if digest_of(text) + _SUFFIX != name:
             raise PackError("its manifest does not match its name")
         signed_by = trusted.verify(text, signature)
-        weight_bytes = len(text) * (1 if text.isascii() and b"\\" not in text else _WIDEST_CHARACTER_BYTES)
+        weight_bytes = weight_of(text)
         if weight_bytes > limits.manifest_bytes:
             raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
         manifest = parse_manifest(text, limits)
@@ -359,6 +359,8 @@ def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
                 digest.update(part)
                 if target is not None:
                     target.write(part)
+            if target is not None and file.executable:
+                os.fchmod(target.fileno(), 0o755)
         if digest.hexdigest() != file.sha256:
             raise PackError(f"its file {file.path!r} differs from the manifest")
 

@@ -24,6 +24,8 @@ _NAME_BYTES = 255  # NAME_MAX, limits.h
 _KEY_BYTES = 2 * _PATH_BYTES
 _CREATOR_BYTES = 200
 _REASON_CHARACTERS = 200
+# Python keeps n bytes of text in up to 4n bytes, unless all characters are ASCII, and none is an escape's.
+_WIDEST_CHARACTER_BYTES = 4
 _LATEST_S: Final = 253_402_300_800  # the year 10000, the end of datetime's range
 # An honest text has a quote in each stretch of this length.
 _STRETCH_BYTES = 4 << 10
@@ -35,13 +37,14 @@ _Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One artifact: its path in the cache directory and its logical key. If the file was changed in place, `replaces`
-    is the SHA-256 of its previous content."""
+    is the SHA-256 of its previous content. `executable`: its owner may execute it."""
 
     path: str
     key: str
     size_bytes: _Size
     sha256: _Sha256
     replaces: _Sha256 | None = None
+    executable: bool = False
 
     def __post_init__(self) -> None:
         """Keep the text of most files once in memory: their key is their path."""
@@ -63,6 +66,15 @@ class Limits:
     size_bytes: int = 4 << 30
     files: int = 100_000
     manifest_bytes: int = 32 << 20
+
+    def less(self, size_bytes: int, files: int, manifest_bytes: int) -> Limits:
+        """What is left beside these."""
+        return Limits(self.size_bytes - size_bytes, self.files - files, self.manifest_bytes - manifest_bytes)
+
+
+def weight_of(text: bytes | bytearray) -> int:
+    """An upper bound for the memory of a manifest's texts."""
+    return len(text) * (1 if text.isascii() and b"\\" not in text else _WIDEST_CHARACTER_BYTES)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,7 +185,7 @@ def check_paths(paths: Iterable[str]) -> None:
     """
     files: set[str] = set()
     for path in paths:
-        if not _is_plain(path):
+        if not is_plain(path):
             raise PackError(f"its path {_shown(path)} is not a plain path inside the cache directory")
         folded = path.casefold()
         if folded in files:
@@ -183,7 +195,8 @@ def check_paths(paths: Iterable[str]) -> None:
         raise PackError(f"its path {_shown(min(both))} is a file and a folder at once")
 
 
-def _is_plain(path: str) -> bool:
+def is_plain(path: str) -> bool:
+    """Whether a pack may have this path."""
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
         return False

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError
-from compile_cache.settings import PREFIX, Settings, split_url, without_user
+from compile_cache.settings import PREFIX, Settings, split_url
 
 log = logging.getLogger("compile_cache")
 
@@ -162,6 +162,12 @@ class LayeredStore(ReadOnly):
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
+def address_in(location: str, name: str) -> str:
+    """The address of an object, or of all objects whose names begin with `name`. An endpoint stays behind it."""
+    store, at, endpoint = location.partition(" at ")
+    return f"{store.rstrip('/')}/{name}{at}{endpoint}"
+
+
 def open_stores(settings: Settings) -> Stores:
     """The layers and the store that `settings` name. Connects to nothing yet.
 
@@ -185,9 +191,7 @@ def open_url(url: str) -> ObjectStore:
     """
     scheme, _ = split_url(url)
     if scheme not in _OPENERS:
-        raise SettingsError(
-            f"{PREFIX}STORE={without_user(url)!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off"
-        )
+        raise SettingsError(f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off")
     opener, extra = _OPENERS[scheme]
     try:
         return cast(ObjectStore, resolve_name(opener)(url))

@@ -14,9 +14,9 @@ from urllib.parse import unquote, urlsplit
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
-from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line
-from compile_cache.settings import split_url, without_user
-from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
+from compile_cache.settings import split_url
+from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject, address_in
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -68,7 +68,7 @@ class CloudStore:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
-        what = f"list {self._location}{prefix}"
+        what = f"list {address_in(self._location, prefix)}"
         found = []
         with _translated(what):
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
@@ -139,7 +139,7 @@ class Mirror(ReadOnly):
         except ObjectNotFound as error:
             raise ObjectNotFound(f"{error}; make it with `compile-cache pull --to FOLDER`") from error
         except ValueError as error:
-            raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
+            raise StoreError(f"cannot list {address_in(self.location, INDEX)}: {error}; make it again") from error
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -175,7 +175,7 @@ def open_mirror(url: str) -> Mirror:
     Raises:
         StoreError: the URL has no host, or an invalid port.
     """
-    folder = without_user(url).rstrip("/")
+    folder = redacted(url).rstrip("/")
     with _translated(f"open {folder}"):
         parts = urlsplit(url)
         options: ClientConfig = {**_READING, "allow_http": parts.scheme == "http"}
@@ -193,7 +193,8 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except (BaseError, OSError, ValueError, TypeError, NotImplementedError) as error:  # TypeError: a path to delete
         kind, advice = _meaning(error)
-        raise kind(f"cannot {what}: {_in_one_line(error)}{advice}") from error
+        # obstore's text without the answer's body and obstore's internals.
+        raise kind(f"cannot {what}: {first_line(error).partition(': <')[0]}{advice}") from error
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
@@ -218,9 +219,3 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
     if status in (408, 429) or (status or 0) >= 500 or _NO_ANSWER.search(text):
         return StoreUnavailable, "; check the network"
     return StoreError, ""
-
-
-def _in_one_line(error: Exception) -> str:
-    """obstore's text without the answer's body, obstore's internals, and queries, which can have signatures."""
-    line = first_line(error).partition(": <")[0]
-    return re.sub(r"\?[^\s\"')]*", "", line)

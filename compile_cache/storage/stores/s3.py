@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoCredentialsError, PartialCredentialsError
 
-from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
-from compile_cache.settings import split_url, without_user
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
+from compile_cache.settings import split_url
+from compile_cache.storage.stores.base import StoredObject, address_in
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _DENIED = frozenset({"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"})
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket"})
 _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
+# The codes and texts of AWS, R2 and MinIO, and of botocore for a region that cannot be.
+_WRONG_REGION = re.compile(r"region|Redirect|\(30[17]\)|recursion", re.IGNORECASE)
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 
 # R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none, because its name is a digest.
@@ -55,11 +58,11 @@ class S3Store:
     @property
     def location(self) -> str:
         """The URL, with the endpoint."""
-        return f"s3://{self._bucket}/{self._prefix} at {without_user(self._client.meta.endpoint_url)}"
+        return f"s3://{self._bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
-        what = f"list {self.location}{prefix}"
+        what = f"list {address_in(self.location, prefix)}"
         found = []
         with _translated(what):
             paginator = self._client.get_paginator("list_objects_v2")
@@ -101,17 +104,12 @@ class S3Store:
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Upload in one PUT of up to 5 GB. A transfer manager would start threads, which fails at exit."""
-        with _translated(f"put {name} into {self.location}"):
-            if isinstance(content, bytes):
-                self._put(name, content, len(content))
-            else:
-                with content.open("rb") as body:
-                    self._put(name, body, os.fstat(body.fileno()).st_size)
-
-    def _put(self, name: str, body: bytes | BinaryIO, size_bytes: int) -> None:
-        put: Callable[..., object] = self._client.put_object
-        request = partial(put, Bucket=self._bucket, Key=self._prefix + name, Body=body)
-        within_limit(f"put {name} into {self.location}", size_bytes, request)
+        what = f"put {name} into {self.location}"
+        with _translated(what), io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as body:
+            size_bytes = body.seek(0, os.SEEK_END)
+            body.seek(0)
+            key = self._prefix + name
+            within_limit(what, size_bytes, lambda: self._client.put_object(Bucket=self._bucket, Key=key, Body=body))
 
     def delete(self, name: str) -> None:
         """Remove an object. S3 accepts a missing object."""
@@ -139,23 +137,29 @@ def _translated(what: str) -> Iterator[None]:
     """Turn botocore's errors into the store's errors. Only here."""
     try:
         yield
-    except (NoCredentialsError, PartialCredentialsError) as error:
-        raise StoreAccessDenied(f"cannot {what}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
-    except ClientError as error:
-        code = _code(error)
-        if code in _DENIED:
-            raise StoreAccessDenied(f"cannot {what}: {code}; check the credentials and the bucket's policy") from error
-        if code in _MISSING:
-            advice = "; check the bucket's name, or create it" if code == "NoSuchBucket" else ""
-            raise ObjectNotFound(f"cannot {what}: {code}{advice}") from error
-        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in _OVERLOADED:
-            raise StoreUnavailable(f"cannot {what}: {error}") from error
-        raise StoreError(f"cannot {what}: {error}") from error
-    except ConnectionError as error:
-        raise StoreUnavailable(f"cannot {what}: {error}; check AWS_ENDPOINT_URL_S3 and the network") from error
-    except BotoCoreError as error:
-        raise StoreUnavailable(f"cannot {what}: {error}") from error
-    except ValueError as error:  # botocore raises it for an endpoint that is not a URL
-        raise StoreError(f"cannot {what}: {error}; check AWS_ENDPOINT_URL_S3") from error
-    except OSError as error:
-        raise StoreUnavailable(f"cannot {what}: {error}") from error
+    # ValueError: an endpoint that is not a URL. RecursionError: botocore asks again for a region that is not named.
+    except (BotoCoreError, ClientError, ValueError, OSError, RecursionError) as error:
+        kind, told = _meaning(error)
+        error.args = tuple(redacted(part) if isinstance(part, str) else part for part in error.args)
+        raise kind(f"cannot {what}: {told}") from error
+
+
+def _meaning(error: Exception) -> tuple[type[StoreError], str]:
+    """The store's error for an error of botocore, and its text, with advice for the user."""
+    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        return StoreAccessDenied, f"{error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    if isinstance(error, ConnectionError):
+        return StoreUnavailable, f"{error}; check AWS_ENDPOINT_URL_S3, AWS_DEFAULT_REGION and the network"
+    code = _code(error) if isinstance(error, ClientError) else ""
+    if code in _DENIED:
+        return StoreAccessDenied, f"{code}; check the credentials and the bucket's policy"
+    if code in _MISSING:
+        return ObjectNotFound, f"{code}; check the bucket's name, or create it" if code == "NoSuchBucket" else code
+    if _WRONG_REGION.search(str(error)):
+        return StoreError, f"{error}; set AWS_DEFAULT_REGION to the bucket's region"
+    if isinstance(error, ClientError):
+        is_overloaded = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in _OVERLOADED
+        return StoreUnavailable if is_overloaded else StoreError, str(error)
+    if isinstance(error, BotoCoreError | OSError):
+        return StoreUnavailable, str(error)
+    return StoreError, f"{error}; check AWS_ENDPOINT_URL_S3"
