@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.inductor.artifacts import Artifacts, CachedRecord
+    from compile_cache.inductor.artifacts import Artifacts
     from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.precompiled import Precompiled
 
@@ -67,7 +67,7 @@ class Compiler:
         self.is_ending = False
         self._tracing_s = _TRACING_S
         self._seen = set(directory.scan())
-        self._left_eager = LeftEager(settings.leave_eager)
+        self._left_eager: dict[str, RegionReport] = {}
         self._why_not_precompiled = ""
         self._orders: Orders | None = None
         self._is_released = False
@@ -136,12 +136,6 @@ class Compiler:
         found = attempt(self.artifacts.find, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
-    def find_cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
-        """In the warm-up, the record of stored graphs for this call."""
-        if self.artifacts is None or not self.is_warming_up:
-            return None
-        return self.artifacts.cached(module, args, kwargs)
-
     def is_proved(self, path: str) -> bool:
         """Whether an earlier boot of this very version has compared a function on all instances."""
         return self.is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
@@ -206,7 +200,11 @@ class Compiler:
             raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
         self._configure()
         for module in find_regions(root, "whole" if whole else self._settings.scope):
-            if not self._left_eager.takes(module):
+            if (name := type(module).__name__) in self._settings.leave_eager:
+                reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
+                left = RegionReport(name, 0, step="eager", reason=reason, is_left_eager=True)
+                self._left_eager.setdefault(name, left).instances += 1
+            else:
                 region = self._region(type(module))
                 region.shares_weights = shares_weights
                 region.adopt(module)
@@ -221,11 +219,16 @@ class Compiler:
     @property
     def reports(self) -> list[RegionReport]:
         """A report for each class; the classes that are left eager come last."""
-        return [*(region.report for region in self.regions.values()), *self._left_eager.reports]
+        return [*(region.report for region in self.regions.values()), *self._left_eager.values()]
 
     def left_eager_warnings(self) -> list[str]:
         """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
-        return self._left_eager.warnings([region.report.name for region in self.regions.values()])
+        classes = ", ".join(sorted({report.name for report in self.reports})) or "none"
+        return [
+            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
+            for name in self._settings.leave_eager
+            if name not in self._left_eager
+        ]
 
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.regions:
@@ -315,43 +318,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork)
-
-
-class LeftEager:
-    """Finds the modules to leave eager, by class name, and reports them."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._reports: dict[type[nn.Module], RegionReport] = {}
-
-    def takes(self, module: nn.Module) -> bool:
-        """Whether to leave `module` eager. If so, it is counted."""
-        kind = type(module)
-        if kind.__name__ not in self._names:
-            return False
-        report = self._reports.setdefault(
-            kind,
-            RegionReport(
-                kind.__name__, 0, step="eager", reason="left eager by COMPILE_CACHE_LEAVE_EAGER", is_left_eager=True
-            ),
-        )
-        report.instances += 1
-        return True
-
-    @property
-    def reports(self) -> list[RegionReport]:
-        """A report for each class that `takes` met."""
-        return list(self._reports.values())
-
-    def warnings(self, compiled: Sequence[str]) -> list[str]:
-        """A warning for each name that no class had. `compiled` has the names of the other classes."""
-        met = {report.name for report in self.reports}
-        classes = ", ".join(sorted({*met, *compiled})) or "none"
-        return [
-            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
-            for name in self._names
-            if name not in met
-        ]
 
 
 def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
