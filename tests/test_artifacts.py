@@ -17,6 +17,7 @@ from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 
+from compile_cache.errors import ArtifactError
 from compile_cache.inductor import artifacts as stored_artifacts
 from compile_cache.inductor import precompiled
 from compile_cache.inductor.artifacts import Artifacts
@@ -345,3 +346,20 @@ def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made,
         compiler = boot(directory, batched, block)
         warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), block(tensor())])
         assert [path.name for path in artifacts(directory)] == [path.name for path in artifacts(made)]
+
+
+def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced_seven_times(tmp_path):
+    """Each record is written because the one before it did not hold."""
+    found = []
+    with activated(tmp_path) as directory:
+        call = build(Breaking), (tensor(),), {}
+        for number in range(8):
+            artifacts = Artifacts(Settings(), directory.path)
+            path = artifacts.write_cached(*call, 1.5, f"reason {number}")
+            if record := artifacts.cached(*call):
+                found.append((record.path == path, record.reason))
+                artifacts.reject(path, "a stored graph was not found")
+                assert artifacts.cached(*call) is None
+        with pytest.raises(ArtifactError, match="others in each boot"):
+            artifacts.write_cached(*call, 1.5, "again")
+    assert found == [(True, f"reason {number}") for number in range(7)]
