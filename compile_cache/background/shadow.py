@@ -5,10 +5,11 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ _ALIGNMENT_BYTES = 64
 class Shadow:
     """A copy of a call: its module, args and kwargs together, so that what is one object there is one object here.
 
-    Shared with the call are parameters, modules outside the region, functions, classes, and what another process would
-    find by its name. Every other object is copied, and every storage once. So views of one storage stay views of one
-    storage, and an input that a buffer or a cache has too stays so.
+    Shared with the call are parameters, modules outside the region, functions and classes. An object that its class's
+    module or the model's has by name is shared too, because the model may ask whether it is this object. A call
+    that changes such an object is never copied again. Every other object is copied, and every
+    storage once. So views of one storage stay views of one storage, and an input that a buffer or a cache has too stays
+    so.
+
+    `named` has the shared objects with a name: the name, the object, and a copy of its `state_of`. `obstacle` says why
+    no code may run on the copy.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -46,6 +52,8 @@ class Shadow:
             NotHandedOver: an object cannot be copied.
             MemoryError, torch.OutOfMemoryError: the copies do not fit.
         """
+        self.named: list[tuple[str, Any, list[Any]]] = []
+        self.obstacle: NotHandedOver | None = None
         try:
             file, pickler = pickled(_Pickler, (module, args, dict(kwargs)))
             file.seek(0)
@@ -53,7 +61,11 @@ class Shadow:
                 storages = [_copied(used) for used in pickler.tensors.storages]
 
             def known(key: Any) -> Any:
-                return storages[key] if isinstance(key, int) else pickler.shared[key[1]]
+                if isinstance(key, int):
+                    return storages[key]
+                number, *named = key
+                self.named += [(name, pickler.shared[number], state) for name, state in named]
+                return pickler.shared[number]
 
             self.module, self.args, self.kwargs = CallUnpickler(file, known).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
@@ -67,8 +79,16 @@ class Shadow:
         return copy.module, copy.args, copy.kwargs
 
     def copy(self) -> Shadow:
-        """Another copy, for a run that must not change this one. Raises as the constructor does."""
+        """Another copy, for a run that must not change this one. Raises as the constructor does, and the `obstacle`."""
+        if self.obstacle:
+            raise self.obstacle
         return Shadow(self.module, self.args, self.kwargs)
+
+
+def state_of(value: Any) -> list[Any]:
+    """All that pickle would store of an object, besides its class."""
+    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced[1:] if not isinstance(reduced, str)]
 
 
 class _Pickler(CallPickler):
@@ -90,6 +110,9 @@ class _Pickler(CallPickler):
             return NotImplemented
         if type(value) is not OrderedDict and self._is_shared(value):  # most values are a module's empty hooks
             return self._kept(value)
+        if not isinstance(value, OrderedDict | nn.Module | torch.Tensor) and (name := self.name(value)):
+            is_known = any(value is other for other in self.shared)
+            return self._kept(value) if is_known else self._kept(value, (name, state_of(value)))
         if isinstance(value, torch.Generator):
             return self._kept(value.clone_state())
         try:
@@ -99,16 +122,16 @@ class _Pickler(CallPickler):
                 return self._kept(value.detach().clone().requires_grad_(value.requires_grad))
             raise
 
-    def _kept(self, value: Any) -> Any:
+    def _kept(self, value: Any, *named: tuple[str, list[Any]]) -> Any:
         self.shared.append(value)
-        return known_object, (("shared", len(self.shared) - 1),)
+        return known_object, ((len(self.shared) - 1, *named),)
 
     def _is_shared(self, value: Any) -> bool:
         if isinstance(value, nn.Module):
             return id(value) not in self._inside
         if isinstance(value, torch.Tensor):
             return isinstance(value, nn.Parameter)
-        return isinstance(value, _OF_PROCESS) or bool(self.name(value))
+        return isinstance(value, _OF_PROCESS)
 
 
 def _copied(used: UsedStorage) -> MadeStorage:
