@@ -201,6 +201,47 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     assert not fits(found, block, tensor())
 
 
+@pytest.mark.parametrize("place", ["attribute", "list", "dict", "nested"])
+@pytest.mark.parametrize("kind", blocks.OBJECTS)
+def test_which_object_a_module_has_is_checked_in_every_call(tmp_path, kind, place):
+    """torch has no guard on it."""
+    expected = [eager(build(blocks.Asking, kind, place, number), tensor()) for number in (0, 1)]
+    assert not torch.equal(*expected)
+    for first, then in ((0, 1), (1, 0)):
+        with activated(tmp_path / str(first)) as directory:
+            module = build(blocks.Asking, kind, place, first)
+            compiler = boot(directory, module)
+            close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
+            for number in (then, first):
+                module.put(number)
+                close(eager(module, tensor()), expected[number])
+            other = build(blocks.Asking, kind, place, then)
+            compiler = boot(directory, other)
+            close(warm_up(compiler, lambda other=other: other(tensor())), expected[then])
+            close(eager(other, tensor()), expected[then])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(tmp_path, number):
+    with activated(tmp_path) as directory:
+        module = build(blocks.Asking, "object", "attribute", number)
+        warm_up(boot(directory, module), lambda: module(tensor()))
+        found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
+        assert not isinstance(found[number], str), found
+        assert "has changed" in found[1 - number]
+
+
+def test_which_object_an_input_is_is_checked_in_every_call(tmp_path):
+    calls = [(), (blocks.SENTINEL_TOO,), (blocks.SENTINEL_TOO, blocks.SENTINEL_TOO), (blocks.SENTINEL, blocks.SENTINEL)]
+    with activated(tmp_path) as directory:
+        module = build(blocks.AskingInputs)
+        compiler = boot(directory, module)
+        warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
+        for call in calls:
+            close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
+        assert only_report(compiler).step == "cold"
+
+
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
     """A hook, before or after."""
     return torch.mm(args[0] if output is None else output, args[0].T @ args[0])

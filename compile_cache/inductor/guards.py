@@ -128,7 +128,8 @@ class Recorder:
         asked = {*aliases, *(self._aliases[name] for name in aliases)}
         alike = defaultdict[type, dict[str, Any]](dict)
         for name, value in {**aliases, **values}.items():
-            if (name in asked or _has_identity(value)) and not _WITHOUT_IDENTITY.fullmatch(name):
+            is_asked = name in asked and isinstance(value, nn.Module)
+            if (is_asked or _has_identity(value)) and not _WITHOUT_IDENTITY.fullmatch(name):
                 alike[type(value)][name] = value
         for objects in alike.values():
             if len(objects) > 1:
