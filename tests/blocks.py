@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -273,6 +273,13 @@ OBJECTS: dict[str, tuple[Any, Any]] = {
     "partial": (functools.partial(len), functools.partial(len)),
 }
 SENTINEL, SENTINEL_TOO = OBJECTS["object"]
+
+
+class Far(NamedTuple):
+    """A named tuple that other modules use."""
+
+    first: Any
+    second: Any = None
 
 
 class Asking(Weighted):

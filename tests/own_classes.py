@@ -1,6 +1,6 @@
 """Blocks that change objects which their program has under a name, and a boot that calls each a few times.
 
-    own_objects.py main|imported
+    own_classes.py main|imported
 
 As a script, it is the main program, whose classes no other process can import; `imported` takes the same classes from
 a module. Prints a line of JSON: by name, what the calls left in an object, and what as many changes leave.
@@ -120,7 +120,7 @@ class Holding(Given):
 
 
 def main() -> None:
-    own = sys.modules["__main__"] if sys.argv[1] == "main" else importlib.import_module("own_objects")
+    own = sys.modules["__main__"] if sys.argv[1] == "main" else importlib.import_module("own_classes")
     told, x = {}, torch.ones(2, SIZE)
     with compile_cache.boot("own/objects@" + "0" * 40) as boot, torch.inference_mode():
         for name in OBJECTS:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import blocks
 import pytest
 import torch
+import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
+from boots import run_boot, settings
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
@@ -746,3 +750,42 @@ def test_input_that_is_changed_ends_as_in_eager(directory):
         pair(changed, tensor(16, 16, seed=2))
     close(changed, expected)
     assert only_report(compiler).step == "precompiled"
+
+
+OWN = ("AnswersPair", "AnswersTyped", "AnswersNested", "TakesTyped", "AnswersDataclass", "AnswersModelOutput")
+OWN = (*OWN, "AsksForTheType", "Secretive", "bert", "t5", "unet")
+SECRETS = {"OWN_SECRET": "do-not-store-me"}
+
+
+@pytest.fixture(scope="module")
+def own_answers(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of two boots in a row with answers of their own classes, and what each told."""
+    folder = tmp_path_factory.mktemp("own")
+    environ = {**settings(folder, cold_start="block"), **SECRETS}
+    return folder, [json.loads(run_boot(environ, *OWN, program="own_answers").stdout) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_inputs_and_answers_of_their_own_classes_are_precompiled(own_answers, name):
+    _, (cold, restored) = own_answers
+    assert cold[name][0] in ("cold", "cached"), "a graph may be another class's"
+    assert cold[name][2] == [True, True]
+    assert restored[name] == ["precompiled", "", [True, True]]
+
+
+def test_the_store_has_no_text_of_the_environment_nor_of_the_model(own_answers):
+    folder, _ = own_answers
+    unpacked = b""
+    for pack in (folder / "store").rglob("*.pack"):
+        with zstandard.ZstdDecompressor().stream_reader(pack.open("rb"), read_across_frames=True) as frames:
+            unpacked += frames.read()
+    assert b"Secretive" in unpacked
+    assert b"OWN_SECRET" in unpacked
+    assert SECRETS["OWN_SECRET"].encode() not in unpacked
+
+
+def test_the_variable_that_changed_is_named(own_answers):
+    folder, _ = own_answers
+    environ = {**settings(folder, cold_start="block"), "OWN_SECRET": "another"}
+    ((_, reason, _),) = json.loads(run_boot(environ, "Secretive", program="own_answers").stdout).values()
+    assert "the environment variable OWN_SECRET has changed" in reason

@@ -17,7 +17,7 @@ from torch import nn
 
 from compile_cache.background.call import CallPickler, CallUnpickler, known_object, pickled
 from compile_cache.background.tensors import MadeStorage, UsedStorage
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import NotHandedOver, first_line
 
 # These are the same in all of the process.
 _OF_PROCESS = (
@@ -71,7 +71,7 @@ class Shadow:
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
-            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {error}") from error
+            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
     def copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The module, args and kwargs of another copy. Raises as the constructor does."""
@@ -118,7 +118,8 @@ class _Pickler(CallPickler):
         try:
             return super().reducer_override(value)
         except NotHandedOver:
-            if isinstance(value, torch.Tensor):  # without a plain storage
+            # A tensor without a plain storage. torch.compile runs a call with strided nested tensors as it is.
+            if isinstance(value, torch.Tensor) and not (value.is_nested and value.layout == torch.strided):
                 return self._kept(value.detach().clone().requires_grad_(value.requires_grad))
             raise
 

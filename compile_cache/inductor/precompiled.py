@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
@@ -24,6 +25,8 @@ def why_not_ahead(module: nn.Module) -> str:
     """Why no function compiled ahead of time may serve calls of `module` in its present state; empty if one may."""
     if torch.is_grad_enabled():
         return "gradients are recorded; call the model under torch.inference_mode() or torch.no_grad()"
+    if torch._inductor.config.freezing:
+        return "torch._inductor.config.freezing makes the values of its weights a part of the code"
     if any(vars(part).get(hooks) for part in module.modules() for hooks in HOOKS):
         return "it has a hook of torch.nn.utils"
     return why_eager(module)
