@@ -753,7 +753,7 @@ def test_input_that_is_changed_ends_as_in_eager(directory):
 
 
 OWN = ("AnswersPair", "AnswersTyped", "AnswersNested", "TakesTyped", "AnswersDataclass", "AnswersModelOutput")
-OWN = (*OWN, "AsksForTheType", "Secretive", "bert", "t5", "unet")
+OWN = (*OWN, "AnswersBaseOutput", "AsksForTheType", "Secretive", "bert")
 SECRETS = {"OWN_SECRET": "do-not-store-me"}
 
 
