@@ -36,10 +36,9 @@ class Shadow:
     """A copy of a call: its module, args and kwargs together, so that what is one object there is one object here.
 
     Shared with the call are parameters, modules outside the region, functions and classes. An object that its class's
-    module or the model's has by name is shared too, because the model may ask whether it is this object. A call
-    that changes such an object is never copied again. Every other object is copied, and every
-    storage once. So views of one storage stay views of one storage, and an input that a buffer or a cache has too stays
-    so.
+    module or the model's has by name is shared too, because the model may ask whether it is this object. Once a call
+    has changed such an object, no code runs on the copy. Every other object is copied, and every storage once. So views
+    of one storage stay views of one storage, and an input that a buffer or a cache has too stays so.
 
     `named` has the shared objects with a name: the name, the object, and a copy of its `state_of`. `obstacle` says why
     no code may run on the copy.

@@ -66,7 +66,7 @@ _load: Any = torch.compiler.load_compiled_function
 _torch_key: Any = torch._inductor.codecache.torch_key
 guards: Any = _guards
 # The packages of the objects that make guards up, besides the model's own.
-_OF_GUARDS = ("builtins", "functools", "torch", "sympy")
+_OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
@@ -194,13 +194,16 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         """How to make `value` again."""
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
-        if is_of_guards or isinstance(value, type) or isinstance(reduced, str):
+        if is_of_guards or isinstance(value, type):
             return reduced
         reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
+        if isinstance(reduced, str):
+            return reduced
         made, arguments, state, listed, items = (*reduced, None, None, None)[:5]
         arguments = without_texts(arguments) if is_module else arguments
+        state = state if isinstance(state, bytes) else without_texts(state)  # an extension module's own form
         listed, items = without_texts(list(listed or ())), without_texts(dict(items or ()))
-        return made, arguments, without_texts(state), iter(listed), iter(items.items())
+        return made, arguments, state, iter(listed), iter(items.items())
 
 
 def without_texts(value: Any) -> Any:

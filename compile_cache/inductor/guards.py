@@ -65,6 +65,7 @@ _WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|bu
 _HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 # torch's name for a module or another scope; in a record, a module's own name.
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
+_NO_MODULE = "___unnamed_scope"
 _BUILTINS = "G['builtins']"
 # A function's default, or the tuple of all defaults. If each default is immutable, only the whole tuple can change.
 _DEFAULT = re.compile(r"(.*\.__defaults__)(\[\d+\])?$")
@@ -106,7 +107,7 @@ class Recorder:
     def __init__(self, on_gpu: bool, salt: str) -> None:
         self._left_out = {"GLOBAL_STATE"} if on_gpu else set()
         self._salt = salt
-        self._found: dict[str, RecordedGuard] = {}
+        self._found: dict[RecordedGuard, None] = {}
         self._refusals: list[NotPrecompilable] = []
         self._aliases: dict[str, str] = {}
         # By the identity of a function's globals, the expression for the function.
@@ -123,7 +124,7 @@ class Recorder:
         """torch's `guard_filter_fn`: True for each guard that torch shall store."""
         values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
         functions = {name: value for name, value in values.items() if isinstance(value, types.FunctionType)}
-        self._functions = {id(value.__globals__): name for name, value in functions.items()}
+        self._functions = {id(f.__globals__): name for name, f in functions.items() if _NO_MODULE not in name}
         aliases = {name: values[other] for name, other in self._aliases.items() if other in values}
         asked = {*aliases, *(self._aliases[name] for name in aliases)}
         alike = defaultdict[type, dict[str, Any]](dict)
@@ -156,7 +157,7 @@ class Recorder:
             key = _parameter(entry) if entry and kind in _BY_CONTENT else None
             expression = self._in_modules(name)
             was = digest([self._salt, expression, _description(kind, value, key)])
-            self._found[f"{kind} {key!r} {expression}"] = RecordedGuard(expression, kind, key, was, is_stored)
+            self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
         except (NotDescribedError, NotPrecompilable) as error:  # raised here, torch would wrap it
             is_told = isinstance(error, NotPrecompilable)
             reason = str(error) if is_told else f"torch guards {name} by identity, which is a {error}"
@@ -185,7 +186,7 @@ class Recorder:
         """
         if self._refusals:
             raise self._refusals[0]
-        return list(self._found.values())
+        return list(self._found)
 
 
 def _parameter(entry: GuardFilterEntry) -> str | int:
