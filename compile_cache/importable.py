@@ -36,7 +36,7 @@ def reference(value: Any) -> str:
     except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
         found = None
     if found is not value:
-        raise LookupError(f"{value!r} cannot be imported")
+        raise LookupError(f"{name or f'a {type(value).__qualname__}'} cannot be imported")
     return f"{module}:{name}"
 
 

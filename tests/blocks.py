@@ -6,10 +6,12 @@ They multiply matrices, and all else goes into the factors: that compiles in hal
 from __future__ import annotations
 
 import enum
+import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -249,6 +251,68 @@ class Anything:
 
 
 ANYTHING = Anything()
+
+
+class Slotted:
+    __slots__ = ("gain",)
+
+
+@dataclass
+class Gain:
+    gain: float = 2.0
+
+
+# By kind, an object that `Asking` knows and another that is like it.
+OBJECTS: dict[str, tuple[Any, Any]] = {
+    "object": (object(), object()),
+    "instance": (Anything(), Anything()),
+    "slots": (Slotted(), Slotted()),
+    "dataclass": (Gain(), Gain()),
+    "list": ([1.0], [1.0]),
+    "dict": ({"gain": 1.0}, {"gain": 1.0}),
+    "partial": (functools.partial(len), functools.partial(len)),
+}
+SENTINEL, SENTINEL_TOO = OBJECTS["object"]
+
+
+class Far(NamedTuple):
+    """A named tuple that other modules use."""
+
+    first: Any
+    second: Any = None
+
+
+class Asking(Weighted):
+    """What it computes depends on which object it finds."""
+
+    def __init__(self, kind: str, place: str, number: int) -> None:
+        super().__init__()
+        self.kind, self.place = kind, place
+        self.put(number)
+
+    def put(self, number: int) -> None:
+        self.found = OBJECTS[self.kind][number]
+        self.several, self.by_name = [self.found], {"found": self.found}
+        self.nested = SimpleNamespace(inner=SimpleNamespace(found=self.found))
+
+    def find(self) -> Any:
+        if self.place == "list":
+            return self.several[0]
+        if self.place == "dict":
+            return self.by_name["found"]
+        return self.nested.inner.found if self.place == "nested" else self.found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known = self.find() is (SENTINEL if self.kind == "object" else OBJECTS[self.kind][0])
+        return torch.addmm(x, x, self.weight, alpha=2.0 if known else 1.0)
+
+
+class AskingInputs(Weighted):
+    """Asks which object an input is, and which a default."""
+
+    def forward(self, x: torch.Tensor, which: Any = SENTINEL, other: Any = None) -> torch.Tensor:
+        factor = (2.0 if which is SENTINEL else 1.0) * (3.0 if other is which else 1.0)
+        return torch.addmm(x, x, self.weight, alpha=factor)
 
 
 class Identified(nn.Module):

@@ -40,6 +40,9 @@ GATE: list[tuple[threading.Event, threading.Event]] = []
 class Mode:
     """Told apart by identity, as an enumeration or a sentinel is."""
 
+    def __init__(self) -> None:
+        self.name = "default"
+
 
 DEFAULT = Mode()
 

@@ -363,3 +363,50 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
         with pytest.raises(ArtifactError, match="others in each boot"):
             artifacts.write_cached(*call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]
+
+
+def test_with_freezing_no_function_is_made_and_the_option_is_named(made, tmp_path, monkeypatch):
+    """The values of the weights would be constants of the code."""
+    monkeypatch.setattr(torch._inductor.config, "freezing", True)
+    with copied(made, tmp_path) as directory:
+        block = build(Block)
+        assert "torch._inductor.config.freezing" in find(directory, block, tensor())
+        compiler = boot(directory, block)
+        close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
+        assert "torch._inductor.config.freezing" in only_report(compiler).reason
+        assert len(artifacts(directory)) == len(artifacts(made))
+
+
+def weight_norm(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(module, "second")
+
+
+def spectral_norm(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.utils.parametrizations.spectral_norm(module, "second")
+
+
+@pytest.mark.parametrize("change", [weight_norm, spectral_norm])
+def test_a_parametrized_module_is_eager_and_the_reason_is_one_line(tmp_path, change):
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        change(block)
+        warm_up(compiler := boot(directory, block), lambda: block(tensor()))
+        report = only_report(compiler)
+        assert report.step == "eager"
+        assert "a ParametrizedBlock cannot be handed over. Remove its parametrizations" in report.reason
+        assert "\n" not in report.reason
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_call_with_nested_tensors_is_eager_and_says_so(tmp_path):
+    with activated(tmp_path) as directory:
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        encoder = build(torch.nn.TransformerEncoder, layer, 2).requires_grad_(False)
+        mask = torch.tensor([[False, False, True]])
+        compiler = boot(directory, encoder)
+        answer = warm_up(compiler, lambda: encoder(tensor(1, 3, 16), src_key_padding_mask=mask))
+        close(answer, eager(encoder, tensor(1, 3, 16), src_key_padding_mask=mask))
+        assert only_report(compiler).step == "eager"
+        assert (
+            "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason
+        )

@@ -21,10 +21,29 @@ def test_complex_outputs_may_round_as_real_ones_do():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_numbers_of_8_bits_are_equal_or_different(dtype):
-    reference = torch.tensor([1.0, -2.0, 0.5, float("nan")]).to(dtype)
-    assert not compare((reference.clone(),), (reference,)).passed, "NaN tells nothing"
-    assert compare((reference[:3].clone(),), (reference[:3],)).passed
-    assert not compare((torch.tensor([1.0, -2.0, 0.75]).to(dtype),), (reference[:3],)).passed
+    reference = torch.tensor([1.0, -2.0, 0.5]).to(dtype)
+    assert compare((reference.clone(),), (reference,)).passed
+    assert not compare((torch.tensor([1.0, -2.0, 0.75]).to(dtype),), (reference,)).passed
+
+
+NAN, INF = float("nan"), float("inf")
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nans_are_equal_in_the_same_places_alone_and_the_rest_is_compared(dtype):
+    reference = torch.tensor([NAN, 1.0, 2.0]).to(dtype)
+    assert compare((reference.clone(),), (reference,)).error == 0.0
+    assert compare((reference[:1].clone(),), (reference[:1],)).passed, "nothing but NaN"
+    for other in ([NAN, 1.0, 3.0], [NAN, NAN, 2.0], [0.0, 1.0, 2.0], [1.0, NAN, 2.0]):
+        assert not compare((torch.tensor(other).to(dtype),), (reference,)).passed
+        assert not compare((reference,), (torch.tensor(other).to(dtype),)).passed
+
+
+def test_a_nan_is_no_infinity():
+    for one, other in ((NAN, INF), (INF, -INF), (INF, 3e38)):
+        assert not compare((torch.tensor([one, 1.0]),), (torch.tensor([other, 1.0]),)).passed
+        assert not compare((torch.tensor([other, 1.0]),), (torch.tensor([one, 1.0]),)).passed
 
 
 @pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])

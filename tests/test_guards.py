@@ -8,13 +8,16 @@ import blocks
 import pytest
 
 from compile_cache.inductor.describe import describe
+from compile_cache.inductor.format import digest
 from compile_cache.inductor.guards import Checks, RecordedGuard
-
-ALIAS = "__import_blocks"
 
 
 def of_global(name: str, kind: str, was, key=None) -> Checks:
-    return Checks([RecordedGuard(f"G['{ALIAS}'].{name}", kind, key, was)], {ALIAS: blocks})
+    return checks_of(f"G['blocks'].{name}", kind, was, key)
+
+
+def checks_of(expression: str, kind: str, was, key=None) -> Checks:
+    return Checks([RecordedGuard(expression, kind, key, digest(["salt", expression, was]))], "salt")
 
 
 # A global of blocks, the kind of guard, what it asks for, what was there, and what is there later.
@@ -38,7 +41,7 @@ def test_difference_names_what_differs(monkeypatch, name, kind, key, was, later)
     checks = of_global(name, kind, was, key)
     assert checks.difference() == ""
     monkeypatch.setattr(blocks, name, later)
-    assert f"G['{ALIAS}'].{name} is " in checks.difference()
+    assert f"G['blocks'].{name} has changed" in checks.difference()
 
 
 def test_what_is_gone_is_a_difference(monkeypatch):
@@ -48,10 +51,10 @@ def test_what_is_gone_is_a_difference(monkeypatch):
 
 
 def test_what_is_below_the_inputs_is_compared_with_each_call():
-    checks = Checks([RecordedGuard("L['module'].act", "CLOSURE_MATCH", None, describe(blocks.double))], {})
+    checks = checks_of("L['module'].act", "CLOSURE_MATCH", describe(blocks.double))
     assert checks.difference() == ""
     assert checks.local_difference({"module": SimpleNamespace(act=blocks.double)}) == ""
-    assert "L['module'].act is " in checks.local_difference({"module": SimpleNamespace(act=blocks.triple)})
+    assert "L['module'].act has changed" in checks.local_difference({"module": SimpleNamespace(act=blocks.triple)})
 
 
 def test_constants_and_functions_are_compared_in_every_call(monkeypatch):

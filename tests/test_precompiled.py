@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import blocks
 import pytest
 import torch
+import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
+from boots import run_boot, settings
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
@@ -199,6 +203,47 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     IN_PLACE[what](block)
     assert not torch.equal(eager(block, tensor()), eager(build(Block), tensor())), "it would have been wrong"
     assert not fits(found, block, tensor())
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "dict", "nested"])
+@pytest.mark.parametrize("kind", blocks.OBJECTS)
+def test_which_object_a_module_has_is_checked_in_every_call(tmp_path, kind, place):
+    """torch has no guard on it."""
+    expected = [eager(build(blocks.Asking, kind, place, number), tensor()) for number in (0, 1)]
+    assert not torch.equal(*expected)
+    for first, then in ((0, 1), (1, 0)):
+        with activated(tmp_path / str(first)) as directory:
+            module = build(blocks.Asking, kind, place, first)
+            compiler = boot(directory, module)
+            close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
+            for number in (then, first):
+                module.put(number)
+                close(eager(module, tensor()), expected[number])
+            other = build(blocks.Asking, kind, place, then)
+            compiler = boot(directory, other)
+            close(warm_up(compiler, lambda other=other: other(tensor())), expected[then])
+            close(eager(other, tensor()), expected[then])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(tmp_path, number):
+    with activated(tmp_path) as directory:
+        module = build(blocks.Asking, "object", "attribute", number)
+        warm_up(boot(directory, module), lambda: module(tensor()))
+        found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
+        assert not isinstance(found[number], str), found
+        assert "has changed" in found[1 - number]
+
+
+def test_which_object_an_input_is_is_checked_in_every_call(tmp_path):
+    calls = [(), (blocks.SENTINEL_TOO,), (blocks.SENTINEL_TOO, blocks.SENTINEL_TOO), (blocks.SENTINEL, blocks.SENTINEL)]
+    with activated(tmp_path) as directory:
+        module = build(blocks.AskingInputs)
+        compiler = boot(directory, module)
+        warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
+        for call in calls:
+            close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
+        assert only_report(compiler).step == "cold"
 
 
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
@@ -705,3 +750,42 @@ def test_input_that_is_changed_ends_as_in_eager(directory):
         pair(changed, tensor(16, 16, seed=2))
     close(changed, expected)
     assert only_report(compiler).step == "precompiled"
+
+
+OWN = ("AnswersPair", "AnswersTyped", "AnswersNested", "TakesTyped", "AnswersDataclass", "AnswersModelOutput")
+OWN = (*OWN, "AnswersBaseOutput", "AsksForTheType", "Secretive", "bert")
+SECRETS = {"OWN_SECRET": "do-not-store-me"}
+
+
+@pytest.fixture(scope="module")
+def own_answers(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of two boots in a row with answers of their own classes, and what each told."""
+    folder = tmp_path_factory.mktemp("own")
+    environ = {**settings(folder, cold_start="block"), **SECRETS}
+    return folder, [json.loads(run_boot(environ, *OWN, program="own_answers").stdout) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_inputs_and_answers_of_their_own_classes_are_precompiled(own_answers, name):
+    _, (cold, restored) = own_answers
+    assert cold[name][0] in ("cold", "cached"), "a graph may be another class's"
+    assert cold[name][2] == [True, True]
+    assert restored[name] == ["precompiled", "", [True, True]]
+
+
+def test_the_store_has_no_text_of_the_environment_nor_of_the_model(own_answers):
+    folder, _ = own_answers
+    unpacked = b""
+    for pack in (folder / "store").rglob("*.pack"):
+        with zstandard.ZstdDecompressor().stream_reader(pack.open("rb"), read_across_frames=True) as frames:
+            unpacked += frames.read()
+    assert b"Secretive" in unpacked
+    assert b"OWN_SECRET" in unpacked
+    assert SECRETS["OWN_SECRET"].encode() not in unpacked
+
+
+def test_the_variable_that_changed_is_named(own_answers):
+    folder, _ = own_answers
+    environ = {**settings(folder, cold_start="block"), "OWN_SECRET": "another"}
+    ((_, reason, _),) = json.loads(run_boot(environ, "Secretive", program="own_answers").stdout).values()
+    assert "the environment variable OWN_SECRET has changed" in reason

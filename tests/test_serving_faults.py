@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from background_boots import Told
 from background_boots import play as play_scene
+from boots import run_boot, settings
 
 play = functools.partial(play_scene, program="serving_faults")
 
@@ -277,3 +279,11 @@ def test_a_link_in_a_sticky_folder_is_not_written_through(tmp_path):
     told = play(tmp_path, "right", "Wide", dir=str(shared))
     assert victim.read_bytes().count(0) == victim.stat().st_size == 9 << 20
     assert told["pairs"]["Wide"]["steps"][-1] == "precompiled"
+
+
+@pytest.mark.parametrize("module", ["main", "imported"])
+def test_calls_leave_what_eager_leaves_in_an_object_that_the_program_has_by_name(tmp_path, module):
+    environ = settings(tmp_path, cold_start="block")
+    done = run_boot(environ, module, forked=module == "imported", program="own_classes")
+    left = json.loads(done.stdout)
+    assert {name: found for name, (found, expected) in left.items() if found != expected} == {}

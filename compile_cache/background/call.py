@@ -102,7 +102,7 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise NotHandedOver(f"the call cannot be rebuilt: {type(error).__name__}: {error}") from error
+        raise NotHandedOver(f"the call cannot be rebuilt: {type(error).__name__}: {first_line(error)}") from error
     return module, args, kwargs
 
 
@@ -216,7 +216,14 @@ class CallUnpickler(pickle.Unpickler):
 
 
 def _without_compiled(module: nn.Module) -> Any:
-    """The module's own reduction, without its compiled call, which a custom `__getstate__` may include."""
+    """The module's own reduction, without its compiled call, which a custom `__getstate__` may include.
+
+    Raises:
+        NotHandedOver: the module is parametrized; torch gives it a class of its own and refuses to pickle it.
+    """
+    if "parametrizations" in module._modules:
+        name = f"a {type(module).__name__} cannot be handed over"
+        raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
     if COMPILED_CALL not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
         return NotImplemented
     reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

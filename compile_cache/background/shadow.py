@@ -5,10 +5,11 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from compile_cache.background.call import CallPickler, CallUnpickler, known_object, pickled
 from compile_cache.background.tensors import MadeStorage, UsedStorage
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import NotHandedOver, first_line
 
 # These are the same in all of the process.
 _OF_PROCESS = (
@@ -34,9 +35,13 @@ _ALIGNMENT_BYTES = 64
 class Shadow:
     """A copy of a call: its module, args and kwargs together, so that what is one object there is one object here.
 
-    Shared with the call are parameters, modules outside the region, functions, classes, and what another process would
-    find by its name. Every other object is copied, and every storage once. So views of one storage stay views of one
-    storage, and an input that a buffer or a cache has too stays so.
+    Shared with the call are parameters, modules outside the region, functions and classes. An object that its class's
+    module or the model's has by name is shared too, because the model may ask whether it is this object. Once a call
+    has changed such an object, no code runs on the copy. Every other object is copied, and every storage once. So views
+    of one storage stay views of one storage, and an input that a buffer or a cache has too stays so.
+
+    `named` has the shared objects with a name: the name, the object, and a copy of its `state_of`. `obstacle` says why
+    no code may run on the copy.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -46,6 +51,8 @@ class Shadow:
             NotHandedOver: an object cannot be copied.
             MemoryError, torch.OutOfMemoryError: the copies do not fit.
         """
+        self.named: list[tuple[str, Any, list[Any]]] = []
+        self.obstacle: NotHandedOver | None = None
         try:
             file, pickler = pickled(_Pickler, (module, args, dict(kwargs)))
             file.seek(0)
@@ -53,13 +60,17 @@ class Shadow:
                 storages = [_copied(used) for used in pickler.tensors.storages]
 
             def known(key: Any) -> Any:
-                return storages[key] if isinstance(key, int) else pickler.shared[key[1]]
+                if isinstance(key, int):
+                    return storages[key]
+                number, *named = key
+                self.named += [(name, pickler.shared[number], state) for name, state in named]
+                return pickler.shared[number]
 
             self.module, self.args, self.kwargs = CallUnpickler(file, known).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
-            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {error}") from error
+            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
     def copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The module, args and kwargs of another copy. Raises as the constructor does."""
@@ -67,8 +78,16 @@ class Shadow:
         return copy.module, copy.args, copy.kwargs
 
     def copy(self) -> Shadow:
-        """Another copy, for a run that must not change this one. Raises as the constructor does."""
+        """Another copy, for a run that must not change this one. Raises as the constructor does, and the `obstacle`."""
+        if self.obstacle:
+            raise self.obstacle
         return Shadow(self.module, self.args, self.kwargs)
+
+
+def state_of(value: Any) -> list[Any]:
+    """All that pickle would store of an object, besides its class."""
+    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced[1:] if not isinstance(reduced, str)]
 
 
 class _Pickler(CallPickler):
@@ -90,25 +109,29 @@ class _Pickler(CallPickler):
             return NotImplemented
         if type(value) is not OrderedDict and self._is_shared(value):  # most values are a module's empty hooks
             return self._kept(value)
+        if not isinstance(value, OrderedDict | nn.Module | torch.Tensor) and (name := self.name(value)):
+            is_known = any(value is other for other in self.shared)
+            return self._kept(value) if is_known else self._kept(value, (name, state_of(value)))
         if isinstance(value, torch.Generator):
             return self._kept(value.clone_state())
         try:
             return super().reducer_override(value)
         except NotHandedOver:
-            if isinstance(value, torch.Tensor):  # without a plain storage
+            # A tensor without a plain storage. torch.compile runs a call with strided nested tensors as it is.
+            if isinstance(value, torch.Tensor) and not (value.is_nested and value.layout == torch.strided):
                 return self._kept(value.detach().clone().requires_grad_(value.requires_grad))
             raise
 
-    def _kept(self, value: Any) -> Any:
+    def _kept(self, value: Any, *named: tuple[str, list[Any]]) -> Any:
         self.shared.append(value)
-        return known_object, (("shared", len(self.shared) - 1),)
+        return known_object, ((len(self.shared) - 1, *named),)
 
     def _is_shared(self, value: Any) -> bool:
         if isinstance(value, nn.Module):
             return id(value) not in self._inside
         if isinstance(value, torch.Tensor):
             return isinstance(value, nn.Parameter)
-        return isinstance(value, _OF_PROCESS) or bool(self.name(value))
+        return isinstance(value, _OF_PROCESS)
 
 
 def _copied(used: UsedStorage) -> MadeStorage:

@@ -174,7 +174,7 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
 def _check(tensor: torch.Tensor) -> None:
     kind = f"a {type(tensor).__name__}"
     if tensor.is_nested:
-        raise NotHandedOver("a nested tensor cannot be handed over")
+        raise NotHandedOver("a nested tensor cannot be handed over: torch.compile makes no graph of it")
     if tensor.layout != torch.strided:
         raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -14,11 +14,13 @@ imports the real module.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import io
+import pickle
 import re
 import sys
 import threading
@@ -34,12 +36,14 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.codecache
 import torch._inductor.config
+from torch import nn
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 from torch._subclasses import fake_tensor
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.importable import reference
 from compile_cache.inductor.describe import NotDescribedError, class_name, describe
 from compile_cache.inductor.format import digest
 from compile_cache.inductor.switches import SET_WHILE_LOADING
@@ -61,7 +65,8 @@ _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
 _torch_key: Any = torch._inductor.codecache.torch_key
 guards: Any = _guards
-
+# The packages of the objects that make guards up, besides the model's own.
+_OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
@@ -120,15 +125,14 @@ def _option(value: Any) -> str:
 class Compilation:
     """A compiled function: torch's stored form, and the facts about it.
 
-    `traced` has the module and the first line of each traced function. `modules` has the modules in the compiled
-    function's global scope by alias. `externals` has the objects in that scope that torch does not provide.
+    `traced` has the module and the first line of each traced function. `modules` has the names of the modules in the
+    compiled function's global scope. `externals` has the names, for `find`, of what else the function reads there.
     """
 
     payload: bytes
     traced: frozenset[tuple[str, int]]
-    modules: dict[str, str]
-    externals: dict[str, Any]
-    reads_globals: bool
+    modules: frozenset[str]
+    externals: list[str]
 
 
 def compile_function(
@@ -137,30 +141,78 @@ def compile_function(
     mode: str,
     dynamic: bool | None,
     guard_filter: Callable[..., Any],
+    alias_guard: Callable[..., Any],
 ) -> Compilation:
-    """Trace and compile `function` with `inputs`. Runs nothing.
+    """Trace and compile `function` with `inputs`. Runs nothing. `alias_guard` gets torch's function that makes a guard
+    on an object which it meets twice, and the object's two sources.
 
     Raises:
+        NotPrecompilable: the function uses an object that another process cannot find.
         Exception: any, if torch refuses.
     """
     check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
-    with _alone, _configured():
+    builder: Any = importlib.import_module("torch._dynamo.variables.builder")
+    with (
+        _alone,
+        _configured(),
+        mock.patch.object(guards, "GuardsStatePickler", _Pickler),
+        mock.patch.object(builder, "make_dupe_guard", functools.partial(alias_guard, builder.make_dupe_guard)),
+    ):
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
         compiled = compiled.aot_compile((inputs, {}))
         artifacts, environment = compiled._artifacts, compiled._artifacts.runtime_env
         traced = frozenset((each.module, each.firstlineno) for each in compiled.source_info().inlined_sources)
-        provided = {artifacts.backend_id, *environment.import_sources}
-        scope = compiled.fn.__globals__
+        provided = {artifacts.backend_id, *environment.import_sources, *vars(builtins)}
+        try:  # in the code, torch's names for these have numbers of this process
+            names = {name: reference(compiled.fn.__globals__[name]) for name in environment.external_refs - provided}
+        except LookupError as error:
+            raise NotPrecompilable(f"the compiled function uses what cannot be imported: {error}") from error
+        if environment.closure or environment.used_globals.keys() - vars(builtins).keys():
+            raise NotPrecompilable("it reads tensors from global variables or a closure")
+        code = environment.bytecode
+        artifacts.runtime_env = dataclasses.replace(
+            environment,
+            bytecode=code.replace(co_names=tuple(names.get(name, name) for name in code.co_names)),
+            used_globals={},
+            external_refs=set(names.values()),
+        )
         # This drops the text of whole source files.
         artifacts.source_info = dataclasses.replace(artifacts.source_info, inlined_sources=set())
         return Compilation(
             type(compiled).serialize(compiled).serialized_data,
             traced,
-            dict(environment.import_sources),
-            {name: scope[name] for name in sorted(environment.external_refs - provided) if name in scope},
-            bool(environment.used_globals or environment.closure),
+            frozenset(environment.import_sources.values()),
+            sorted(names.values()),
         )
+
+
+class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
+    """torch's pickler of guards, without the texts that the model has: one may be a secret."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to make `value` again."""
+        reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
+        is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
+        if is_of_guards or isinstance(value, type):
+            return reduced
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
+        if isinstance(reduced, str):
+            return reduced
+        made, arguments, state, listed, items = (*reduced, None, None, None)[:5]
+        arguments = without_texts(arguments) if is_module else arguments
+        state = state if isinstance(state, bytes) else without_texts(state)  # an extension module's own form
+        listed, items = without_texts(list(listed or ())), without_texts(dict(items or ()))
+        return made, arguments, state, iter(listed), iter(items.items())
+
+
+def without_texts(value: Any) -> Any:
+    """The value with an empty text in place of each text in it; what is no plain container stays as it is."""
+    if type(value) in (str, bytes):
+        return type(value)()
+    if type(value) is dict:
+        return {key: without_texts(part) for key, part in value.items()}
+    return type(value)(map(without_texts, value)) if type(value) in (list, tuple, set, frozenset) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,7 @@ class Artifacts:
             raise NotPrecompilable(group.not_precompilable)
         try:
             with self._without_leftovers():
-                record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic)
+                record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic, group.path)
         except NotPrecompilable as error:
             group.not_precompilable = str(error)
             raise

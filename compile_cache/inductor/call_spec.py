@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ class CallSpec:
     def __str__(self) -> str:
         """The sizes in words: `4x16, scalar`."""
         shown = ["x".join(map(str, size)) or "scalar" for size in self.sizes[:_MOST_SIZES_SHOWN]]
-        return ", ".join(shown + ["…"] * (len(self.sizes) > _MOST_SIZES_SHOWN))
+        return ", ".join(shown + ["…"] * (len(self.sizes) > _MOST_SIZES_SHOWN)) or "inputs without sizes"
 
 
 def modes() -> tuple[Hashable, ...]:
@@ -255,6 +256,8 @@ def why_eager(module: nn.Module) -> str:
     """
     if any(GLOBAL_HOOKS):
         return "a hook is registered for all modules"
+    if getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
+        return "torch._inductor.config.freezing makes the values of its weights a part of the code"
     for part in parts_of(module):
         variables = vars(part)
         for kind in HOOKS:

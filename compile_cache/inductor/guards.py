@@ -5,6 +5,10 @@ drops guards on globals, and guards on an object's identity, which means nothing
 guard on a class or a module, it compares with the present value, not with the traced one. So each such guard is
 recorded here as an expression and a description of its value, and compared again where the function is loaded. A
 function with a guard that cannot be recorded is not stored.
+
+torch has no guard on `x is y`. So the record says which of the objects that the traced code read are one object.
+
+A text may be a secret. So all guards on texts are recorded here, with the digest of the text in place of it.
 """
 
 from __future__ import annotations
@@ -14,17 +18,19 @@ import functools
 import importlib
 import re
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_cache.errors import NotPrecompilable
-from compile_cache.inductor.adapter import NOT_STORED, GuardFilterEntry, guard_scope
+from compile_cache.inductor.adapter import NOT_STORED, GuardFilterEntry, guard_scope, without_texts
+from compile_cache.inductor.call_spec import call_region
 from compile_cache.inductor.describe import Description, NotDescribedError, class_name, describe
-
-_BUILTINS = "__builtins_dict__"  # the beginning of torch's name for them
+from compile_cache.inductor.format import digest
 
 # The kinds of guards by what they demand of their expression's value.
 _BY_IDENTITY = frozenset(
@@ -41,19 +47,26 @@ _BY_CONTENT: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "SET_CONTAINS": ("key", lambda value, key: key in value),
     "SET_NOT_CONTAINS": ("key", lambda value, key: key in value),
 }
-_ALL = _BY_IDENTITY | _BY_VALUE | _BY_LENGTH | _BY_KEYS | _BY_CONTENT.keys() | {"TYPE_MATCH", "DUPLICATE_INPUT"}
-# Kinds that hold if torch and its modules are the same, or that demand nothing of a value.
-_SAYS_NOTHING = frozenset({"WEAKREF_ALIVE"})
+_ALL = _BY_IDENTITY | _BY_VALUE | _BY_LENGTH | _BY_KEYS | _BY_CONTENT.keys() | {"TYPE_MATCH"}
+# A kind of this library: which of several objects are one.
+_SAME_OBJECTS = "SAME_OBJECTS"
+# Kinds that demand nothing of a value, or that `_SAME_OBJECTS` includes.
+_SAYS_NOTHING = frozenset({"WEAKREF_ALIVE", "DUPLICATE_INPUT"})
 # The kinds of stored guards that are compared here too: their values may belong to a class.
 _OF_STORED = _BY_VALUE | {"SEQUENCE_LENGTH"} | _BY_KEYS | {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS"}
 # Kinds whose values nobody replaces between two calls. They are checked when a function is loaded, not in every call.
-_NEVER_SET_AGAIN = frozenset({"MODULE_MATCH", "CLASS_MATCH", "DUPLICATE_INPUT", "NN_MODULE"})
+_NEVER_SET_AGAIN = frozenset({"MODULE_MATCH", "CLASS_MATCH", "NN_MODULE"})
 # A guard on one key of a dictionary. Another guard covers all keys.
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
-_NUMBERED_BUILTINS = re.compile(_BUILTINS + r"_*\d*")
+# A call's own containers, a module's dictionaries of parts and hooks, and expressions that make an object: nobody asks
+# which object these are.
+_WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|buffers|\w*_hooks\w*)('\])?)")
 # A guard on the hooks of a submodule. The call itself checks them (precompiled.py).
 _HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
-_ALIAS = re.compile(r"G\['[^']+'\]")
+# torch's name for a module or another scope; in a record, a module's own name.
+_GLOBAL = re.compile(r"\bG\['([^']+)'\]")
+_NO_MODULE = "___unnamed_scope"
+_BUILTINS = "G['builtins']"
 # A function's default, or the tuple of all defaults. If each default is immutable, only the whole tuple can change.
 _DEFAULT = re.compile(r"(.*\.__defaults__)(\[\d+\])?$")
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, torch.dtype, torch.device)
@@ -63,12 +76,13 @@ _NOT_STORED_PART = ".__kwdefaults__"
 
 @dataclass(frozen=True, slots=True)
 class RecordedGuard:
-    """`expression`, over `L` (the call's module, args and kwargs) and `G` (modules by torch's alias), was `was`."""
+    """A value of `expression`, over `L` (the call's module, args and kwargs) and `G` (modules by name). `was` is the
+    digest of its description."""
 
     expression: str
     kind: str
     key: str | int | None
-    was: Description
+    was: str
     is_stored: bool = False  # in every call, torch compares the value with its value at loading
 
     @property
@@ -90,13 +104,37 @@ class Recorder:
     `on_gpu`, torch's guard on its global state goes: it has the number of threads, and `switches` has the rest.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, salt: str) -> None:
         self._left_out = {"GLOBAL_STATE"} if on_gpu else set()
-        self._found: dict[str, RecordedGuard] = {}
+        self._salt = salt
+        self._found: dict[RecordedGuard, None] = {}
         self._refusals: list[NotPrecompilable] = []
+        self._aliases: dict[str, str] = {}
+        # By the identity of a function's globals, the expression for the function.
+        self._functions: dict[int, str] = {}
+
+    def alias_guard(self, make_guard: Callable[..., Any], source: Any, other: Any) -> Any:
+        """torch's guard on an object that has two sources, which are noted. torch makes one only if both are inputs, or
+        both globals."""
+        if other and other != source:
+            self._aliases[source.name] = other.name
+        return make_guard(source, other)
 
     def __call__(self, entries: Sequence[GuardFilterEntry]) -> Sequence[bool]:
         """torch's `guard_filter_fn`: True for each guard that torch shall store."""
+        values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
+        functions = {name: value for name, value in values.items() if isinstance(value, types.FunctionType)}
+        self._functions = {id(f.__globals__): name for name, f in functions.items() if _NO_MODULE not in name}
+        aliases = {name: values[other] for name, other in self._aliases.items() if other in values}
+        asked = {*aliases, *(self._aliases[name] for name in aliases)}
+        alike = defaultdict[type, dict[str, Any]](dict)
+        for name, value in {**aliases, **values}.items():
+            is_asked = name in asked and isinstance(value, nn.Module)
+            if (is_asked or _has_identity(value)) and not _WITHOUT_IDENTITY.fullmatch(name):
+                alike[type(value)][name] = value
+        for objects in alike.values():
+            if len(objects) > 1:
+                self._record(f"({', '.join(objects)})", _SAME_OBJECTS, tuple(objects.values()))
         return [self._is_kept(entry) for entry in entries]
 
     def _is_kept(self, entry: GuardFilterEntry) -> bool:
@@ -105,19 +143,40 @@ class Recorder:
             return False
         kinds = {kind, *entry.derived_guard_types}
         is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
-        if kind in (_OF_STORED if is_stored else _ALL - _SAYS_NOTHING):
-            self._record(entry, is_stored)
+        is_stored = is_stored and not (kind in _BY_VALUE and without_texts(entry.value) != entry.value)
+        if kind in (_OF_STORED if is_stored else _ALL):
+            self._record(name, kind, entry.value, entry, is_stored)
         elif not is_stored and kind not in _SAYS_NOTHING:
             self._refusals.append(NotPrecompilable(f"a guard of the kind {kind} cannot be stored"))
         return is_stored
 
-    def _record(self, entry: GuardFilterEntry, is_stored: bool) -> None:
+    def _record(
+        self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
+    ) -> None:
         try:
-            guard = _recorded(entry, is_stored)
-            self._found[repr(guard)] = guard
-        except NotPrecompilable as error:  # raised here, torch would wrap it
-            if not is_stored:
-                self._refusals.append(error)
+            key = _parameter(entry) if entry and kind in _BY_CONTENT else None
+            expression = self._in_modules(name)
+            was = digest([self._salt, expression, _description(kind, value, key)])
+            self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
+        except (NotDescribedError, NotPrecompilable) as error:  # raised here, torch would wrap it
+            is_told = isinstance(error, NotPrecompilable)
+            reason = str(error) if is_told else f"torch guards {name} by identity, which is a {error}"
+            self._refusals += [] if is_stored else [NotPrecompilable(reason)]
+
+    def _in_modules(self, expression: str) -> str:
+        """The expression with the names of modules. torch's names for scopes have numbers of this process."""
+        return _GLOBAL.sub(lambda found: self._scope(call_region.__globals__.get(found[1])), expression)
+
+    def _scope(self, scope: Any) -> str:
+        """The expression for a scope: a module, Python's builtins, or the globals of a function that `exec` made, such
+        as a named tuple's."""
+        if isinstance(scope, types.ModuleType):
+            return f"G['{scope.__name__}']"
+        if scope is vars(builtins):
+            return f"{_BUILTINS}.__dict__"
+        if name := self._functions.get(id(scope)):
+            return f"{self._in_modules(name)}.__globals__"
+        raise NotPrecompilable("it reads a global variable of code that belongs to no module")
 
     def guards(self) -> list[RecordedGuard]:
         """The recorded guards.
@@ -127,35 +186,11 @@ class Recorder:
         """
         if self._refusals:
             raise self._refusals[0]
-        return list(self._found.values())
+        return list(self._found)
 
 
-def _recorded(entry: GuardFilterEntry, is_stored: bool) -> RecordedGuard:
-    """The record of a guard. Raises NotPrecompilable if there can be none."""
-    guard = entry.orig_guard
-    # torch appends the number of compiles to this name.
-    name = _NUMBERED_BUILTINS.sub(_BUILTINS, guard.name)
-    if entry.guard_type == "DUPLICATE_INPUT":
-        return RecordedGuard(f"{name} is {_other_name(guard)}", entry.guard_type, None, True)
-    key = _parameter(entry)
-    if not entry.has_value:
-        raise NotPrecompilable(f"torch guards {guard.name}, which has no value ({entry.guard_type})")
-    try:
-        was = _description(entry.guard_type, entry.value, key)
-    except NotDescribedError as error:
-        raise NotPrecompilable(f"torch guards {guard.name} by identity, which is a {error}") from error
-    return RecordedGuard(name, entry.guard_type, key, was, is_stored)
-
-
-def _other_name(guard: Any) -> str:
-    """The other expression for the same object."""
-    return str(guard.create_fn.keywords["source_b"].name)
-
-
-def _parameter(entry: GuardFilterEntry) -> str | int | None:
+def _parameter(entry: GuardFilterEntry) -> str | int:
     """The attribute or the key that a guard asks for."""
-    if entry.guard_type not in _BY_CONTENT:
-        return None
     create = entry.orig_guard.create_fn
     name, _ = _BY_CONTENT[entry.guard_type]
     given = create.keywords.get(name, *create.args[:1]) if isinstance(create, functools.partial) else None
@@ -174,8 +209,8 @@ def _description(kind: str, value: Any, key: Any) -> Description:
         return [class_name(type(value)), len(value)]
     if kind in _BY_KEYS:
         return [class_name(type(value)), [describe(key) for key in value]]
-    if kind == "DUPLICATE_INPUT":
-        return bool(value)
+    if kind == _SAME_OBJECTS:
+        return _numbers(value)
     if kind == "TYPE_MATCH":
         return class_name(type(value))
     if kind in _BY_IDENTITY or kind in _BY_VALUE:
@@ -183,22 +218,36 @@ def _description(kind: str, value: Any, key: Any) -> Description:
     raise NotPrecompilable(f"a guard of the kind {kind} cannot be stored")
 
 
+def _numbers(values: tuple[Any, ...]) -> list[int]:
+    """For each value, the number of the first that is the same object."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(id(value), number) for number, value in enumerate(values)]
+
+
 def _key_of(text: Any) -> Any:
     is_bytes = isinstance(text, str) and text.startswith(("b'", 'b"')) and text[-1:] == text[1]
     return text[2:-1].encode() if is_bytes else text
 
 
-def global_scope(modules: Mapping[str, str]) -> dict[str, Any]:
-    """The scope `G`: the modules by torch's aliases, and the builtins."""
-    scope: dict[str, Any] = {alias: importlib.import_module(name) for alias, name in modules.items()}
-    return {**scope, _BUILTINS: builtins.__dict__}
+def _has_identity(value: Any) -> bool:
+    """Whether code may ask which object this is, besides a module's part and a tensor."""
+    try:
+        return describe(value) is None or isinstance(value, list | set)
+    except NotDescribedError:
+        return not isinstance(value, nn.Module | torch.Tensor)
+
+
+def modules_of(guards: Sequence[RecordedGuard]) -> set[str]:
+    """The names of the modules whose values the guards compare."""
+    return {name for guard in guards for name in _GLOBAL.findall(guard.expression)}
 
 
 class Checks:
     """The recorded guards of one function in this process."""
 
-    def __init__(self, guards: Sequence[RecordedGuard], scope: Mapping[str, Any]) -> None:
-        self._modules = dict(scope)
+    def __init__(self, guards: Sequence[RecordedGuard], salt: str) -> None:
+        self._salt = salt
+        self._modules = {name: importlib.import_module(name) for name in sorted(modules_of(guards))}
         self._scope: dict[str, Any] = {**guard_scope(), "G": self._modules}
         self._global = [guard for guard in guards if not guard.is_local]
         self._local = [guard for guard in guards if guard.is_local]
@@ -216,7 +265,8 @@ class Checks:
             now = _description(guard.kind, self._evaluate(guard.expression, inputs), guard.key)
         except Exception as error:  # the expression may read any object
             return f"{guard.expression} cannot be read: {error!r}"
-        return "" if now == guard.was else f"{guard.expression} is {_short(now)}, was {_short(guard.was)}"
+        is_same = digest([self._salt, guard.expression, now]) == guard.was
+        return "" if is_same else f"{guard.expression} has changed"
 
     def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
         return eval(_compiled(expression), {**self._scope, "L": inputs})
@@ -249,7 +299,7 @@ class _Condition:
     def __init__(self, modules: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {f"module_{number}": found for number, found in enumerate(modules.values())}
         # Looking up a name is faster than a dictionary's item or a chain of attributes.
-        self._names = {f"G['{alias}']": f"module_{number}" for number, alias in enumerate(modules)}
+        self._names = {f"G['{name}']": f"module_{number}" for number, name in enumerate(modules)}
         self._terms: dict[str, None] = {}
 
     def source(self) -> str:
@@ -262,7 +312,10 @@ class _Condition:
         kind = f"type({expression}) is {self._constant(type(value))}"
         if guard.kind in _BY_CONTENT:
             _, contains = _BY_CONTENT[guard.kind]
-            term = f"{self._constant(contains)}({expression}, {_key_of(guard.key)!r}) is {guard.was}"
+            key = _key_of(guard.key)
+            term = f"{self._constant(contains)}({expression}, {key!r}) is {contains(value, key)}"
+        elif guard.kind == _SAME_OBJECTS:
+            term = f"{self._constant(_numbers)}({expression}) == {_numbers(value)}"
         elif guard.kind in _BY_LENGTH:
             term = f"{kind} and len({expression}) == {len(value)}"
         elif guard.kind in _BY_KEYS:
@@ -301,13 +354,9 @@ class _Condition:
         ends = (end for end in range(len(expression) - 1, 0, -1) if expression[end] in ".[")
         known = next((end for end in ends if expression[:end] in self._names), 0)
         shortened = self._names[expression[:known]] + expression[known:] if known else expression
-        return _ALIAS.sub(lambda found: self._names.get(found[0], found[0]), shortened)
+        return _GLOBAL.sub(lambda found: self._names.get(found[0], found[0]), shortened)
 
 
 @functools.cache
 def _compiled(expression: str) -> types.CodeType:
     return compile(expression, "<guard>", "eval")
-
-
-def _short(description: Description) -> str:
-    return str(description)[:120]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
@@ -22,7 +23,7 @@ from compile_cache.inductor.call_spec import (
     parts_of,
     why_eager,
 )
-from compile_cache.inductor.guards import Checks, Recorder, global_scope
+from compile_cache.inductor.guards import Checks, Recorder
 from compile_cache.inductor.record import Record
 from compile_cache.inductor.switches import changed_switches, switches
 
@@ -48,9 +49,9 @@ class Precompiled:
             ArtifactError: the function cannot be loaded, or a global has changed.
         """
         try:
-            externals = {name: find(found) for name, found in record.globals.items()}
+            externals = {name: find(name) for name in record.globals}
             self._loaded = load_function(payload, externals, record.torch_key, record.triton_key)
-            self._checks = Checks(record.guards, global_scope(record.modules))
+            self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self.path = path
@@ -115,26 +116,26 @@ class Precompiled:
 
 
 def compile_ahead(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None, salt: str
 ) -> tuple[Record, bytes]:
-    """Compile a call of `module` with these inputs. This traces the call, and runs nothing.
+    """Compile a call of `module` with these inputs. This traces the call, and runs nothing. `salt` names its group.
 
     Raises:
         NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
-    recorder = Recorder(on_gpu(module, args, kwargs))
+    recorder = Recorder(on_gpu(module, args, kwargs), salt)
     try:
-        compilation = compile_function(call_region, (module, args, kwargs), mode, dynamic, recorder)
+        compilation = compile_function(
+            call_region, (module, args, kwargs), mode, dynamic, recorder, recorder.alias_guard
+        )
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
         if shortage := _shortage(error):
             raise shortage from error
         raise NotPrecompilable(f"torch: {type(error).__name__}: {first_line(error)}") from error
-    if compilation.reads_globals:
-        raise NotPrecompilable("it reads tensors from global variables or a closure")
-    return Record.of(compilation, recorder.guards()), compilation.payload
+    return Record.of(compilation, recorder.guards(), salt), compilation.payload
 
 
 def _shortage(error: BaseException | None) -> Exception | None:

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
-from compile_cache.importable import find, reference
+from compile_cache.importable import find
 from compile_cache.inductor.adapter import Compilation, torch_key, triton_key
 from compile_cache.inductor.call_spec import call_region, parts_of
 from compile_cache.inductor.describe import class_name, code_digest
 from compile_cache.inductor.format import digest
-from compile_cache.inductor.guards import RecordedGuard
+from compile_cache.inductor.guards import RecordedGuard, modules_of
 from compile_cache.key import environment
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
@@ -45,40 +45,35 @@ class Record:
     | field | content |
     | --- | --- |
     | `sources` | checksums of the traced files, and of the traced functions in them |
-    | `environ` | the variables that these functions may have read; torch does not guard them |
+    | `salt` | the name of the function's group; no digest of a text is the same in another group |
+    | `environ` | digests of the variables that these functions may have read; torch does not guard them |
     | `guards` | the guards that torch cannot store |
-    | `modules`, `globals` | the global scope of the compiled function |
+    | `modules`, `globals` | the names of what the guards and the compiled function read |
     | `torch_key`, `triton_key` | the digests of torch's own sources, and of Triton's |
     | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
     """
 
     sources: dict[str, dict[str, Any]]
+    salt: str
     environ: dict[str, str | None]
     guards: list[RecordedGuard]
-    modules: dict[str, str]
-    globals: dict[str, str]
+    modules: list[str]
+    globals: list[str]
     torch_key: str
     triton_key: str
     host: dict[str, str]
 
     @classmethod
-    def of(cls, compilation: Compilation, guards: list[RecordedGuard]) -> Record:
-        """The record of a function that this process has just compiled.
-
-        Raises:
-            NotPrecompilable: the function uses an object that another process cannot find.
-        """
+    def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
+        """The record of a function that this process has just compiled."""
         traced = _traced(compilation.traced)
-        try:
-            names = {name: reference(value) for name, value in compilation.externals.items()}
-        except LookupError as error:
-            raise NotPrecompilable(f"the compiled function uses what cannot be imported: {error}") from error
         return cls(
             _sources(traced),
-            _environ_read(traced),
+            salt,
+            {name: _sealed(salt, name) for name in _variables_read(traced)},
             guards,
-            compilation.modules,
-            names,
+            sorted(compilation.modules | modules_of(guards)),
+            compilation.externals,
             torch_key(),
             triton_key(),
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
@@ -97,16 +92,17 @@ class Record:
         """
         try:
             guards = [RecordedGuard(**guard) for guard in record["guards"]]
-            environ, modules, names, host = (dict(record[name]) for name in ("environ", "modules", "globals", "host"))
+            sources, environ, host = (dict(record[name]) for name in ("sources", "environ", "host"))
+            modules, names = ([str(name) for name in record[field]] for field in ("modules", "globals"))
             keys = str(record["torch_key"]), str(record["triton_key"])
-            return cls(dict(record["sources"]), environ, guards, modules, names, *keys, host)
+            return cls(sources, str(record["salt"]), environ, guards, modules, names, *keys, host)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its record cannot be read: {error!r}") from error
 
     @property
     def is_imported(self) -> bool:
         """Whether all modules that the record names are imported, so that comparing it imports nothing."""
-        names = {*self.sources, *self.modules.values(), *(name.partition(":")[0] for name in self.globals.values())}
+        names = {*self.sources, *self.modules, *(name.partition(":")[0] for name in self.globals)}
         specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__"}]
         return all(spec is not None and not getattr(spec, "_initializing", False) for spec in specs)
 
@@ -120,7 +116,7 @@ class Record:
             if difference := _source_difference(name, source):
                 return difference
         # These are no settings of this library. The model's code has read them.
-        changed = [name for name, value in self.environ.items() if os.environ.get(name) != value]
+        changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
         return f"the environment variable {changed[0]} has changed" if changed else ""
 
 
@@ -152,14 +148,19 @@ def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
     }
 
 
-def _environ_read(traced: _Traced) -> dict[str, str | None]:
-    """The variables that the functions may have read: every text in a function that reads any, with its value."""
+def _variables_read(traced: _Traced) -> list[str]:
+    """The variables that the functions may have read: every text in a function that reads any."""
     codes = [code for functions in traced.values() for code in functions.values()]
     readers = [code for code in codes if {"environ", "getenv"} & set(code.co_names)]
-    names = sorted(
+    return sorted(
         {name for code in readers for name in code.co_consts if isinstance(name, str) and name.isidentifier()}
     )
-    return {name: os.environ.get(name) for name in names}
+
+
+def _sealed(salt: str, name: str) -> str | None:
+    """The digest of a variable's value, which may be a secret; None without the variable."""
+    value = os.environ.get(name)
+    return None if value is None else digest([salt, name, value])
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.background.shadow import Shadow
-from compile_cache.errors import Failure, attempt
+from compile_cache.background.shadow import Shadow, state_of
+from compile_cache.errors import Failure, NotHandedOver, attempt
 from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -78,6 +78,11 @@ class Comparison:
         answer = call_region(*self._call)
         self._reference = attempt(pytree.tree_map_only, torch.Tensor, torch.clone, answer)
         self.drew = _generator_states() != self._generators
+        for name, value, before in self.pristine.named:
+            if compare((state_of(value),), (before,)).error:
+                reason = f"a call changes {name}, which is one object for the whole program"
+                self.pristine.obstacle = NotHandedOver(reason)
+                self._reference = Failure(self.pristine.obstacle)
         return answer
 
     def check(self, function: Callable[..., Any]) -> Check:
@@ -198,8 +203,7 @@ def _severity(check: Check) -> float:
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers or infinities differ, or one has a NaN,
-    which tells nothing."""
+    """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers, or places of infinities or NaNs differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype or found.device != expected.device:
         return math.inf
     if expected.is_complex():
@@ -211,7 +215,7 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     error = _norm_error(found, expected)
     if not math.isfinite(error):
         finite = expected.isfinite()
-        if not torch.equal(found[~finite], expected[~finite]):
+        if not torch.allclose(found[~finite], expected[~finite], 0, 0, equal_nan=True):
             return math.inf
         error = _norm_error(found[finite], expected[finite])
     return error if math.isfinite(error) else math.inf

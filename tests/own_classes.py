@@ -1,0 +1,158 @@
+"""Blocks that change objects which their program has under a name, and a boot that calls each a few times.
+
+    own_classes.py main|imported
+
+As a script, it is the main program, whose classes no other process can import; `imported` takes the same classes from
+a module. Prints a line of JSON: by name, what the calls left in an object, and what as many changes leave.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import torch
+from torch import nn
+
+import compile_cache
+
+SIZE = 16
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+@dataclass
+class Equal:
+    calls: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Identical:
+    calls: list[int] = field(default_factory=list)
+
+
+class Bare:
+    """Has nothing before the first call."""
+
+
+class Nested:
+    def __init__(self) -> None:
+        self.inner = SimpleNamespace(calls=collections.deque[int]())
+
+
+class Summed:
+    """Keeps a tensor, and one object for all of its class."""
+
+    whole: Summed
+
+    def __init__(self) -> None:
+        self.sum = torch.zeros(SIZE)
+
+
+Summed.whole = Summed()
+PLAIN, SLOTTED, EQUAL, IDENTICAL, BARE, NESTED = Plain(), Slotted(), Equal(), Identical(), Bare(), Nested()
+LISTED, NAMED, COUNTED = list[int](), dict[str, int](), collections.Counter[str]()
+OBJECTS = "PLAIN", "SLOTTED", "EQUAL", "IDENTICAL", "BARE", "NESTED", "LISTED", "NAMED", "COUNTED", "SUMMED"
+
+
+def change(value: Any, x: torch.Tensor) -> None:
+    """Change an object as one call does."""
+    if isinstance(value, list):
+        value.append(len(value))
+    elif isinstance(value, dict):
+        value["calls"] = value.get("calls", 0) + 1
+    elif type(value).__name__ == "Bare":
+        value.calls = getattr(value, "calls", 0) + 1
+    elif hasattr(value, "inner"):
+        value.inner.calls.append(1)
+    elif hasattr(value, "sum"):
+        value.sum.add_(x[0])
+    else:
+        value.calls.append(1)
+
+
+def left(value: Any) -> Any:
+    """What calls left in an object, as text."""
+    if hasattr(value, "inner"):
+        return str(list(value.inner.calls))
+    if hasattr(value, "sum"):
+        return f"{value.sum.sum():.3f}"
+    return str(value if isinstance(value, list | dict) else getattr(value, "calls", None))
+
+
+class Given(nn.Module):
+    """Changes its input."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(SIZE), requires_grad=False)
+        self.value = value
+
+    def forward(self, x: torch.Tensor, value: Any) -> torch.Tensor:
+        change(value, x)
+        return torch.mm(x, self.weight)
+
+
+class Holding(Given):
+    """Changes its attribute."""
+
+    def forward(self, x: torch.Tensor, value: Any) -> torch.Tensor:
+        change(self.value, x)
+        return torch.mm(x, self.weight)
+
+
+def main() -> None:
+    own = sys.modules["__main__"] if sys.argv[1] == "main" else importlib.import_module("own_classes")
+    told, x = {}, torch.ones(2, SIZE)
+    with compile_cache.boot("own/objects@" + "0" * 40) as boot, torch.inference_mode():
+        for name in OBJECTS:
+            value = own.Summed.whole if name == "SUMMED" else getattr(own, name)
+            for block_class in (own.Given, own.Holding):
+                fresh, block = type(value)(), block_class(value)
+                reset(value, type(value)())
+
+                def call(block: nn.Module = block, value: Any = value, fresh: Any = fresh) -> None:
+                    block(x, value)
+                    change(fresh, x)
+
+                boot.compile(block)
+                boot.warm_up(call)
+                for _ in range(4):
+                    with boot.prediction():
+                        call()
+                told[f"{name} {block_class.__name__}"] = [left(value), left(fresh)]
+                block.value = None
+    print(json.dumps(told))
+
+
+def reset(value: Any, fresh: Any) -> None:
+    """Give an object the content of another, in place."""
+    if isinstance(value, list | dict):
+        value.clear()
+    elif not hasattr(value, "__dict__"):
+        value.calls = fresh.calls
+    else:
+        vars(value).clear()
+        vars(value).update(vars(fresh))
+
+
+if __name__ == "__main__":
+    main()
