@@ -18,7 +18,6 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -180,23 +179,6 @@ class CallPickler(Reductions, pickle.Pickler):
 _Kind = TypeVar("_Kind", bound=CallPickler)
 
 
-class _TracingPickler(Reductions, pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Python's own pickler without C, which keeps the path: `chain` has the objects from the root to the current one.
-
-    It is many times slower, so it is used only after a call has failed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(BytesIO(), pickle.HIGHEST_PROTOCOL)
-        self.chain: list[Any] = []
-
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        """Pickle an object. A failure leaves `chain` as it was at that moment."""
-        self.chain.append(obj)
-        super().save(obj, save_persistent_id)  # type: ignore[misc]
-        self.chain.pop()
-
-
 def known_object(key: Any) -> Any:
     """In a pickled call, the object that `CallUnpickler` has under `key`. pickle's own persistent ids would call Python
     for each text and number of a call."""
@@ -275,62 +257,55 @@ def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
-def _obstacle(call: tuple[Any, Any, Any], error: Exception) -> str:
+def _obstacle(call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]], error: Exception) -> str:
     """The attribute that cannot be handed over, and why: "attention.lock: a _thread.lock cannot be pickled".
 
-    This pickles the call again to find the attribute. If that succeeds, the result is `error` in words.
+    To find it, the parts of what cannot be pickled are pickled one by one, until all parts of a thing can be.
     """
-    pickler = _TracingPickler()
-    pickler.begin(call[0])
+    module, args, kwargs = call
+    path, seen = "", set[int]()
+    parts = [("", module), *((f"input {name}", value) for name, value in (*enumerate(args), *kwargs.items()))]
+    failed: Exception | None = error
+    while failed is not None:
+        for name, value in parts:
+            if id(value) not in seen and (failed := _failure(module, value)) is not None:
+                path, parts, error = path + name, _parts(value), failed
+                seen.add(id(value))
+                break
+        else:
+            failed = None
+    return f"{path.lstrip('.')}: {_words(error)}" if path else _words(error)
+
+
+def _failure(module: nn.Module, value: Any) -> Exception | None:
+    """Why a part of a call of `module` cannot be pickled."""
+    pickler = CallPickler(BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.begin(module)
     try:
-        pickler.dump(call)
-    except RecursionError:
-        return "it is nested too deeply"
-    except Exception as repeated:
-        path = _path(pickler.chain)
-        return f"{path}: {_words(repeated)}" if path else _words(repeated)
-    return _words(error)
+        pickler.dump(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """The items or attributes of an object, by what leads to them. A module's parts count as its attributes."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{number}]", part) for number, part in enumerate(value)]
+    is_one = isinstance(value, torch.Tensor | type | types.FunctionType)
+    attributes = {} if is_one else dict(getattr(value, "__dict__", {}))
+    for inner in _INNER if isinstance(value, nn.Module) else ():
+        attributes |= attributes.pop(inner, {})
+    return [(f".{name}", part) for name, part in attributes.items()]
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, NotHandedOver):
         return str(error)
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     if found := _NOT_PICKLED.match(str(error)):
         return f"a {found[1]} cannot be pickled"
     return f"it cannot be pickled: {type(error).__name__}: {first_line(error)}"
-
-
-def _path(chain: Sequence[Any]) -> str:
-    """The attribute names from a call to the object that failed."""
-    if len(chain) < 2:
-        return ""
-    call, start = chain[0], chain[1]
-    module, args, kwargs = call
-    if start is module:
-        return _names(chain[1:]).lstrip(".")
-    if len(chain) == 2:
-        return "the inputs"
-    first = next((f"input {number}" for number, value in enumerate(args) if value is chain[2]), "the inputs")
-    if start is kwargs:
-        first = next((f"input {name}" for name, value in kwargs.items() if value is chain[2]), "the inputs")
-    return first + _names(chain[2:])
-
-
-def _names(chain: Sequence[Any]) -> str:
-    names = ""
-    # Whether the next object, a dictionary or a tuple, is the state of another object.
-    is_state = False
-    for parent, child in pairwise(chain):
-        if isinstance(parent, dict):
-            key = next((key for key, value in parent.items() if value is child), None)
-            is_inner = is_state and key in _INNER
-            if key is not None and not is_inner:
-                names += f".{key}" if is_state else f"[{key!r}]"
-            is_state = is_inner
-        elif isinstance(parent, list | tuple):
-            if not is_state:
-                names += next((f"[{number}]" for number, value in enumerate(parent) if value is child), "")
-            is_state = is_state and isinstance(child, dict)
-        else:
-            is_state = True
-    return names

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
