@@ -367,10 +367,8 @@ def fill(
     Run it in the image and on the kind of GPU that will serve. It reads no layers, so the store is complete by itself.
     A second `fill` of the same version compiles nothing.
 
-    In the table, `kinds` are the functions compiled ahead of time, one for each kind of call; `made` were made now,
-    `loaded` came from the store. `error` is the largest difference from eager. `compiled` and `eager` are the times of
-    one call of the slowest kind that was made. Each missing part is a line with its cause and remedy. A region that is
-    slower than eager is marked, and not missing.
+    It prints the lines of the setup's log, then a line for each missing part, with its cause and remedy. A region that
+    is slower than eager is marked, and not missing.
     """
     from compile_cache.cli.fill import fill_store
 

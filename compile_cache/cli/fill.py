@@ -22,12 +22,10 @@ from typing import Any
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError
 from compile_cache.lifecycle.fill import FilledBoot, Problem, all_problems, fill, prepare_environ
-from compile_cache.serving.report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import open_stores
 from compile_cache.storage.stores.local import write_index
 
-_COLUMNS = ("region", "step", "kinds>", "graphs>", "made>", "loaded>", "error", "compiled>", "eager>", "seconds>")
 CONFIGURATION = "cog.yaml"
 # In Cog's own order, for a reference without a class.
 _CLASSES = ("Runner", "Predictor")
@@ -88,33 +86,8 @@ def _print_filled(predictor: str, location: str, boots: Sequence[FilledBoot]) ->
         )
         record = out.environment_text(filled.stored.environment)
         out.print_line(f"environment  {report.environment or 'not known'}: {record}")
-        out.print_line()
-        out.print_table(_COLUMNS, map(_row, report.regions))
-        out.print_line()
-        for region in report.regions:
-            for reason in dict.fromkeys(filter(None, (region.reason, *region.not_precompiled))):
-                out.print_line(f"{region.name}: {reason}")
-        for warning in report.warnings:
-            out.print_note(f"warning: {warning}")
-
-
-def _row(region: RegionReport) -> tuple[str, ...]:
-    return (
-        f"{region.name} x{region.instances}",
-        region.step + (" (slower than eager)" if region.is_slower else ""),
-        str(region.made + region.loaded),
-        str(region.graphs),
-        str(region.made),
-        str(region.loaded),
-        "not checked" if region.relative_error is None else f"{region.relative_error:.1e}",
-        _time_text(region.compiled_ms),
-        _time_text(region.eager_ms),
-        f"{region.compile_s + region.precompile_s:.1f}",
-    )
-
-
-def _time_text(time_ms: float | None) -> str:
-    return "" if time_ms is None else f"{time_ms:.3f} ms"
+        for line in report.lines():
+            (out.print_note if line.startswith("warning") else out.print_line)(line)
 
 
 def _print_end(location: str, boots: Sequence[FilledBoot], problems: Sequence[Problem]) -> None:
