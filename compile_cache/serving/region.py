@@ -55,7 +55,7 @@ from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
-    from compile_cache.background.orders import Making
+    from compile_cache.background.orders import Making, Orders
     from compile_cache.inductor.artifacts import CachedRecord
     from compile_cache.inductor.make import Graphs, Traced
     from compile_cache.inductor.precompiled import Precompiled
@@ -426,27 +426,34 @@ class Region:
 
     def _order(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and order its code from the second process."""
-        orders = self._compiler.orders()
-        if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
-            self._give_up(case, "too many calls wait" if orders is not None else self._compiler.why_no_orders)
-            return self._serve_eager(module, args, kwargs)
         case = case if self._compiler.is_warming_up else self.kinds.opened(case)
         with _claimed(case):
-            sizes = reachable_sizes(module, args, kwargs)
-            call = attempt(orders.pack, module, args, kwargs, self.shares_weights)
+            sizes, call = reachable_sizes(module, args, kwargs), attempt(self._pack, module, args, kwargs)
             answer = self._serve_eager(module, args, kwargs)
             if _grows(sizes, module, args, kwargs):
                 self._note_growing(case)
-                return answer
-            name, receive = f"{self.report.name} {case.spec}", functools.partial(self._receive, case)
-            failed = call if isinstance(call, Failure) else None
-            if not isinstance(call, Failure):
-                failed = attempt(orders.order, name, call, case.dynamic, receive, self._rank)
-            if failed is not None:
-                self._give_up(case, f"cannot be compiled in a second process: {failed.reason}")
-            case.move(State.ORDERED)  # unless the answer was faster
-        self.report.wait_for(self.kinds.waiting)
+            else:
+                self._submit(case, call)
         return answer
+
+    def _pack(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Orders, tuple[bytes, bool]]:
+        """The orders, and a call in bytes for them. Raises NotHandedOver if it cannot be ordered."""
+        orders = self._compiler.orders()
+        if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
+            raise NotHandedOver("too many calls wait" if orders is not None else self._compiler.why_no_orders)
+        return orders, orders.pack(module, args, kwargs, self.shares_weights)
+
+    def _submit(self, case: Case, call: tuple[Orders, tuple[bytes, bool]] | Failure) -> None:
+        """Order the code of a claimed case, whose call was served eager."""
+        failed: Failure | None = call if isinstance(call, Failure) else None
+        if not isinstance(call, Failure):
+            (orders, content), name = call, f"{self.report.name} {case.spec}"
+            receive = functools.partial(self._receive, case)
+            failed = attempt(orders.order, name, content, case.dynamic, receive, self._rank)
+        if failed is not None:
+            self._give_up(case, f"cannot be compiled in a second process: {failed.reason}")
+        case.move(State.ORDERED)  # unless the answer was faster
+        self.report.wait_for(self.kinds.waiting)
 
     def _receive(self, case: Case, making: Making, function: Precompiled | None) -> None:
         """Take the second process's answer. Another thread calls this."""
@@ -469,7 +476,9 @@ class Region:
             code = attempt(make, shadow)
         if not isinstance(code, Failure):
             self._arrive(case, code)
-        elif not isinstance(code.error, GraphNotStored):  # else the case is new again
+        elif isinstance(code.error, GraphNotStored):
+            self._submit(case, attempt(self._pack, shadow.module, shadow.args, shadow.kwargs))
+        else:
             self.withheld |= self._compiler.new_files()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
 
