@@ -153,6 +153,8 @@ def compile_function(
     check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
+    for name, value in vars(builtins).items():  # torch 2.11 looks for them among the function's globals alone
+        function.__globals__.setdefault(name, value)
     with (
         _alone,
         _configured(),
