@@ -4,6 +4,7 @@ torch's code would ignore it, else by the next prediction, and outside predictio
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,46 +19,66 @@ from compile_cache.serving.compiler import Compiler
 from compile_cache.settings import Settings
 
 
-class Block(nn.Module):
-    """All that may change in it changes its answer."""
+TABLE = torch.eye(SIZE)
 
-    def __init__(self, breaks: bool = False) -> None:
+
+class Part(nn.Module):
+    """torch reads neither defaults nor a closure of its `forward`, so it does not see that another one takes its place."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-        self.part = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight)
+
+
+class Block(nn.Module):
+    """All that may change in it changes its answer. With `graphs`, it is served by those of `torch.compile`: by two
+    because of a break, or by one that reads a global tensor."""
+
+    def __init__(self, graphs: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.part: nn.Module = Part()
         self.adapter: nn.Module | None = None
         self.factor = 1.0
-        self.breaks = breaks
+        self.graphs = graphs
 
-    def forward(self, x: torch.Tensor, seen: dict[str, Any] | None = None) -> torch.Tensor:
-        y = torch.addmm(x, self.part(x), self.weight, alpha=-1 if self.training else self.factor)
-        if self.breaks:
+    def forward(self, x: torch.Tensor, seen: dict[str, Any] | None = None, by: float = 1.0) -> torch.Tensor:
+        factor = -1 if self.training else math.copysign(1.0, self.factor) * (1 + abs(self.factor))
+        y = torch.addmm(x, self.part(x), self.weight, alpha=factor * math.copysign(1 + abs(by), by))
+        if self.graphs == 1:
+            y = torch.mm(y, TABLE)
+        elif self.graphs:
             torch._dynamo.graph_break()
         return torch.mm(y if self.adapter is None else self.adapter(y), self.weight)
 
 
 PRECOMPILED = Settings(cold_start="block", unseen="eager")
 STATES = {
-    "precompiled": (PRECOMPILED, False),
-    "compiled": (PRECOMPILED, True),
-    "eager": (Settings(cold_start="background", unseen="eager"), False),
-    "ordered": (Settings(cold_start="background", unseen="background"), False),
+    "precompiled": (PRECOMPILED, 0),
+    "compiled": (PRECOMPILED, 2),
+    "compiled whole": (PRECOMPILED, 1),
+    "eager": (Settings(cold_start="background", unseen="eager"), 0),
+    "ordered": (Settings(cold_start="background", unseen="background"), 0),
 }
+SERVED_BY = {"compiled whole": "compiled", "ordered": "eager"}
 
 
 @pytest.fixture(params=STATES)
 def served(request, tmp_path):
     """A block whose calls are settled, its twin, and its boot."""
-    settings, breaks = STATES[request.param]
+    settings, graphs = STATES[request.param]
     with activated(tmp_path) as directory:
-        block, twin = build(Block, breaks), build(Block, breaks)
+        block, twin = build(Block, graphs), build(Block, graphs)
         compiler = boot(directory, block, settings=settings)
         if request.param != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
         with prediction(compiler):
             for _ in range(3):
                 assert_right(block, twin)
-        assert step_of(compiler, block) == request.param.replace("ordered", "eager")
+        assert step_of(compiler, block) == SERVED_BY.get(request.param, request.param)
         yield block, twin, compiler
 
 
@@ -68,9 +89,9 @@ def prediction(compiler: Compiler):
     compiler.moment.end(is_complete=True, had_new_code=False)
 
 
-def assert_right(block: nn.Module, twin: nn.Module, x: torch.Tensor | None = None) -> None:
+def assert_right(block: nn.Module, twin: nn.Module, x: torch.Tensor | None = None, **given: float) -> None:
     x = tensor() if x is None else x
-    torch.testing.assert_close(eager(block, x), eager(twin, x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(eager(block, x, **given), eager(twin, x, **given), rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def step_of(compiler: Compiler, block: nn.Module) -> str:
@@ -94,8 +115,22 @@ def hook_of_a_part(module: Block) -> Callable[[], Any]:
 
 
 def own_forward(module: Block) -> Callable[[], Any]:
-    module.forward = lambda x: x * 3
+    module.forward = lambda x, by=1.0: x * 3
     return lambda: vars(module).pop("forward")
+
+
+def forward_of_a_class(module: Block) -> Callable[[], Any]:
+    return replaced(Block)
+
+
+def forward_of_the_class_of_a_part(module: Block) -> Callable[[], Any]:
+    return replaced(Part)
+
+
+def replaced(kind: type[nn.Module]) -> Callable[[], Any]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kind, "forward", lambda self, x, by=1.0: x * 3)
+    return patch.undo
 
 
 def adapter(module: Block) -> Callable[[], Any]:
@@ -126,7 +161,8 @@ def other_part(module: Block) -> Callable[[], Any]:
     return lambda: setattr(module, "part", part)
 
 
-CHANGES = (hook, hook_of_a_part, own_forward, adapter, train, attribute, other_part)
+FORWARDS = (own_forward, forward_of_a_class, forward_of_the_class_of_a_part)
+CHANGES = (hook, hook_of_a_part, *FORWARDS, adapter, train, attribute, other_part)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -138,23 +174,54 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
         with prediction(compiler):
             for _ in range(2):
                 assert_right(block, twin)
-    for back in undo:
+    for back in reversed(undo):
         back()
     with prediction(compiler):
         assert_right(block, twin)
         assert step_of(compiler, block) == before
 
 
-@pytest.mark.parametrize("change", [hook, hook_of_a_part, train, attribute])
+@pytest.mark.parametrize("change", [hook, hook_of_a_part, *FORWARDS, train, attribute])
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
     with prediction(compiler):
         assert_right(block, twin)
         undo = [change(module) for module in (block, twin)]
         assert_right(block, twin)
-        for back in undo:
+        for back in reversed(undo):
             back()
         assert_right(block, twin)
+
+
+def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(served):
+    block, twin, compiler = served
+    before, steps = step_of(compiler, block), []
+    for factor in (2.0, 1.0, 3.0, 1.0, 2.0, 1.0):
+        block.factor = twin.factor = factor
+        with prediction(compiler):
+            for _ in range(2):
+                assert_right(block, twin)
+            steps += [step_of(compiler, block)] * (factor == 1.0)
+    assert steps == [before] * 3
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (-0.0, 0.0), (1.0, True, 1), (math.nan, -math.nan)])
+@pytest.mark.parametrize("where", ["input", "attribute"])
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart(served, numbers, where):
+    """Where torch's own graphs cannot, which take one zero of an attribute for the other, nothing else can."""
+    block, twin, compiler = served
+    if where == "attribute" and block.graphs:
+        numbers = (1.0, True, 1)
+
+    def call(number: float) -> None:
+        if where == "attribute":
+            block.factor = twin.factor = number
+        assert_right(block, twin, **({} if where == "attribute" else {"by": number}))
+
+    warm_up(compiler, lambda: [call(numbers[0]) for _ in range(2)])
+    with prediction(compiler):
+        for number in (numbers[0], *numbers, *numbers):
+            call(number)
 
 
 def strided() -> torch.Tensor:
