@@ -18,12 +18,11 @@ from compile_cache.inductor import call_spec
 from compile_cache.serving.compiler import Compiler
 from compile_cache.settings import Settings
 
-
 TABLE = torch.eye(SIZE)
 
 
 class Part(nn.Module):
-    """torch reads neither defaults nor a closure of its `forward`, so it does not see that another one takes its place."""
+    """Its `forward` has neither defaults nor a closure: torch does not see that another one takes its place."""
 
     def __init__(self) -> None:
         super().__init__()
