@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from precompiling import activated, boot, build, eager, only_report, tensor, war
 from torch import nn
 
 from compile_cache.inductor import call_spec
+from compile_cache.serving import region as region_module
+from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.compiler import Compiler
+from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
 
 TABLE = torch.eye(SIZE)
@@ -282,3 +287,115 @@ def test_an_eager_call_is_described_once_a_prediction(tmp_path, monkeypatch, out
                 for number in range(20):
                     eager(block, tensor(seed=number), inputs)
         assert len(described) == (1 if outside else 2)
+
+
+class Attributes(dict[str, Any]):
+    """Its keys are its attributes, as in many a configuration: it has no other, not even `__dict__`."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("name", ["precompiled", "ordered"])
+def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(tmp_path, name):
+    with activated(tmp_path) as directory:
+        block, twin = build(Block), build(Block)
+        compiler = boot(directory, block, settings=STATES[name][0])
+        block.options = Attributes(a=1)
+        warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
+        for _ in range(3):
+            with prediction(compiler):
+                torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
+        assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
+
+
+# What two threads can do to one case, with the other thread's part made at the worst moment.
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A block whose code has passed and is taken at the next moment, its case, and its boot."""
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+        compiler.moment.begin()
+        warm_up(compiler, lambda: block(tensor()))
+        (region,) = compiler.regions.values()
+        (case,) = region.kinds
+        yield block, case, compiler, region
+        assert step_of(compiler, block) == "eager"
+        assert (case.state, case.reason) == (State.EAGER, "another thread gave it up")
+
+
+def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared, monkeypatch):
+    _, case, compiler, region = compared
+    assert case.state is State.ARRIVED
+    drop = property(lambda case: region._drop(case, "another thread gave it up") or True)
+    monkeypatch.setattr(Case, "has_passed", drop)
+    compiler.moment.end(is_complete=True, had_new_code=False)
+    compiler.moment.begin()
+
+
+def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_later_call(compared, monkeypatch):
+    block, case, compiler, region = compared
+    compiler.moment.end(is_complete=True, had_new_code=False)
+    compiler.moment.begin()
+    assert case.state is State.PRECOMPILED
+    real = Case.is_to_compare
+    monkeypatch.setattr(
+        Case, "is_to_compare", lambda *inputs: bool(region._drop(case, "another thread gave it up")) or real(*inputs)
+    )
+    eager(block, tensor())
+
+
+class Drawing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight) + torch.rand(1)
+
+
+def test_another_thread_draws_no_random_numbers_twice(tmp_path, monkeypatch):
+    """While code that draws some is compared, no prediction begins."""
+    began, real = threading.Event(), Comparison.check
+    with activated(tmp_path) as directory, ThreadPoolExecutor() as threads:
+        block = build(Drawing)
+        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+
+        def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
+            def try_out(*call: Any) -> Any:
+                threads.submit(compiler.moment.begin).add_done_callback(lambda _: began.set())
+                assert not began.wait(0.2)
+                return function(*call)
+
+            return real(comparison, try_out)
+
+        monkeypatch.setattr(Comparison, "check", check)
+        warm_up(compiler, lambda: block(tensor()))
+        assert began.wait(60)
+        assert "AssertionError" not in only_report(compiler).reason
+
+
+def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        compiler = boot(directory, block, settings=STATES["ordered"][0])
+        with monkeypatch.context() as patch:
+            patch.setattr(region_module, "reachable_sizes", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                warm_up(compiler, lambda: block(tensor()))
+        (region,) = compiler.regions.values()
+        (case,) = region.kinds
+        assert case.state is State.NEW
+        warm_up(compiler, lambda: block(tensor()))
+        assert case.state is State.ORDERED
+
+
+def test_an_own_forward_that_another_thread_takes_away_meanwhile_fails_no_call(monkeypatch):
+    block, real = build(Block), call_spec._is_own
+    block.forward = block.forward
+
+    def is_own(forward: Any, part: nn.Module) -> bool:
+        vars(part).pop("forward")
+        return real(forward, part)
+
+    monkeypatch.setattr(call_spec, "_is_own", is_own)
+    assert call_spec.why_eager(block) == ""
