@@ -2,12 +2,14 @@
 
     python benchmarks/fuzz_serving.py --seed 0 --modules 100 --calls 20
     python benchmarks/fuzz_serving.py --seed 1 --modules 500 --calls 80 --jobs 16 --limit-s 400 --out fuzz.jsonl
+    python benchmarks/fuzz_serving.py --sets --modules 63 --policy block
     python benchmarks/fuzz_serving.py fuzz.jsonl others.jsonl
 
 Modules are made by random_modules.py. Some boots share a store: the first one finds it empty. Each call is made twice,
 of a module that the boot serves and of its twin, which is never compiled. Compared are the answer, what the call wrote
-into its inputs and its module, and the next numbers of torch's generator. Some calls are cancelled. With `--kills`,
-second processes are killed.
+into its inputs and its module, and the next numbers of torch's generator. Some calls are cancelled or fail. A class
+that can be set in some ways has five instances, which are set anew while they serve. With `--kills`, second processes
+are killed. In the end no case may be left half-way, and each must have gone the ways that its states allow.
 
 Most calls are made in predictions, some of which are generators that are closed half-way. A prediction calls its
 modules twice with the same inputs, and must have one code: answers of modules without state are equal to the bit.
@@ -35,13 +37,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from random_modules import FEATURES, WIDTH, RandomModule, make_modules, source_of
+from random_modules import FEATURES, SETS, WIDTH, RandomModule, make_modules, source_of
 from table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +62,8 @@ _SETTINGS = {
     "DYNAMIC": ("false", "false", "auto"),
 }
 _CANCELLED = 0.1
+_INSTANCES = 5  # of a module that can be set in some ways
+_SET_ANEW = 0.3  # before so many calls, in half of which it is set back
 _BARE, _CLOSED = 0.2, 0.1  # of predictions
 # The largest ‖found − expected‖ / ‖expected‖. A state adds the rounding of several calls up.
 _TOLERANCE = {"float32": 3e-3, "bfloat16": 1e-1}
@@ -78,7 +83,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Add another tally to this one."""
+        """Add another tally to this one, of other modules."""
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -87,21 +92,26 @@ class Tally:
 
 
 class Subject:
-    """A module that the boot serves, and its twin."""
+    """An instance that the boot serves, and its twin. Instances of a class share the `turn` of calls that change it."""
 
-    def __init__(self, made: RandomModule, boot: int, device: str) -> None:
+    # How often instances of a class were set.
+    _times_set: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, made: RandomModule, instance: int, turn: Any, boot: int, device: str) -> None:
         import torch
 
-        self.made, self._boot, self._device = made, boot, device
+        self.made, self._instance, self._boot, self._device = made, instance, boot, device
         self._code = importlib.import_module("fuzzed")
-        self.tally = Tally(modules=1)
+        self.tally = Tally()
         self.module, self._twin = (self._build(torch) for _ in range(2))
-        # Calls that change a module come one after another.
-        self._turn = threading.Lock() if made.keeps else contextlib.nullcontext()
+        self._turn = turn
         self._counting = threading.Lock()
+        self._seen_at = 0  # when it was called last
+        for ways in made.ways:
+            self._set_anew(ways[instance % len(ways)])
 
     def _build(self, torch: Any) -> nn.Module:
-        torch.manual_seed(self.made.number)
+        torch.manual_seed(self.made.number + 1000 * self._instance)
         with torch.device(self._device):  # attributes may be views of buffers, which `to` would leave behind
             built: nn.Module = getattr(self._code, self.made.name)()
         return built.eval()
@@ -112,6 +122,11 @@ class Subject:
             self.tally.calls += 1
             return self.tally.calls - 1
 
+    def _set_anew(self, way: str) -> None:
+        for module in (self.module, self._twin):
+            exec(way, {**vars(self._code), "fuzzed": self._code}, {"self": module})
+        self._times_set[self.made.name] += 1
+
     def call(self, number: int, may_cancel: bool = True, compares_draws: bool = True) -> Any:
         """The answer of one call; None if it was cancelled. After a difference, there are no further calls."""
         import torch
@@ -120,18 +135,23 @@ class Subject:
             return None if self.tally.wrong else self._call(torch, number, may_cancel, compares_draws)
 
     def _call(self, torch: Any, number: int, may_cancel: bool, compares_draws: bool) -> Any:
-        chance = random.Random(f"{self.made.seed} {self.made.number} {self._boot} {number}")
+        chance = random.Random(f"{self.made.seed} {self.made.number} {self._instance} {self._boot} {number}")
+        if self.made.ways and chance.random() < _SET_ANEW and number:
+            ways = chance.choice(self.made.ways)
+            self._set_anew(chance.choice([ways[self._instance % len(ways)], chance.choice(ways)]))
         is_armed = may_cancel and chance.random() < _CANCELLED
         cancels_at, inputs_seed = chance.randint(1, 2), chance.random()
+        self._seen_at = self._times_set[self.made.name]
         mode = chance.choice(["no_grad", "enable_grad"]) if "modes" in self.made.features else "inference_mode"
         before = _state(self.module) if is_armed else None
         with getattr(torch, mode)(), self._autocast(torch):
             given = self._inputs(torch, inputs_seed)
             self._code.ARMED.left = cancels_at if is_armed else 0
+            self._code.ARMED.error = chance.choice([asyncio.CancelledError, self._code.Failed])
             torch.manual_seed(number)
             try:
                 found = self.module(*given)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, self._code.Failed):
                 found = asyncio.CancelledError
             except Exception as error:
                 self._add_wrong(number, f"{type(error).__name__}: {error}")
@@ -165,8 +185,10 @@ class Subject:
     def call_again(self, number: int, before: Any, compares_draws: bool) -> None:
         """A call with the inputs of one before in the same prediction, whose answer is the same to the bit."""
         self.new_number()
+        seen_at = self._seen_at
         found = self.call(number, compares_draws=compares_draws)
         is_mixed = before is not None and found is not None and not is_alike(found, before, _EXACT)
+        is_mixed &= self._seen_at == seen_at
         if is_mixed and not (self.made.keeps or self.made.draws):
             self._add_wrong(number, "a prediction with two codes")
 
@@ -224,7 +246,9 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
         import torch
 
         torch.backends.cudnn.allow_tf32 = False  # a state that adds up its rounding is further off than any tolerance
-        subjects = [Subject(made, arguments.boot, arguments.device) for made in modules]
+        moves = _watch_moves()
+        groups = [_instances(made, arguments) for made in modules]
+        subjects = [subject for group in groups for subject in group]
         for subject in subjects:
             boot.compile(subject.module, whole=True)
         boot.warm_up(lambda: [subject.call(subject.new_number(), may_cancel=False) for subject in subjects])
@@ -235,11 +259,51 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
         _play(boot, subjects, arguments, chance)
     assert boot.wait_compiled(_PATIENCE_S)
     assert boot.wait_published(_PATIENCE_S)
+    with boot.prediction():
+        pass  # takes what has arrived
     served = whole.served()
-    for subject in subjects:
-        steps = served.get(subject.made.name, {})
-        subject.tally.compiled = sum(count for step, count in steps.items() if step != "eager")
-    return [subject.tally for subject in subjects]
+    tallies = []
+    for made, group in zip(modules, groups, strict=True):
+        tally = Tally(modules=1)
+        for subject in group:
+            tally.add(subject.tally)
+        tally.compiled = sum(count for step, count in served.get(made.name, {}).items() if step != "eager")
+        tally.wrong += [f"boot {arguments.boot}: {what}" for what in _left_halfway(boot, made.name)]
+        tallies.append(tally)
+    tallies[0].wrong += moves
+    return tallies
+
+
+def _instances(made: RandomModule, arguments: argparse.Namespace) -> list[Subject]:
+    # Calls that change a module, or what its class reads, come one after another.
+    turn = threading.Lock() if made.keeps or made.ways else contextlib.nullcontext()
+    count = _INSTANCES if made.ways else 1
+    return [Subject(made, number, turn, arguments.boot, arguments.device) for number in range(count)]
+
+
+def _watch_moves() -> list[str]:
+    """A list to which each way is added that a case goes and `MOVES` does not have."""
+    from compile_cache.serving.kinds import MOVES, Case
+
+    wrong: list[str] = []
+    slot: Any = Case.state
+
+    def move(case: Case, state: Any) -> None:
+        with contextlib.suppress(AttributeError):  # its first state
+            if state not in MOVES[before := slot.__get__(case)]:
+                wrong.append(f"a case went from {before} to {state}")
+        slot.__set__(case, state)
+
+    Case.state = property(slot.__get__, move)  # type: ignore[assignment]
+    return wrong
+
+
+def _left_halfway(boot: Boot, name: str) -> list[str]:
+    """The cases of a class whose code is still being found or made."""
+    from compile_cache.serving.kinds import State
+
+    (region,) = (region for region in boot._compiler.regions.values() if region.report.name == name)
+    return [f"a case is left {case.state}" for case in region.kinds if case.state in (State.CLAIMED, State.ORDERED)]
 
 
 class Style(NamedTuple):
@@ -407,7 +471,7 @@ def sys_arguments(arguments: argparse.Namespace) -> list[str]:
     """The command line of these arguments, without which modules they are for."""
     names = ("seed", "calls", "device", "threads", "boots", "batch")
     named = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
-    named += [text for name in arguments.only for text in ("--only", name)]
+    named += ["--sets"] if arguments.sets else [text for name in arguments.only for text in ("--only", name)]
     named += ["--policy", arguments.policy] if arguments.policy else []
     return [*named, *["--kills"] * arguments.kills, *["--asyncio"] * arguments.asyncio]
 
@@ -431,8 +495,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", action="store_true", help="kill second processes at random")
     parser.add_argument("--policy", choices=("background", "block"), help="else at random, with other settings")
     parser.add_argument("--only", action="append", default=[], choices=FEATURES, help="modules of this feature alone")
+    parser.add_argument("--sets", action="store_true", help="modules that can be set in some ways alone")
     parser.add_argument("--boot", type=int, help=argparse.SUPPRESS)  # the process that serves
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    parsed.only = [*parsed.only, *(SETS if parsed.sets else ())]
+    return parsed
 
 
 def run(arguments: argparse.Namespace) -> list[Batch]:

@@ -1,12 +1,14 @@
 """Modules at random, as source text: a computation, and features that make a call more than a function of its inputs.
 
 A module's `forward` takes two tensors [batch, length, 32], a number and a dictionary. Features are drawn from a seed,
-so that a module can be made again.
+so that a module can be made again. Of a feature that can be set in some ways, a class has five instances, each set in
+another way.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from textwrap import indent
@@ -18,7 +20,9 @@ WIDTH = 32
 class Feature:
     """Lines of `__init__`, lines at the start of `forward`, and lines in it, which may append to the answer.
 
-    `keeps`: calls change the module. `draws`: calls use torch's own generator.
+    `keeps`: calls change the module. `draws`: calls use torch's own generator. `ways`: statements, one of which is made
+    on each instance (`self`), and others while it serves. `Own` stands for the class, and begins the names of globals
+    that belong to it.
     """
 
     init: str = ""
@@ -26,15 +30,37 @@ class Feature:
     forward: str = ""
     keeps: bool = False
     draws: bool = False
+    ways: tuple[str, ...] = ()
 
-    def numbered(self, number: int) -> Feature:
-        """The feature whose block has a name of its own, beside those of the module's other features."""
-        init, forward = (text.replace("self.block", f"self.block{number}") for text in (self.init, self.forward))
-        return replace(self, init=init, forward=forward)
+    def numbered(self, number: int, name: str) -> Feature:
+        """The feature with names of its own, beside the other features of the module, whose class has this name."""
+        lines = (self.init, self.forward, *self.ways)
+        names = {text: f"{text}{number}" for text in ("self.block", "self.value", "Own.value")}
+        names |= {"'value'": f"'value{number}'", "Own": name}
+        for old, new in names.items():
+            lines = tuple(line.replace(old, new) for line in lines)
+        init, forward, *ways = lines
+        return replace(self, init=init, forward=forward, ways=tuple(ways))
 
 
 def _block(line: str, call: str = "x = self.block(x)") -> Feature:
     return Feature(init=line, forward=call)
+
+
+def _ways(factor: str, *ways: str, init: str = "", factored: str = "x") -> Feature:
+    """What the `ways` set is a factor of the result."""
+    return Feature(init=init, forward=f"x = scaled({factored}, self.mix.weight, {factor})", ways=ways)
+
+
+def _set(factor: str, *values: str) -> Feature:
+    """The same for an attribute, `value`, that is set to each of these values."""
+    return _ways(factor, *(f"self.value = {value}" for value in values))
+
+
+def _made(factor: str, way: str, init: str = "", factored: str = "x") -> Feature:
+    """The same for what is made of a number, N."""
+    ways = [re.sub(r"N\b", str(number), way) for number in range(1, 6)]
+    return _ways(factor, *ways, init=init, factored=factored)
 
 
 def _decoder(package: str, name: str, sizes: str = "", has_cache: bool = False) -> Feature:
@@ -159,6 +185,83 @@ FEATURES = {
     ),
 }
 
+# What forward reads of an instance, its class or its module, set in some ways. A method of a class is none of these:
+# neither torch nor the library sees that another one takes its place, unless it is a `forward`.
+_SETS = {
+    "flag": _set("2.0 if self.value else 0.5", "True", "False"),
+    "int": _made("0.5 * self.value", "self.value = N"),
+    "float": _set("self.value", "0.5", "1.5", "-0.5", "2.5", "-1.0"),
+    "zero": _set("2.0 if math.copysign(1.0, self.value) < 0 else 0.5", "0.0", "-0.0", "float('nan')"),
+    "equal": _set("1.5 if self.value is True else 0.5 * (len(repr(self.value)) - 2)", "1", "True", "1.0"),
+    "complex": _set("self.value.real + self.value.imag", "1j", "2 + 1j", "-1j", "1 - 3j"),
+    "text": _made("0.5 * len(self.value)", "self.value = 'a' * N"),
+    "bytes": _made("0.5 * self.value[0]", "self.value = bytes([N])"),
+    "none": _set("0.5 if self.value is None else self.value", "None", "1.5", "2.5"),
+    "absence": _ways("2.0 if hasattr(self, 'value') else 0.5", "self.value = 1", "vars(self).pop('value', None)"),
+    "member": _set("self.value.value * (1.0 if self.value is Size.ONE else 0.5)", "Size.ONE", "Size.TWO", "Size.SIX"),
+    "int member": _made("0.5 * self.value", "self.value = Flags(N)"),
+    "partial": _made("self.value(0.5)", "self.value = functools.partial(times, N)"),
+    "keyword of a partial": _made("self.value(0.5)", "self.value = functools.partial(times, by=N)"),
+    "function": _made("self.value()", "self.value = gainN"),
+    "closure": _made("self.value(0.5)", "self.value = closing(N)"),
+    "bound method": _made("self.value(0.5)", "self.value = Gain(N).times"),
+    "own method": _made("self.value()", "self.value = types.MethodType(gainN, self)"),
+    "callable": _made("self.value(0.5)", "self.value = Gain(N)"),
+    "cached function": _made("self.value()", "self.value = functools.lru_cache(gainN)"),
+    "class": _set("self.value.gain", "Low", "High"),
+    "list": _set("self.value[0] * len(self.value)", "[0.5]", "[0.5, 1]", "[1.5]", "[1, 1.0, 1]", "[True, 2]"),
+    "list in place": _made("0.5 * len(self.value)", "self.value[:] = [1] * N", "self.value = []"),
+    "dictionary": _set("self.value['a'] * len(self.value)", "{'a': 0.5}", "{'a': 1.5}", "{'b': 1, 'a': 1}"),
+    "dictionary in place": _made("0.5 * self.value['a']", "self.value['a'] = N", "self.value = {}"),
+    "order": _set("next(iter(self.value.values()))", "{'a': 0.5, 'b': 1.5}", "{'b': 1.5, 'a': 0.5}"),
+    "keys": _set("1.5 if any(key is True for key in self.value) else 0.5", "{1: 0}", "{True: 0}", "{1.0: 0}"),
+    "set": _set("1.5 if 'a' in self.value else 0.5 * len(self.value)", "{'a'}", "{'b'}", "{'b', 'c'}", "{'a', 1}"),
+    "frozen set": _made("0.5 * len(self.value)", "self.value = frozenset(range(N))"),
+    "tuple": _set("self.value[-1] * len(self.value)", "(0.5,)", "(1, 0.5)", "(1.5,)", "(1, 2, 1)"),
+    "named tuple": _made("self.value.gain * self.value.by", "self.value = Named(N, 0.5)"),
+    "data class": _made("self.value.gain", "self.value = Data(0.5 * N)"),
+    "frozen data class": _made("self.value.gain", "self.value = Frozen(0.5 * N)"),
+    "slots": _made("self.value.gain", "self.value = Slots(0.5 * N)"),
+    "namespace": _made("self.value.gain", "self.value = types.SimpleNamespace(gain=0.5 * N)"),
+    "nested": _made("self.value.value.gain", "self.value = types.SimpleNamespace(value=Data(0.5 * N))"),
+    "nested in place": _made("self.value.gain", "self.value.gain = 0.5 * N", "self.value = Data(1)"),
+    "property": _made("self.value.doubled", "self.value = Doubled(0.25 * N)"),
+    "shared list": _set("1.5 if self.value is SHARED else 0.5 * len(self.value)", "SHARED", "[1]", "[1, 1]"),
+    "sentinel": _set("1.5 if self.value is ONE else 0.5 if self.value is TWO else 2.5", "ONE", "TWO", "object()"),
+    "instance": _set("1.5 if self.value is OLD else 0.5 if self.value is NEW else 2.5", "OLD", "NEW", "Data(1)"),
+    "one object twice": _set("1.5 if self.value[0] is self.value[1] else 0.5", "[Data(1), Data(1)]", "[Data(1)] * 2"),
+    "dtype": _set("self.value.itemsize * 0.25", "torch.float16", "torch.float32", "torch.float64", "torch.int8"),
+    "device": _set("0.5 * len(self.value.type)", "torch.device('cpu')", "torch.device('meta')"),
+    "size": _made("0.5 * self.value[1]", "self.value = torch.Size([1, N])"),
+    "module": _made("self.value.gain", "self.value = Part(0.5 * N)"),
+    "number of a module": _made("self.value.gain", "self.value.gain = 0.5 * N", "self.value = Part(1)"),
+    "modules": _made("0.5 * len(self.value)", "self.value = nn.ModuleList([Part(1) for _ in range(N)])"),
+    "identity": _set("1.5 if isinstance(self.value, nn.Identity) else 0.5", "nn.Identity()", "Part(1)", "None"),
+    "buffer": _made(
+        "1.0", "self.value = torch.full((), 0.5 * N)", "self.register_buffer('value', torch.ones(()))", "x * self.value"
+    ),
+    "shape": _made("self.value.numel()", "self.value = torch.ones(N)", "self.register_buffer('value', torch.ones(1))"),
+    "gradient": _ways(
+        "1.5 if self.mix.weight.requires_grad else 0.5",
+        "self.mix.requires_grad_(True)",
+        "self.mix.requires_grad_(False)",
+    ),
+    "training": _ways("1.5 if self.training else 0.5", "self.train()", "self.eval()"),
+    "number of a class": _made("self.value", "Own.value = 0.5 * N"),
+    "property of a class": _made("self.value", "Own.value = property(gainN)"),
+    "forward of a part": _made("self.value()", "OwnPart.forward = gainN", "self.value = OwnPart(1)"),
+    "global number": _made("0.5 * OwnNumber", "fuzzed.OwnNumber = N"),
+    "global list": _made("0.5 * len(OwnList)", "fuzzed.OwnList[:] = [1] * N"),
+    "global object": _made("0.5 * OwnData.gain", "fuzzed.OwnData.gain = N"),
+    "global function": _made("OwnFunction()", "fuzzed.OwnFunction = gainN"),
+    "code": _made("OwnFunction()", "fuzzed.OwnFunction.__code__ = gainN.__code__"),
+    "default": _made("OwnDefault()", "fuzzed.OwnDefault.__defaults__ = (N,)"),
+    "default of a keyword": _made("OwnKeyword()", "fuzzed.OwnKeyword.__kwdefaults__ = {'by': N}"),
+}
+SETS = {f"set {name}": feature for name, feature in _SETS.items()}
+FEATURES |= SETS
+
+_QUICK = "x = scaled(x, self.mix.weight, by)"
 _COMPUTATIONS = (
     "x = torch.tanh(self.mix(x))",
     "x = F.layer_norm(self.mix(x), (WIDTH,))",
@@ -170,7 +273,12 @@ _HEADER = f'''"""Modules made by random_modules.py."""
 
 import asyncio
 import enum
+import functools
+import math
 import threading
+import types
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -182,12 +290,16 @@ Kind = enum.Enum("Kind", "ONE TWO")
 ARMED = threading.local()
 
 
+class Failed(Exception):
+    """An error of a model."""
+
+
 def enter():
-    """Cancel this thread's call if it is armed, before eager code has done anything."""
+    """Cancel this thread's call, or let it fail, if it is armed, before eager code has done anything."""
     if left := getattr(ARMED, "left", 0):
         ARMED.left = left - 1
         if left == 1:
-            raise asyncio.CancelledError
+            raise ARMED.error
 
 
 def halve(module, args):
@@ -196,7 +308,102 @@ def halve(module, args):
 
 def double(module, args, output):
     return output * 2
-'''
+
+
+def scaled(x, weight, factor):
+    return torch.baddbmm(x, x, weight.expand(len(x), WIDTH, WIDTH), alpha=factor)
+
+
+def times(x, by):
+    return x * by
+
+
+def closing(by):
+    return lambda x: x * by
+
+
+class Gain:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+    def times(self, x):
+        return x * self.by
+
+
+class Low:
+    gain = 0.5
+
+
+class High:
+    gain = 1.5
+
+
+@dataclass
+class Data:
+    gain: float
+
+
+@dataclass(frozen=True)
+class Frozen:
+    gain: float
+
+
+class Named(NamedTuple):
+    gain: float
+    by: float
+
+
+class Slots:
+    __slots__ = ("gain",)
+
+    def __init__(self, gain):
+        self.gain = gain
+
+
+class Doubled(Data):
+    @property
+    def doubled(self):
+        return 2 * self.gain
+
+
+class Part(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+
+
+Size = enum.Enum("Size", {{"ONE": 1, "TWO": 3, "SIX": 6}})
+Flags = enum.IntFlag("Flags", {{"A": 1, "B": 2, "C": 4}})
+SHARED = [1, 1, 1, 1]
+ONE, TWO = object(), object()
+OLD, NEW = Data(1), Data(1)
+''' + "".join(f"\n\ndef gain{number}(*given):\n    return 0.5 * {number}\n" for number in range(1, 6))
+# What belongs to a class with ways to be set.
+_OWN = """
+
+OwnNumber = 1
+OwnList = [1]
+OwnData = Data(1)
+
+
+class OwnPart(Part):
+    pass
+
+
+def OwnFunction():
+    return 0.5
+
+
+def OwnDefault(by=1):
+    return 0.5 * by
+
+
+def OwnKeyword(*, by=1):
+    return 0.5 * by
+"""
 
 
 @dataclass(frozen=True)
@@ -224,9 +431,15 @@ class RandomModule:
         return any(FEATURES[name].draws for name in self.features)
 
     @property
+    def ways(self) -> tuple[tuple[str, ...], ...]:
+        """For each feature that can be set, the ways to do so."""
+        parts = (FEATURES[name].numbered(number, self.name) for number, name in enumerate(self.features))
+        return tuple(part.ways for part in parts if part.ways)
+
+    @property
     def source(self) -> str:
         """The class."""
-        parts = [FEATURES[name].numbered(number) for number, name in enumerate(self.features)]
+        parts = [FEATURES[name].numbered(number, self.name) for number, name in enumerate(self.features)]
         init = ["super().__init__()", "self.mix = nn.Linear(WIDTH, WIDTH)", *(part.init for part in parts)]
         forward = [
             "if not torch.compiler.is_compiling():\n    enter()",
@@ -240,7 +453,8 @@ class RandomModule:
         text = "".join(
             f"    def {head}:\n{indent(chr(10).join(filter(None, body)), ' ' * 8)}\n\n" for head, body in methods
         )
-        return f"\n\nclass {self.name}(nn.Module):\n{text.rstrip()}\n"
+        own = _OWN.replace("Own", self.name) if self.ways else ""
+        return f"{own}\n\nclass {self.name}(nn.Module):\n{text.rstrip()}\n"
 
 
 def make_modules(seed: int, numbers: Sequence[int], only: Sequence[str] = ()) -> list[RandomModule]:
@@ -251,7 +465,9 @@ def make_modules(seed: int, numbers: Sequence[int], only: Sequence[str] = ()) ->
         features = tuple(chance.sample(list(FEATURES), chance.randint(1, 3)))
         if only:
             features = (only[number % len(only)],)
-        made.append(RandomModule(seed, number, features, chance.choice(_COMPUTATIONS)))
+        # Many functions are made of what can be set: they multiply matrices, which needs no C++ compiler.
+        computations = (_QUICK,) if set(features) <= SETS.keys() else _COMPUTATIONS
+        made.append(RandomModule(seed, number, features, chance.choice(computations)))
     return made
 
 

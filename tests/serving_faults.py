@@ -7,6 +7,7 @@ compared with the answer of a twin that is never compiled. Both have the same we
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -30,6 +31,8 @@ from torch.utils import _pytree as pytree
 import compile_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from compile_cache.lifecycle.boot import Boot
 
 # What `FAULTS` has is raised by eager code, one a call. `GATE` keeps a call of eager code waiting, once.
@@ -339,6 +342,25 @@ def unhooked() -> dict[str, Any]:
     return told | {"wrong": [pair.wrong for pair in pairs], "regions": report(boot)["regions"]}
 
 
+@contextlib.contextmanager
+def comparing_beside(boot: Boot) -> Iterator[None]:
+    """Another thread is in a prediction meanwhile, and sets the generators of random numbers back."""
+    is_there, may_go = threading.Event(), threading.Event()
+
+    def compare() -> None:
+        with boot.prediction(), boot._compiler.moment.alone():
+            is_there.set()
+            assert may_go.wait(PATIENCE_S)
+
+    own, thread = os.getpid(), threading.Thread(target=compare)
+    thread.start()
+    assert is_there.wait(PATIENCE_S)
+    yield
+    may_go.set()
+    if os.getpid() == own:
+        thread.join()
+
+
 def forked() -> dict[str, Any]:
     """Two forks of a server, one before its code has arrived and one after, and a kind of call that is new in both."""
     torch.set_num_threads(1)
@@ -346,7 +368,9 @@ def forked() -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name in ("early", "late"):
         read, write = os.pipe()
-        if (child := os.fork()) == 0:
+        with comparing_beside(boot):
+            child = os.fork()
+        if child == 0:
             for _ in range(3):
                 with boot.prediction():
                     pair.call(boot)

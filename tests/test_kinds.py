@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -172,6 +173,30 @@ def test_calls_that_grow_are_eager_at_any_size_of_the_cache():
     growing = kinds.case(module, (x, torch.ones(6, 4)), {})
     assert (growing.state, growing.reason) == (State.EAGER, GROWS)
     assert kinds.case(module, (torch.ones(2, 4), torch.ones(6, 4)), {}).state is State.NEW
+
+
+@pytest.mark.parametrize("told", [lambda number: (number,), lambda number: (str(number),)])
+def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_told(told):
+    kinds, module, cases = Kinds(), nn.Identity(), set()
+    for number in range(200):
+        case = kinds.case(module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {})
+        if case.state is State.NEW:
+            cases.add(case)
+            kinds.note_growing(case)
+        assert case.state in (State.NEW, State.EAGER)
+    assert len(cases) <= 64
+    assert len(list(kinds)) <= 64
+
+
+def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
+    kinds, module = Kinds(), nn.Identity()
+    for rows in (16, 24):
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
+    case = case_of(kinds, module, torch.ones(32, 4))
+    for number in range(64):
+        case_of(kinds, module, str(number)).move(State.CLAIMED)
+    assert case.move(State.CLAIMED)
+    assert kinds.opened(case) is case
 
 
 def test_a_region_keeps_64_kinds():

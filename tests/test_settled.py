@@ -4,7 +4,10 @@ torch's code would ignore it, else by the next prediction, and outside predictio
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,50 +17,72 @@ from precompiling import activated, boot, build, eager, only_report, tensor, war
 from torch import nn
 
 from compile_cache.inductor import call_spec
+from compile_cache.serving import region as region_module
+from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.compiler import Compiler
+from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
+
+TABLE = torch.eye(SIZE)
+
+
+class Part(nn.Module):
+    """Its `forward` has neither defaults nor a closure: torch does not see that another one takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight)
 
 
 class Block(nn.Module):
-    """All that may change in it changes its answer."""
+    """All that may change in it changes its answer. With `graphs`, it is served by those of `torch.compile`: by two
+    because of a break, or by one that reads a global tensor."""
 
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, graphs: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-        self.part = nn.Linear(SIZE, SIZE, bias=False)
+        self.part: nn.Module = Part()
         self.adapter: nn.Module | None = None
         self.factor = 1.0
-        self.breaks = breaks
+        self.graphs = graphs
 
-    def forward(self, x: torch.Tensor, seen: dict[str, Any] | None = None) -> torch.Tensor:
-        y = torch.addmm(x, self.part(x), self.weight, alpha=-1 if self.training else self.factor)
-        if self.breaks:
+    def forward(self, x: torch.Tensor, seen: dict[str, Any] | None = None, by: float = 1.0) -> torch.Tensor:
+        factor = -1 if self.training else math.copysign(1.0, self.factor) * (1 + abs(self.factor))
+        y = torch.addmm(x, self.part(x), self.weight, alpha=factor * math.copysign(1 + abs(by), by))
+        if self.graphs == 1:
+            y = torch.mm(y, TABLE)
+        elif self.graphs:
             torch._dynamo.graph_break()
         return torch.mm(y if self.adapter is None else self.adapter(y), self.weight)
 
 
 PRECOMPILED = Settings(cold_start="block", unseen="eager")
 STATES = {
-    "precompiled": (PRECOMPILED, False),
-    "compiled": (PRECOMPILED, True),
-    "eager": (Settings(cold_start="background", unseen="eager"), False),
-    "ordered": (Settings(cold_start="background", unseen="background"), False),
+    "precompiled": (PRECOMPILED, 0),
+    "compiled": (PRECOMPILED, 2),
+    "compiled whole": (PRECOMPILED, 1),
+    "eager": (Settings(cold_start="background", unseen="eager"), 0),
+    "ordered": (Settings(cold_start="background", unseen="background"), 0),
 }
+SERVED_BY = {"compiled whole": "compiled", "ordered": "eager"}
 
 
 @pytest.fixture(params=STATES)
 def served(request, tmp_path):
     """A block whose calls are settled, its twin, and its boot."""
-    settings, breaks = STATES[request.param]
+    settings, graphs = STATES[request.param]
     with activated(tmp_path) as directory:
-        block, twin = build(Block, breaks), build(Block, breaks)
+        block, twin = build(Block, graphs), build(Block, graphs)
         compiler = boot(directory, block, settings=settings)
         if request.param != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
         with prediction(compiler):
             for _ in range(3):
                 assert_right(block, twin)
-        assert step_of(compiler, block) == request.param.replace("ordered", "eager")
+        assert step_of(compiler, block) == SERVED_BY.get(request.param, request.param)
         yield block, twin, compiler
 
 
@@ -68,9 +93,9 @@ def prediction(compiler: Compiler):
     compiler.moment.end(is_complete=True, had_new_code=False)
 
 
-def assert_right(block: nn.Module, twin: nn.Module, x: torch.Tensor | None = None) -> None:
+def assert_right(block: nn.Module, twin: nn.Module, x: torch.Tensor | None = None, **given: float) -> None:
     x = tensor() if x is None else x
-    torch.testing.assert_close(eager(block, x), eager(twin, x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(eager(block, x, **given), eager(twin, x, **given), rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def step_of(compiler: Compiler, block: nn.Module) -> str:
@@ -94,8 +119,22 @@ def hook_of_a_part(module: Block) -> Callable[[], Any]:
 
 
 def own_forward(module: Block) -> Callable[[], Any]:
-    module.forward = lambda x: x * 3
+    module.forward = lambda x, by=1.0: x * 3
     return lambda: vars(module).pop("forward")
+
+
+def forward_of_a_class(module: Block) -> Callable[[], Any]:
+    return replaced(Block)
+
+
+def forward_of_the_class_of_a_part(module: Block) -> Callable[[], Any]:
+    return replaced(Part)
+
+
+def replaced(kind: type[nn.Module]) -> Callable[[], Any]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kind, "forward", lambda self, x, by=1.0: x * 3)
+    return patch.undo
 
 
 def adapter(module: Block) -> Callable[[], Any]:
@@ -126,7 +165,8 @@ def other_part(module: Block) -> Callable[[], Any]:
     return lambda: setattr(module, "part", part)
 
 
-CHANGES = (hook, hook_of_a_part, own_forward, adapter, train, attribute, other_part)
+FORWARDS = (own_forward, forward_of_a_class, forward_of_the_class_of_a_part)
+CHANGES = (hook, hook_of_a_part, *FORWARDS, adapter, train, attribute, other_part)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -138,23 +178,54 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
         with prediction(compiler):
             for _ in range(2):
                 assert_right(block, twin)
-    for back in undo:
+    for back in reversed(undo):
         back()
     with prediction(compiler):
         assert_right(block, twin)
         assert step_of(compiler, block) == before
 
 
-@pytest.mark.parametrize("change", [hook, hook_of_a_part, train, attribute])
+@pytest.mark.parametrize("change", [hook, hook_of_a_part, *FORWARDS, train, attribute])
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
     with prediction(compiler):
         assert_right(block, twin)
         undo = [change(module) for module in (block, twin)]
         assert_right(block, twin)
-        for back in undo:
+        for back in reversed(undo):
             back()
         assert_right(block, twin)
+
+
+def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(served):
+    block, twin, compiler = served
+    before, steps = step_of(compiler, block), []
+    for factor in (2.0, 1.0, 3.0, 1.0, 2.0, 1.0):
+        block.factor = twin.factor = factor
+        with prediction(compiler):
+            for _ in range(2):
+                assert_right(block, twin)
+            steps += [step_of(compiler, block)] * (factor == 1.0)
+    assert steps == [before] * 3
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (-0.0, 0.0), (1.0, True, 1), (math.nan, -math.nan)])
+@pytest.mark.parametrize("where", ["input", "attribute"])
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart(served, numbers, where):
+    """Where torch's own graphs cannot, which take one zero of an attribute for the other, nothing else can."""
+    block, twin, compiler = served
+    if where == "attribute" and block.graphs:
+        numbers = (1.0, True, 1)
+
+    def call(number: float) -> None:
+        if where == "attribute":
+            block.factor = twin.factor = number
+        assert_right(block, twin, **({} if where == "attribute" else {"by": number}))
+
+    warm_up(compiler, lambda: [call(numbers[0]) for _ in range(2)])
+    with prediction(compiler):
+        for number in (numbers[0], *numbers, *numbers):
+            call(number)
 
 
 def strided() -> torch.Tensor:
@@ -216,3 +287,115 @@ def test_an_eager_call_is_described_once_a_prediction(tmp_path, monkeypatch, out
                 for number in range(20):
                     eager(block, tensor(seed=number), inputs)
         assert len(described) == (1 if outside else 2)
+
+
+class Attributes(dict[str, Any]):
+    """Its keys are its attributes, as in many a configuration: it has no other, not even `__dict__`."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("name", ["precompiled", "ordered"])
+def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(tmp_path, name):
+    with activated(tmp_path) as directory:
+        block, twin = build(Block), build(Block)
+        compiler = boot(directory, block, settings=STATES[name][0])
+        block.options = Attributes(a=1)
+        warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
+        for _ in range(3):
+            with prediction(compiler):
+                torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
+        assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
+
+
+# What two threads can do to one case, with the other thread's part made at the worst moment.
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A block whose code has passed and is taken at the next moment, its case, and its boot."""
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+        compiler.moment.begin()
+        warm_up(compiler, lambda: block(tensor()))
+        (region,) = compiler.regions.values()
+        (case,) = region.kinds
+        yield block, case, compiler, region
+        assert step_of(compiler, block) == "eager"
+        assert (case.state, case.reason) == (State.EAGER, "another thread gave it up")
+
+
+def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared, monkeypatch):
+    _, case, compiler, region = compared
+    assert case.state is State.ARRIVED
+    drop = property(lambda case: region._drop(case, "another thread gave it up") or True)
+    monkeypatch.setattr(Case, "has_passed", drop)
+    compiler.moment.end(is_complete=True, had_new_code=False)
+    compiler.moment.begin()
+
+
+def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_later_call(compared, monkeypatch):
+    block, case, compiler, region = compared
+    compiler.moment.end(is_complete=True, had_new_code=False)
+    compiler.moment.begin()
+    assert case.state is State.PRECOMPILED
+    real = Case.is_to_compare
+    monkeypatch.setattr(
+        Case, "is_to_compare", lambda *inputs: bool(region._drop(case, "another thread gave it up")) or real(*inputs)
+    )
+    eager(block, tensor())
+
+
+class Drawing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight) + torch.rand(1)
+
+
+def test_another_thread_draws_no_random_numbers_twice(tmp_path, monkeypatch):
+    """While code that draws some is compared, no prediction begins."""
+    began, real = threading.Event(), Comparison.check
+    with activated(tmp_path) as directory, ThreadPoolExecutor() as threads:
+        block = build(Drawing)
+        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+
+        def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
+            def try_out(*call: Any) -> Any:
+                threads.submit(compiler.moment.begin).add_done_callback(lambda _: began.set())
+                assert not began.wait(0.2)
+                return function(*call)
+
+            return real(comparison, try_out)
+
+        monkeypatch.setattr(Comparison, "check", check)
+        warm_up(compiler, lambda: block(tensor()))
+        assert began.wait(60)
+        assert "AssertionError" not in only_report(compiler).reason
+
+
+def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        block = build(Block)
+        compiler = boot(directory, block, settings=STATES["ordered"][0])
+        with monkeypatch.context() as patch:
+            patch.setattr(region_module, "reachable_sizes", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                warm_up(compiler, lambda: block(tensor()))
+        (region,) = compiler.regions.values()
+        (case,) = region.kinds
+        assert case.state is State.NEW
+        warm_up(compiler, lambda: block(tensor()))
+        assert case.state is State.ORDERED
+
+
+def test_an_own_forward_that_another_thread_takes_away_meanwhile_fails_no_call(monkeypatch):
+    block, real = build(Block), call_spec._is_own
+    block.forward = block.forward
+
+    def is_own(forward: Any, part: nn.Module) -> bool:
+        vars(part).pop("forward")
+        return real(forward, part)
+
+    monkeypatch.setattr(call_spec, "_is_own", is_own)
+    assert call_spec.why_eager(block) == ""

@@ -39,6 +39,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 )
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of a class. torch's code does not see that it was replaced.
+_FORWARD = operator.attrgetter("forward")
 # Where a module keeps its compiled call.
 COMPILED_CALL = "_compiled_call_impl"
 _MOST_SIZES_SHOWN = 6
@@ -153,20 +155,22 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
 
 def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
     """The sizes of all tensors that a call can reach: its module's, its inputs, and those that objects among these
-    hold."""
-    sizes, seen, values = list[torch.Size](), dict[int, Any](), [module, args, kwargs]
+    hold. It runs nothing of an object's own, such as `__getattr__`."""
+    sizes, seen, values = list[torch.Size](), dict[int, Any](), list[Any]([module, args, kwargs])
     while values:
         value = values.pop()
-        if id(value) in seen or isinstance(value, type | types.ModuleType):
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, type | types.ModuleType):
             continue
         seen[id(value)] = value
-        if isinstance(value, torch.Tensor) and not value.is_nested:
+        if issubclass(kind, torch.Tensor) and not value.is_nested:
             sizes.append(value.shape)
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
+        if issubclass(kind, dict):
+            values += dict.values(value)
+        elif issubclass(kind, list | tuple | set | frozenset):
             values += value
-        values += getattr(value, "__dict__", {}).values()
+        if kind.__dictoffset__:
+            values += vars(value).values()
     return sizes
 
 
@@ -182,7 +186,7 @@ def _like(value: Any) -> Hashable:
         flags = value.requires_grad, value.is_inference()
         return kind, value.dtype, value.shape, value.stride(), value.device, flags
     if kind in (int, float, complex, bool, str, bytes, type(None)):
-        return kind, value
+        return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
     if isinstance(value, list | tuple):
         return kind, likeness(value)
     if isinstance(value, dict):
@@ -271,9 +275,9 @@ def why_eager(module: nn.Module) -> str:
         if is_compiled or hasattr(variables.get("forward"), "_torchdynamo_orig_callable"):
             return f"{_name(module, part)} is compiled by another torch.compile. Take that away"
         if "forward" in variables:
-            if not _is_own(variables["forward"], part):
+            if not _is_own(variables.get("forward"), part):
                 return f"{_name(module, part)} has its own `forward` attribute"
-            del variables["forward"]
+            variables.pop("forward", None)  # another thread may have been first
     return ""
 
 
@@ -289,12 +293,15 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 class Parts:
-    """The parts of a module that had no hooks. Every call checks them again. torch has four guards for each part
+    """The parts of a module that had no hooks, and the `forwards` of their classes. Every call checks them again.
+    torch has four guards for each part
     instead, which would take a third of a function's loading time, and its graphs ignore a hook that is added later."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = parts_of(module)
         children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._classes = tuple(dict.fromkeys(map(type, parts)))
+        self.forwards = tuple(map(_FORWARD, self._classes))
         self._variables = tuple(map(vars, parts))
         self._holders = tuple(part._modules for part in parts)
         self._holder_of = tuple(holder for holder, _, _ in children)
@@ -304,13 +311,14 @@ class Parts:
         self._hooks = HOOKS * len(parts)
 
     def are_unhooked(self) -> bool:
-        """Whether all parts exist and none has a hook."""
+        """Whether all parts exist, none has a hook, and their classes have the same `forward`."""
         holders = map(dict.get, self._variables, itertools.repeat("_modules"))
         children = map(dict.get, self._holder_of, self._names)
         return (
             all(map(operator.is_, holders, self._holders))
             and all(map(operator.is_, children, self._children))
             and not any(map(dict.get, self._hooked, self._hooks))
+            and all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
         )
 
 

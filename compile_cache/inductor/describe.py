@@ -130,10 +130,10 @@ def _constant(value: Any) -> Description:
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
-    """The tree of a module: its classes, and its parameters and buffers without their values. Alignment counts: kernels
-    compiled for aligned weights read 16 bytes at a time, and check nothing."""
+    """The tree of a module: its classes and their `forward`, and its parameters and buffers without their values.
+    Alignment counts: kernels compiled for aligned weights read 16 bytes at a time, and check nothing."""
     return tuple(
-        (name, type(part), part.training, tuple((key, _weight(value)) for key, value in _tensors_of(part)))
+        (name, type(part), type(part).forward, part.training, tuple((key, _weight(t)) for key, t in _tensors_of(part)))
         for name, part in module.named_modules(remove_duplicate=False)
     )
 
@@ -141,7 +141,7 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
 @functools.cache
 def structure_digest(tree: tuple[Any, ...]) -> str:
     """The digest of a `structure`, equal in all processes."""
-    return digest([[name, class_name(kind), training, str(tensors)] for name, kind, training, tensors in tree])
+    return digest([[name, class_name(kind), training, str(tensors)] for name, kind, _, training, tensors in tree])
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -143,7 +143,9 @@ class Recorder:
             return False
         kinds = {kind, *entry.derived_guard_types}
         is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
-        is_stored = is_stored and not (kind in _BY_VALUE and without_texts(entry.value) != entry.value)
+        if kind in _BY_VALUE:  # a text may be a secret, and torch takes zeros of both signs for equal
+            is_zero = type(entry.value) in (float, complex) and entry.value == 0
+            is_stored = is_stored and not is_zero and without_texts(entry.value) == entry.value
         if kind in (_OF_STORED if is_stored else _ALL):
             self._record(name, kind, entry.value, entry, is_stored)
         elif not is_stored and kind not in _SAYS_NOTHING:

@@ -59,7 +59,7 @@ class Precompiled:
         # The switches of the calling thread, which the group's name has. The loading thread may have others.
         self._switches: tuple[Any, ...] | None = None
         self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
-        self._forward: Any = None
+        self._forwards: tuple[Any, ...] | None = None
         self._overlaps: tuple[int | str, ...] | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
         self._record = record
@@ -74,6 +74,9 @@ class Precompiled:
         now = switches(on_gpu(module, args, kwargs))
         if reason := why_not_ahead(module) or changed_switches(self._switches or now, now):
             return reason
+        parts = Parts(module)
+        if self._forwards not in (None, parts.forwards):
+            return "a class has another `forward`"
         if self._overlaps not in (None, overlaps_of(args, kwargs)):
             return "other inputs share memory"
         if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
@@ -81,10 +84,10 @@ class Precompiled:
         if self._per_call is None:
             self._on_gpu = on_gpu(module, args, kwargs)
             self._switches = now
-            self._forward = type(module).forward
+            self._forwards = parts.forwards
             self._overlaps = overlaps_of(args, kwargs)
             self._per_call = self._checks.per_call(inputs)  # last: another thread may be asking
-        self._parts[module] = Parts(module)
+        self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -92,7 +95,6 @@ class Precompiled:
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         return (
             self._switches == switches(self._on_gpu)
-            and type(module).forward is self._forward
             and not any(GLOBAL_HOOKS)
             and (parts := self._parts.get(module)) is not None
             and parts.are_unhooked()

@@ -179,7 +179,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    return None if type(value) in (dict, list, tuple) else getattr(value, "__dict__", None)
+    return vars(value) if type(value).__dictoffset__ else None  # no `__getattr__` of its own is asked
 
 
 @functools.cache

@@ -165,6 +165,7 @@ class Compiler:
         """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""
         self.why_no_orders, self._orders = _FORKED, None
         self.making, self._opening = threading.Lock(), threading.Lock()  # another thread may have held them
+        self.moment.forget_threads()
         for region in list(self.regions.values()):
             region.give_up_orders(_FORKED)
 

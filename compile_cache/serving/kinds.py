@@ -190,7 +190,8 @@ class Case:
         """Why the case is not for this call of its kind; empty if it is. Code that is still to come may fit any."""
         if self.code is None or self.state is State.EAGER or self.code.step != "precompiled":
             is_known = self.numbers == numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
-            return "" if is_known or self.state in _WITHOUT_CODE else "it is for other numbers"
+            is_known |= self.state in _WITHOUT_CODE or self.reason == GROWS
+            return "" if is_known else "it is for other numbers"
         return self.code.misfit(module, args, kwargs)
 
     def covers(self, spec: CallSpec, numbers: tuple[str, ...]) -> bool:
@@ -220,13 +221,16 @@ class Kinds:
         """How many cases are served eager until their code arrives."""
         return sum(case.state is State.ORDERED for case in self)
 
-    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
-        """The case of this call, made if it is new. Its code, if any, fits the call."""
+    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_graphs: bool = True) -> Case:
+        """The case of this call, made if it is new. Its code, if any, fits the call. Without `by_graphs`, it is none of
+        `torch.compile`."""
         spec, numbers = CallSpec.of(module, args, kwargs), numbers_of(args, kwargs)
         with LOCK:
             of_kind = self._kinds.get(spec, [])
             alike = [case for case in self._open.get(spec.without_sizes, ()) if case.covers(spec, numbers)]
             for case in (*of_kind, *alike):
+                if not by_graphs and case.code is not None and case.code.step != "precompiled":
+                    continue
                 if not (misfit := case.misfit(numbers, module, args, kwargs)):
                     case.meet(module)
                     return case
@@ -241,7 +245,7 @@ class Kinds:
 
     def _why_none(self, module: nn.Module, spec: CallSpec, of_kind: list[Case]) -> str:
         """Why no other case of a kind is made for this instance; empty if one may be."""
-        if spec not in self._kinds and len(self._kinds) >= RECOMPILE_LIMIT:
+        if spec not in self._kinds and len(self._kinds) + sum(map(bool, self._open.values())) >= RECOMPILE_LIMIT:
             known = {one: cases for one, cases in self._kinds.items() if {case.state for case in cases} - {State.NEW}}
             if len(known) == len(self._kinds):
                 return _TOO_MANY
@@ -259,7 +263,7 @@ class Kinds:
         """The case to order in place of `case`: one that leaves sizes open, if kinds of calls of its module differ in
         one size of a tensor; else `case` itself."""
         with LOCK:
-            if case.dynamic:
+            if case.dynamic or case not in self._kinds.get(case.spec, ()):  # another thread made room for its own
                 return case
             alike = [
                 other.sizes

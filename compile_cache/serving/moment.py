@@ -63,7 +63,7 @@ class Moment:
     def end(self, is_complete: bool, had_new_code: bool) -> None:
         """End a prediction. If it was broken off, the next one has new code in its place."""
         with LOCK:
-            self.open -= 1
+            self.open = max(self.open - 1, 0)  # after a fork it may be that of another process
             self._is_new |= had_new_code and not is_complete
 
     def pass_by(self) -> None:
@@ -85,6 +85,10 @@ class Moment:
         """A function that says whether, from now on, no other prediction was open."""
         begun, is_alone = self.begun, self.open <= 1
         return lambda: is_alone and self.begun == begun
+
+    def forget_threads(self) -> None:
+        """In a fork: predictions of other threads never end there, and what they hold is never released."""
+        self._beginning, self.open = threading.RLock(), 0
 
     def _take(self) -> None:
         changes, self._changes, self._since_s = self._changes, {}, time.monotonic()

@@ -167,7 +167,7 @@ class Region:
             return self._route(module, args, kwargs, like)
         if overlaps_of(args, kwargs) != case.spec.overlaps:
             return self._route(module, args, kwargs, like)
-        return self._serve(case, case.code, module, args, kwargs)
+        return self._serve(case, case.code, module, args, kwargs, like)
 
     def _settle(self, module: nn.Module, like: Any, case: Case | None, state: State) -> None:
         """Serve calls like this one alike, as long as `_holds`."""
@@ -181,14 +181,14 @@ class Region:
         left = max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure)) if case is not None else _CALLS_BETWEEN_LOOKS
         settled[like] = _Settled(case, state, self._compiler.moment.begun, parts, left)
 
-    def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+    def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any, by_graphs: bool = True) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(module):
             self._explain_eager(f"eager: {reason}")
             self._settle(module, like, None, State.EAGER)
             return self._serve_eager(module, args, kwargs)
         self._compiler.moment.pass_by()
-        case = attempt(self.kinds.case, module, args, kwargs)
+        case = attempt(self.kinds.case, module, args, kwargs, by_graphs)
         if isinstance(case, Failure):
             self._explain_eager(case.reason)
             return self._serve_eager(module, args, kwargs)
@@ -224,15 +224,17 @@ class Region:
             self._settle(module, like, case, State.CACHED)
         else:  # taken at the next moment, or given up meanwhile
             return self._serve_eager(module, args, kwargs)
-        return self._serve(case, code, module, args, kwargs)
+        return self._serve(case, code, module, args, kwargs, like)
 
-    def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any, like: Any = None) -> Any:
         self.served[code.step] += 1
         try:
             return code(module, args, kwargs)
         except NoGraph:
             self.served[code.step] -= 1
             if not self._compiler.is_compiling:  # which hides all graphs
+                if not (self._compiler.is_warming_up or self._compiler.policy() == "block"):  # they may fit again
+                    return self._route(module, args, kwargs, like, by_graphs=False)
                 self._miss(case, module)
             return self._serve_eager(module, args, kwargs)
         except AssertionError as error:
@@ -339,9 +341,9 @@ class Region:
         given up."""
         if self._compiler.moment.begun < case.not_before:
             return None
-        case.tries += 1  # until it ends
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
+        case.tries += 1  # until it ends
         try:
             return Comparison(module, args, kwargs)
         except NotHandedOver as error:
