@@ -57,8 +57,6 @@ _ALIAS = re.compile(r"G\['[^']+'\]")
 # A function's default, or the tuple of all defaults. If each default is immutable, only the whole tuple can change.
 _DEFAULT = re.compile(r"(.*\.__defaults__)(\[\d+\])?$")
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, torch.dtype, torch.device)
-# torch compares numbers by `==`, which holds for zeros of both signs.
-_ZEROS = [describe(zero) for zero in (0.0, -0.0)]
 # torch stores a function without its keyword defaults.
 _NOT_STORED_PART = ".__kwdefaults__"
 
@@ -80,9 +78,10 @@ class RecordedGuard:
 
     @property
     def is_checked_per_call(self) -> bool:
-        """Whether the program may change the value at any time, and torch does not compare it."""
+        """Whether the program may change the value at any time, and torch does not compare it. torch takes zeros of
+        both signs for equal."""
         is_fixed = self.kind in _NEVER_SET_AGAIN or _BUILTINS in self.expression
-        is_compared = self.is_stored and self.was not in _ZEROS
+        is_compared = self.is_stored and self.was not in (["float", "0.0"], ["float", "-0.0"])
         return not (is_compared or is_fixed or _KEY_OF_DICT.match(self.expression))
 
 
