@@ -30,9 +30,12 @@ FEATURES = {
             "plain",
             "sentinel",
         ),
-        *("enumeration", "hook", "autocast", "break", "set flag", "set zero", "set partial", "set sentinel"),
+        *("enumeration", "hook", "autocast", "break", "set flag", "set partial"),
     ),
-    "block": ("attribute", "plain", "own hook", "break", "set dictionary", "set global list", "set forward of a part"),
+    "block": (
+        *("attribute", "plain", "own hook", "break"),
+        *("set zero", "set dictionary", "set sentinel", "set global list", "set forward of a part"),
+    ),
 }
 # What the second process cannot compile, or what its code never fits.
 EAGER = ("attribute", "draw", "hook", "own hook", "autocast", "break", "set sentinel")
