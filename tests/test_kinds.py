@@ -37,7 +37,8 @@ def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
 
 def arrive(case: Case, code: Code) -> None:
     case.move(State.CLAIMED)
-    assert case.arrive(code)
+    case.arrive(code)
+    assert case.state is State.ARRIVED
 
 
 def serve(case: Case, module: nn.Module) -> None:
@@ -63,7 +64,7 @@ def test_code_that_arrives_for_an_eager_case_serves_nothing():
     kinds, module = Kinds(), nn.Identity()
     case = case_of(kinds, module, 1)
     case.move(State.EAGER, "it differs")
-    assert not case.arrive(Code(lambda number: True))
+    case.arrive(Code(lambda number: True))
     assert (case.code, case.reason) == (None, "it differs")
 
 
@@ -164,6 +165,14 @@ def test_code_that_twice_does_not_fit_what_it_was_made_for_is_not_made_again():
         arrive(case_of(kinds, module, 1), Code(lambda _: False))
     case = case_of(kinds, module, 1)
     assert (case.state, "a guard failed" in case.reason) == (State.EAGER, True)
+
+
+def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instance():
+    kinds, module = Kinds(), nn.Identity()
+    for number in (1, 2):
+        case_of(kinds, module, number).move(State.EAGER, "it differs")
+    cases = {id(case_of(kinds, module, number)) for number in (1, 2) * 10}
+    assert len(cases) == 2
 
 
 def test_calls_that_grow_are_eager_at_any_size_of_the_cache():

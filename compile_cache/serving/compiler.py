@@ -240,13 +240,12 @@ class Compiler:
         return self.regions[module_class]
 
     def may_trace(self, seconds: float) -> bool:
-        """Whether the setup can still spend `seconds` on tracing stored graphs. If so, they leave its budget."""
-        if self._tracing_s == _TRACING_S:
-            seconds += _COMPILER_S
-        if seconds > self._tracing_s:
-            return False
-        self._tracing_s -= seconds
-        return True
+        """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
+        return seconds + _COMPILER_S * (self._tracing_s == _TRACING_S) <= self._tracing_s
+
+    def note_traced(self, seconds: float) -> None:
+        """Take seconds from what the setup may spend on tracing."""
+        self._tracing_s -= seconds + _COMPILER_S * (self._tracing_s == _TRACING_S)
 
     def graphs(self, name: str) -> Graphs:
         """A maker of graphs for one class. Imports torch's compiler."""

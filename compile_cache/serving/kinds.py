@@ -109,10 +109,9 @@ class Case:
     | `reason` | why its calls are eager; before that, why the code did not fit `first` |
     | `code` | what serves them, once it has arrived |
     | `standings` | the instances that made such calls, those that called last at the end |
-    | `is_proved` | an earlier boot compared the code on all instances: one is enough, and none after READY |
+    | `is_proved` | an earlier boot compared the code on all instances: in the warm-up one is enough, after READY none |
     | `dynamic` | the (tensor, dimension) pairs that may have other sizes than those of `spec` |
-    | `tries`, `not_before` | comparisons that did not end, and the prediction from which on the next one may begin. One
-      that goes on counts too |
+    | `tries`, `not_before` | comparisons that began and did not end, and the prediction that may begin the next one |
     """
 
     spec: CallSpec
@@ -135,16 +134,15 @@ class Case:
             self.state, self.reason = state, reason
             return True
 
-    def arrive(self, code: Code, is_proved: bool = False) -> bool:
-        """Take code that has to be compared. False if the case is EAGER."""
+    def arrive(self, code: Code, is_proved: bool = False) -> None:
+        """Take code that has to be compared, unless the case was given up."""
         with LOCK:
             if self.move(State.ARRIVED):
                 self.code, self.is_proved = code, is_proved
-            return self.state is State.ARRIVED
 
     def meet(self, module: nn.Module) -> None:
-        """Note a call of `module`. An instance that made none since the last one of `module` may be gone, and is not
-        waited for."""
+        """Note a call of `module`. If another instance made none since the call of `module` before, it may be gone, and
+        is not waited for."""
         with LOCK:
             if module in self.standings:
                 for other in list(self.standings):
@@ -153,17 +151,24 @@ class Case:
                     if self.standings[other] is Standing.TO_COMPARE:
                         del self.standings[other]
             standing = self.standings.pop(module, Standing.TO_COMPARE)
-            is_new = standing is Standing.DOES_NOT_FIT
-            self.standings[module] = Standing.TO_COMPARE if is_new else standing
+            fits_again = standing is Standing.DOES_NOT_FIT
+            self.standings[module] = Standing.TO_COMPARE if fits_again else standing
 
     def leave(self, module: nn.Module, misfit: str) -> None:
-        """Note that the code does not fit a call of `module`. An instance on which it was compared stays so: the code
-        may fit again, as after an adapter was taken out."""
+        """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
+        fit again, as after an adapter was taken out."""
         with LOCK:
+            if not self._is_function:
+                return
             if self.standings.get(module) is Standing.TO_COMPARE:
                 self.standings[module] = Standing.DOES_NOT_FIT
             if self.state is State.ARRIVED and module is self.first:
                 self.reason = misfit
+
+    @property
+    def _is_function(self) -> bool:
+        """Whether its code is a function, which can be asked what it fits."""
+        return self.code is not None and self.state is not State.EAGER and self.code.step == "precompiled"
 
     @property
     def serves_any(self) -> bool:
@@ -188,11 +193,11 @@ class Case:
 
     def misfit(self, numbers: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why the case is not for this call of its kind; empty if it is. Code that is still to come may fit any."""
-        if self.code is None or self.state is State.EAGER or self.code.step != "precompiled":
-            is_known = self.numbers == numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
-            is_known |= self.state in _WITHOUT_CODE or self.reason == GROWS
-            return "" if is_known else "it is for other numbers"
-        return self.code.misfit(module, args, kwargs)
+        if self.code is not None and self._is_function:
+            return self.code.misfit(module, args, kwargs)
+        is_open = self.state in _WITHOUT_CODE or self.reason == GROWS
+        is_same = self.numbers == numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
+        return "" if is_open or is_same else "it is for other calls"
 
     def covers(self, spec: CallSpec, numbers: tuple[str, ...]) -> bool:
         """Whether this kind differs from its own in open sizes alone. Code for all sizes that could not be made, or
@@ -253,7 +258,8 @@ class Kinds:
         own = [case for case in of_kind if case.first is module]
         if len(own) >= MOST_FUNCTIONS:
             return _CHANGING
-        # Code that did not fit what it was made for: that may have changed meanwhile, but not twice in the same way.
+        # Code that did not fit the module that it was made for. The module may have changed since then. The same misfit
+        # twice means that no code will fit.
         misfits = [case.reason for case in own if case.state is State.ARRIVED and case.reason]
         if len(set(misfits)) < len(misfits) and not any(case.serves_any for case in of_kind):
             return f"code of the second process does not fit in this process: {misfits[-1]}"
@@ -296,7 +302,9 @@ class Kinds:
         with LOCK:
             known = self._open.setdefault(case.spec.without_sizes, [])
             self._open[case.spec.without_sizes] = [*known, growing][-RECOMPILE_LIMIT:]
-            self._kinds.pop(case.spec, None)
+            self._kinds[case.spec] = [other for other in self._kinds.get(case.spec, ()) if other is not case]
+            if not self._kinds[case.spec]:
+                del self._kinds[case.spec]
 
 
 def _differing(one: tuple[tuple[int, ...], ...], two: tuple[tuple[int, ...], ...]) -> set[tuple[int, int]]:

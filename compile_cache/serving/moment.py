@@ -24,8 +24,8 @@ LOCK = threading.RLock()
 class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
-    `open` says how many predictions are open, and `begun` how many have begun. What was found out about a call holds
-    while `begun` stays. A call outside all predictions is a prediction of its own if something waits for one.
+    `open` says how many predictions are open. `begun` counts those that have begun; outside predictions, an arrival and
+    the next call after it count as one each. What was found out about a call holds while `begun` stays.
     """
 
     def __init__(self) -> None:

@@ -70,27 +70,20 @@ _CALLS_BETWEEN_LOOKS = 64
 
 
 @dataclass(slots=True)
-class _Settled:
-    """How a call was served, which calls like it are served by too: in the prediction number `begun`, while the case
-    stays in `state`, and outside predictions for the `left` next calls.
+class _Instance:
+    """The short ways of one module.
 
-    Without a case, the module itself is why calls are eager. `parts` are those of a module whose graphs serve.
+    - `functions`: the cases whose functions served calls, by the calls' `top_sizes`, the latest first
+    - `settled`: the cases of calls that were settled, by their `likeness`; None where the module itself is why they are
+      eager. They hold while the moment's number stays `begun`, and outside predictions for the `left` next calls
+    - `parts`: those of the module, once graphs served it
     """
 
-    case: Case | None
-    state: State
-    begun: int
-    parts: Parts | None
-    left: int
-
-
-@dataclass(slots=True)
-class _Instance:
-    """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
-    first; and the settled calls, by their `likeness`."""
-
     functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
-    settled: dict[Any, _Settled] = field(default_factory=dict)
+    settled: dict[Any, Case | None] = field(default_factory=dict)
+    begun: int = 0
+    left: int = -1
+    parts: Parts | None = None
 
 
 class Region:
@@ -142,50 +135,43 @@ class Region:
             like = likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
         except Exception:  # of a tensor that is none of torch's own
             like = None
-        settled = instance.settled.get(like)
-        if settled is None or not self._holds(settled):
-            return self._route(module, *with_plain_strides(args, kwargs), like)
-        if settled.parts is None:
-            return self._serve_eager(module, args, kwargs)
-        return self._serve_settled(settled, module, args, kwargs, like)
+        if like in instance.settled and self._holds(instance):
+            settled = instance.settled[like]
+            if settled is None or settled.state in (State.EAGER, State.ORDERED):
+                return self._serve_eager(module, args, kwargs)
+            if settled.state is State.CACHED and (code := settled.code) and not any(GLOBAL_HOOKS):
+                plain, named = with_plain_strides(args, kwargs)
+                # torch's graphs ignore hooks that were added later, and inputs that overlap.
+                is_unhooked = instance.parts is not None and instance.parts.are_unhooked()
+                if is_unhooked and overlaps_of(plain, named) == settled.spec.overlaps:
+                    return self._serve(settled, code, module, plain, named, like)
+        return self._route(module, *with_plain_strides(args, kwargs), like)
 
-    def _holds(self, settled: _Settled) -> bool:
-        """Whether a call like this settled one is still served alike."""
+    def _holds(self, instance: _Instance) -> bool:
+        """Whether what was settled for an instance still holds."""
         moment = self._compiler.moment
-        if settled.begun != moment.begun or (settled.case is not None and settled.case.state is not settled.state):
-            return False
         if not moment.open:
-            settled.left -= 1
-        return settled.left > 0
+            instance.left -= 1
+        return instance.begun == moment.begun and instance.left >= 0
 
-    def _serve_settled(self, settled: _Settled, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
-        """Serve a call like one that graphs served: torch's graphs ignore hooks that were added later, and inputs that
-        overlap."""
-        case, parts = settled.case, settled.parts
-        args, kwargs = with_plain_strides(args, kwargs)
-        if case is None or case.code is None or parts is None or any(GLOBAL_HOOKS) or not parts.are_unhooked():
-            return self._route(module, args, kwargs, like)
-        if overlaps_of(args, kwargs) != case.spec.overlaps:
-            return self._route(module, args, kwargs, like)
-        return self._serve(case, case.code, module, args, kwargs, like)
-
-    def _settle(self, module: nn.Module, like: Any, case: Case | None, state: State) -> None:
-        """Serve calls like this one alike, as long as `_holds`."""
-        if like is None:
-            return
-        settled = self._instances[module].settled
-        if len(settled) >= RECOMPILE_LIMIT:
-            settled.clear()
-        parts = Parts(module) if state is State.CACHED else None
-        # To look again takes some microseconds for each part.
-        left = max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure)) if case is not None else _CALLS_BETWEEN_LOOKS
-        settled[like] = _Settled(case, state, self._compiler.moment.begun, parts, left)
+    def _settle(self, module: nn.Module, like: Any, case: Case | None) -> None:
+        """Serve calls like this one alike, as long as it `_holds`."""
+        instance, begun = self._instances[module], self._compiler.moment.begun
+        if instance.begun != begun or instance.left < 0 or len(instance.settled) >= RECOMPILE_LIMIT:
+            # To look again takes some microseconds for each part.
+            looks = len(case.spec.structure) if case is not None else 0
+            instance.settled, instance.begun, instance.left = {}, begun, max(_CALLS_BETWEEN_LOOKS, looks)
+            instance.parts = None
+        if like is not None:
+            instance.settled[like] = case
+        if case is not None and case.state is State.CACHED and instance.parts is None:
+            instance.parts = Parts(module)
 
     def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any, by_graphs: bool = True) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(module):
             self._explain_eager(f"eager: {reason}")
-            self._settle(module, like, None, State.EAGER)
+            self._settle(module, like, None)
             return self._serve_eager(module, args, kwargs)
         self._compiler.moment.pass_by()
         case = attempt(self.kinds.case, module, args, kwargs, by_graphs)
@@ -201,7 +187,7 @@ class Region:
         if state is State.EAGER:
             self._explain_eager(case.reason)
         if state in (State.EAGER, State.ORDERED):
-            self._settle(module, like, case, state)
+            self._settle(module, like, case)
         return self._serve_eager(module, args, kwargs)
 
     def _explain_eager(self, reason: str) -> None:
@@ -221,7 +207,7 @@ class Region:
             others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
             functions[sizes] = (case, *(other for other in others if other is not case))
         elif case.state is State.CACHED:
-            self._settle(module, like, case, State.CACHED)
+            self._settle(module, like, case)
         else:  # taken at the next moment, or given up meanwhile
             return self._serve_eager(module, args, kwargs)
         return self._serve(case, code, module, args, kwargs, like)
@@ -314,8 +300,11 @@ class Region:
                 self._make(case, make, comparison.pristine)
             code = case.code
             # Of code that was just made, only the copy was asked.
-            is_judged = code is not None and not (make and code.misfit(module, args, kwargs))
-            if code is None or not is_judged or self._judge(case, code, module, comparison):
+            if (
+                code is None
+                or (make and code.misfit(module, args, kwargs))
+                or self._judge(case, code, module, comparison)
+            ):
                 case.tries -= 1
         finally:
             self.report.graphs = noted + read_counts().since(before).graphs
@@ -360,6 +349,9 @@ class Region:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._put_off(case, error)
             raise
+        except Exception:  # the model's own
+            case.tries -= 1
+            raise
 
     def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> bool:
         """Compare the code with eager's answer. False if full memory puts it off. Any other error counts as a
@@ -374,6 +366,8 @@ class Region:
             return False
         except NoGraph:
             self._miss(case, module)
+        except NotHandedOver as error:  # it says what the call changes
+            self._give_up(case, str(error))
         except Exception as error:
             log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
             if code.path:
@@ -409,7 +403,7 @@ class Region:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._compiler.moment
         if case.put_off(moment.begun):
             # Predictors that replay recorded calls make no other call until there is something new.
-            moment.note(case, lambda: moment.begun < case.not_before)
+            moment.note((case, "again"), lambda: moment.begun < case.not_before)
         else:
             self._give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
@@ -428,8 +422,8 @@ class Region:
 
     def _order(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call eager, and order its code from the second process."""
-        case = case if self._compiler.is_warming_up else self.kinds.opened(case)
-        with _claimed(case):
+        claimed, case = case, case if self._compiler.is_warming_up else self.kinds.opened(case)
+        with _claimed(case) if case is not claimed else contextlib.nullcontext():
             sizes, call = reachable_sizes(module, args, kwargs), attempt(self._pack, module, args, kwargs)
             answer = self._serve_eager(module, args, kwargs)
             if _grows(sizes, module, args, kwargs):
@@ -509,6 +503,7 @@ class Region:
         from compile_cache.inductor.make import out_of_stored_files, trace
 
         before, started = read_counts(), time.perf_counter()
+        self._compiler.note_traced(record.seconds)
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)
