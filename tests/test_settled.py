@@ -399,3 +399,31 @@ def test_an_own_forward_that_another_thread_takes_away_meanwhile_fails_no_call(m
 
     monkeypatch.setattr(call_spec, "_is_own", is_own)
     assert call_spec.why_eager(block) == ""
+
+
+class Streaming(nn.Module):
+    """Writes into its buffer, and then reads its input, which may be a part of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / SIZE)
+        self.register_buffer("past", torch.ones(8, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.past.copy_(torch.mm(self.past, self.weight))
+        return torch.mm(x, self.weight)
+
+
+def test_an_input_that_is_a_part_of_a_buffer_is_another_kind_of_call(tmp_path):
+    with activated(tmp_path) as directory:
+        block, twin = build(Streaming), build(Streaming)
+        compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="block"))
+        warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+        for module in (block, twin):
+            module.past = tensor(8, SIZE).clone()
+        for _ in range(3):
+            for is_part in (False, True):
+                with prediction(compiler):
+                    found, expected = (eager(m, m.past[:4] if is_part else tensor()) for m in (block, twin))
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert only_report(compiler).settled != "eager", only_report(compiler).reason

@@ -87,7 +87,8 @@ class CallSpec:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         first: dict[int, int] = {}
         described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
-        return cls(str(spec), described, overlaps(leaves), structure(module), modes())
+        buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values())
+        return cls(str(spec), described, overlaps([*leaves, *buffers]), structure(module), modes())
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -227,11 +228,11 @@ def _with_base(number: int, tensor: torch.Tensor) -> int | str:
     return f"{number} of {tuple(base.shape)} {base.stride()} {tensor.storage_offset() - base.storage_offset()}"
 
 
-def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, ...]:
-    """The `overlaps` of a call's inputs."""
+def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> tuple[int | str, ...]:
+    """The `overlaps` of a call's inputs and its module's buffers."""
     values = (*args, *kwargs.values())
     is_nested = any(isinstance(value, list | tuple | dict) for value in values)
-    return overlaps(pytree.tree_leaves(values) if is_nested else values)
+    return overlaps([*(pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
@@ -307,8 +308,14 @@ class Parts:
         self._holder_of = tuple(holder for holder, _, _ in children)
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
+        self._buffered = tuple(part._buffers for part in parts if part._buffers)
         self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
         self._hooks = HOOKS * len(parts)
+
+    @property
+    def buffers(self) -> list[torch.Tensor | None]:
+        """The buffers that the parts have now."""
+        return [buffer for holder in self._buffered for buffer in holder.values()]
 
     def are_unhooked(self) -> bool:
         """Whether all parts exist, none has a hook, and their classes have the same `forward`."""

@@ -77,7 +77,7 @@ class Precompiled:
         parts = Parts(module)
         if self._forwards not in (None, parts.forwards):
             return "a class has another `forward`"
-        if self._overlaps not in (None, overlaps_of(args, kwargs)):
+        if self._overlaps not in (None, overlaps_of(args, kwargs, parts)):
             return "other inputs share memory"
         if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
             return difference
@@ -85,7 +85,7 @@ class Precompiled:
             self._on_gpu = on_gpu(module, args, kwargs)
             self._switches = now
             self._forwards = parts.forwards
-            self._overlaps = overlaps_of(args, kwargs)
+            self._overlaps = overlaps_of(args, kwargs, parts)
             self._per_call = self._checks.per_call(inputs)  # last: another thread may be asking
         self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
@@ -98,7 +98,7 @@ class Precompiled:
             and not any(GLOBAL_HOOKS)
             and (parts := self._parts.get(module)) is not None
             and parts.are_unhooked()
-            and overlaps_of(args, kwargs) == self._overlaps
+            and overlaps_of(args, kwargs, parts) == self._overlaps
             and self._check_guards(inputs)
             and self._constants_hold(inputs)
         )

@@ -142,8 +142,8 @@ class Region:
             if settled.state is State.CACHED and (code := settled.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
-                is_unhooked = instance.parts is not None and instance.parts.are_unhooked()
-                if is_unhooked and overlaps_of(plain, named) == settled.spec.overlaps:
+                parts = instance.parts
+                if parts and parts.are_unhooked() and overlaps_of(plain, named, parts) == settled.spec.overlaps:
                     return self._serve(settled, code, module, plain, named, like)
         return self._route(module, *with_plain_strides(args, kwargs), like)
 
