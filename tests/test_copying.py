@@ -118,16 +118,6 @@ def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
     assert target.read(name) == source.read(name)
 
 
-def test_progress_ends_at_all_bytes(source, target, key):
-    for number in range(3):
-        put_pack(source, key, {"large": noise(5 * MIB + number)})
-    told: list[tuple[int, int]] = []
-    progress: Callable[[int, int], None] = lambda done, total: told.append((done, total))  # noqa: E731
-    copied = copy_versions(source, target, lambda key: True, Rules(), progress)
-    assert told[-1] == (copied.stored_bytes, copied.stored_bytes)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-
 # What does not.
 
 

@@ -156,15 +156,6 @@ def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
     assert (found.state, found.refusal.is_final) == (PackState.UNREADABLE, False)
 
 
-def test_progress_ends_at_all_bytes(local, key):
-    entries = [entry_of(local, put_pack(local, key, {"a": content})) for content in (b"1", b"2", b"3")]
-    told: list[tuple[int, int]] = []
-    verify_all(local, entries, EVERYONE, lambda done, total: told.append((done, total)))
-    total_bytes = sum(entry.size_bytes for entry in entries)
-    assert told[-1] == (total_bytes, total_bytes)
-    assert len(told) == 3
-
-
 def test_heads_come_in_the_order_of_the_packs(local, key):
     entries = [entry_of(local, put_pack(local, key, {"a": bytes([number])})) for number in range(20)]
     assert [pack.entry for pack in verify_heads(local, entries, EVERYONE)] == entries

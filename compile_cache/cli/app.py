@@ -129,8 +129,7 @@ def verify(
     versions = [v for v in read_catalog(looked_at).versions if opt.Selection(model).takes(v.key)]
     opt.warn_of_problems(looked_at)
     packs = [pack for version in versions for pack in version.packs]
-    with out.progress_bar("verifying") as progress:
-        verified = verify_all(looked_at, packs, Rules.of(settings), progress)
+    verified = verify_all(looked_at, packs, Rules.of(settings))
     printing.print_verified(looked_at, verified, json)
     damaged = [pack.entry for pack in verified if pack.state is PackState.DAMAGED]
     if delete and damaged and (yes or typer.confirm(f"Delete the damaged packs ({len(damaged)})?", err=True)):
@@ -181,8 +180,7 @@ def push(
 
 
 def _copy(source: ObjectStore, target: ObjectStore, settings: Settings, selection: opt.Selection) -> Copied:
-    with out.progress_bar("copying") as progress:
-        copied = copy_versions(source, target, selection.takes, Rules.of(settings), progress)
+    copied = copy_versions(source, target, selection.takes, Rules.of(settings))
     opt.warn_of_problems(source)
     if not copied.versions:
         raise CompileCacheError(f"there is nothing to copy in {source.location}{selection.text}")

@@ -1,4 +1,4 @@
-"""Prints sizes, ages, tables and progress. Results go to stdout, everything else to stderr.
+"""Prints sizes, ages and tables. Results go to stdout, everything else to stderr.
 
 Names, creators and records come from a store that others may write. So escape codes in them are written out, and rich
 does not read them as markup.
@@ -10,8 +10,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -124,16 +123,3 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     with console.capture() as capture:
         console.print(table)
     sys.stdout.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with bytes and rate on stderr, if that is a terminal. Call the yielded function with the bytes done
-    and the total."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)

@@ -8,12 +8,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of
 from compile_cache.serving.moment import LOCK
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.make import Graph
+    from compile_cache.inductor.precompiled import Precompiled
+
+    # What serves calls: a function compiled ahead of time, or a graph of `torch.compile`.
+    Code = Precompiled | Graph
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 MOST_FUNCTIONS = 8
@@ -58,7 +65,6 @@ MOVES: Mapping[State, frozenset[State]] = {
     State.CACHED: frozenset({State.EAGER}),
     State.EAGER: frozenset(),
 }
-_WITHOUT_CODE = (State.NEW, State.CLAIMED, State.ORDERED)
 
 
 class Standing(enum.Enum):
@@ -72,30 +78,6 @@ class Standing(enum.Enum):
     TO_COMPARE = "to compare"
     SERVES = "serves"
     DOES_NOT_FIT = "does not fit"
-
-
-class Code(Protocol):
-    """Code that serves calls: a function compiled ahead of time, or a graph of `torch.compile`."""
-
-    @property
-    def step(self) -> str:
-        """What it is called in metrics: `precompiled` or `compiled`."""
-
-    @property
-    def path(self) -> str:
-        """Its file in the cache directory; empty if it has none."""
-
-    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why it does not fit this call, after the full check; empty if it fits."""
-
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that fits. Raises NoGraph if it does not."""
-
-    def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that is compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +177,7 @@ class Case:
         """Why the case is not for this call of its kind; empty if it is. Code that is still to come may fit any."""
         if self.code is not None and self._is_function:
             return self.code.misfit(module, args, kwargs)
-        is_open = self.state in _WITHOUT_CODE or self.reason == GROWS
+        is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED) or self.reason == GROWS
         is_same = self.numbers == numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
         return "" if is_open or is_same else "it is for other calls"
 

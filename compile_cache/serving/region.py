@@ -49,17 +49,18 @@ from compile_cache.inductor.call_spec import (
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
 from compile_cache.serving.comparison import Comparison, generators_at
-from compile_cache.serving.kinds import GROWS, Case, Code, Kinds, Standing, State
+from compile_cache.serving.kinds import GROWS, Case, Kinds, Standing, State
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
-    from compile_cache.background.orders import Making, Orders
+    from compile_cache.background.orders import Making
     from compile_cache.inductor.artifacts import CachedRecord
     from compile_cache.inductor.make import Graphs, Traced
     from compile_cache.inductor.precompiled import Precompiled
     from compile_cache.serving.compiler import Compiler
+    from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
 
@@ -424,28 +425,26 @@ class Region:
         """Serve a call eager, and order its code from the second process."""
         claimed, case = case, case if self._compiler.is_warming_up else self.kinds.opened(case)
         with _claimed(case) if case is not claimed else contextlib.nullcontext():
-            sizes, call = reachable_sizes(module, args, kwargs), attempt(self._pack, module, args, kwargs)
+            sizes, order = reachable_sizes(module, args, kwargs), attempt(self._pack, case, module, args, kwargs)
             answer = self._serve_eager(module, args, kwargs)
             if _grows(sizes, module, args, kwargs):
                 self._note_growing(case)
             else:
-                self._submit(case, call)
+                self._submit(case, order)
         return answer
 
-    def _pack(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Orders, tuple[bytes, bool]]:
-        """The orders, and a call in bytes for them. Raises NotHandedOver if it cannot be ordered."""
+    def _pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+        """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._compiler.orders()
         if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
             raise NotHandedOver("too many calls wait" if orders is not None else self._compiler.why_no_orders)
-        return orders, orders.pack(module, args, kwargs, self.shares_weights)
+        call, name = orders.pack(module, args, kwargs, self.shares_weights), f"{self.report.name} {case.spec}"
+        receive = functools.partial(self._receive, case)
+        return functools.partial(orders.order, name, call, case.dynamic, receive, self._rank)
 
-    def _submit(self, case: Case, call: tuple[Orders, tuple[bytes, bool]] | Failure) -> None:
+    def _submit(self, case: Case, order: Callable[[], None] | Failure) -> None:
         """Order the code of a claimed case, whose call was served eager."""
-        failed: Failure | None = call if isinstance(call, Failure) else None
-        if not isinstance(call, Failure):
-            (orders, content), name = call, f"{self.report.name} {case.spec}"
-            receive = functools.partial(self._receive, case)
-            failed = attempt(orders.order, name, content, case.dynamic, receive, self._rank)
+        failed = order if isinstance(order, Failure) else attempt(order)
         if failed is not None:
             self._give_up(case, f"cannot be compiled in a second process: {failed.reason}")
         case.move(State.ORDERED)  # unless the answer was faster
@@ -473,7 +472,7 @@ class Region:
         if not isinstance(code, Failure):
             self._arrive(case, code)
         elif isinstance(code.error, GraphNotStored):
-            self._submit(case, attempt(self._pack, shadow.module, shadow.args, shadow.kwargs))
+            self._submit(case, attempt(self._pack, case, shadow.module, shadow.args, shadow.kwargs))
         else:
             self.withheld |= self._compiler.new_files()
             self._give_up(case, self._failure(code, time.perf_counter() - started))

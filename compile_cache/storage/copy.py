@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads
-from compile_cache.storage.verify import PackState, Progress, Rules, verify_heads, verify_whole
+from compile_cache.storage.stores.transfer import READ_BYTES
+from compile_cache.storage.verify import PackState, Rules, verify_heads, verify_whole
 
 _MOST_LISTINGS = 3
 
@@ -35,19 +34,18 @@ def copy_versions(
     target: ObjectStore,
     is_wanted: Callable[[CacheKey], bool],
     rules: Rules,
-    progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
     Each pack is read into a temporary folder and verified there; then `target` gets it in one put. So an interrupted
     copy leaves only whole and sound packs, and the next copy goes on from there. If packs are merged meanwhile, the
-    source is listed again. Several threads call `progress`, one at a time.
+    source is listed again.
 
     Raises:
         StoreError: a store cannot be listed, or `target` cannot be written.
         OSError: the temporary folder cannot be written.
     """
-    copy = _Copy(source, target, rules, progress)
+    copy = _Copy(source, target, rules)
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
@@ -66,19 +64,15 @@ def copy_versions(
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy in progress. Several threads add to `done_bytes`, the bytes that were read."""
+    """One copy in progress."""
 
     source: ObjectStore
     target: ObjectStore
     rules: Rules
-    progress: Progress
     present: set[str] = field(default_factory=set)
     refused: dict[str, RefusedPack] = field(default_factory=dict)
     vanished: dict[str, RefusedPack] = field(default_factory=dict)
     copied: dict[str, int] = field(default_factory=dict)
-    done_bytes: int = 0
-    total_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def packs(self, versions: Sequence[Version]) -> None:
         """Copy missing packs, oldest first, so that the target lists them in the same order."""
@@ -87,7 +81,6 @@ class _Copy:
         packs = [pack for version in versions for pack in version.packs if pack.name not in self.copied]
         self.present |= {pack.name for pack in packs if (pack.name, pack.size_bytes) in there}
         missing = [pack for pack in packs if pack.name not in self.present and pack.name not in self.refused]
-        self.total_bytes = self.done_bytes + sum(pack.size_bytes for pack in missing)
         for pack in missing:
             with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
                 self._copy_pack(pack, Path(folder))
@@ -114,20 +107,11 @@ class _Copy:
         self.copied[pack.name] = pack.size_bytes
 
     def _read(self, pack: StoredObject, local: Path) -> None:
-        """Read a pack in parallel requests. Each answer is written to its own place in the file."""
+        """Read a pack, a part after the other."""
         local.parent.mkdir(parents=True)
-        local.touch()
-
-        def read_part(start: int) -> None:
-            part = self.source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start))
-            with local.open("r+b") as file:
-                file.seek(start)
-                file.write(part)
-            with self.lock:
-                self.done_bytes += len(part)
-                self.progress(self.done_bytes, self.total_bytes)
-
-        in_daemon_threads(read_part, range(0, pack.size_bytes, READ_BYTES))
+        with local.open("wb") as file:
+            for start in range(0, pack.size_bytes, READ_BYTES):
+                file.write(self.source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
 
     def records(self, catalog: Catalog, environments: set[str]) -> None:
         """Copy the environments' records that match their digests."""

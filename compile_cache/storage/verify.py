@@ -31,9 +31,6 @@ HEAD_READ_BYTES = 64 << 10
 _USUAL_HEAD_BYTES = 1 << 20
 _MOST_KEPT_BYTES = 16 << 20
 
-# Called with the number of bytes read so far and the total.
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -197,20 +194,10 @@ def verify_whole(store: ObjectStore, entry: StoredObject, rules: Rules) -> Verif
     return _verify(store, entry, rules, lambda: verify_pack(store, entry.name, entry.size_bytes, rules))
 
 
-def verify_all(
-    store: ObjectStore,
-    entries: Sequence[StoredObject],
-    rules: Rules,
-    progress: Progress = lambda done_bytes, total_bytes: None,
-) -> list[VerifiedPack]:
+def verify_all(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    verified, done_bytes, total_bytes = [], 0, sum(entry.size_bytes for entry in entries)
-    for entry in entries:
-        if pack := verify_whole(store, entry, rules):
-            verified.append(replace(pack, head=None))  # the heads of many packs would fill the memory
-        done_bytes += entry.size_bytes
-        progress(done_bytes, total_bytes)
-    return verified
+    found = (verify_whole(store, entry, rules) for entry in entries)
+    return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 
 def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
