@@ -179,7 +179,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
 
 def test_artifact_that_is_missing_is_no_error(directory):
     artifact_of(directory, Block).unlink()
-    assert find(directory, build(Block), tensor()) == "none is stored for these inputs"
+    assert find(directory, build(Block), tensor()) == "none is stored for these inputs and this code"
 
 
 def test_artifact_under_another_name_is_refused(directory):
@@ -220,7 +220,7 @@ def test_artifact_of_another_version_is_not_served(made, monkeypatch, package):
         stand_in = types.ModuleType(package)
         stand_in.__version__ = "0.0.0"
         monkeypatch.setitem(sys.modules, package, stand_in)
-    assert find(made, build(Block), tensor()) == "none is stored for these inputs"
+    assert find(made, build(Block), tensor()) == "none is stored for these inputs and this code"
 
 
 @pytest.mark.parametrize(
@@ -365,16 +365,16 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
     assert found == [(True, f"reason {number}") for number in range(7)]
 
 
-def test_with_freezing_no_function_is_made_and_the_option_is_named(made, tmp_path, monkeypatch):
-    """The values of the weights would be constants of the code."""
-    monkeypatch.setattr(torch._inductor.config, "freezing", True)
-    with copied(made, tmp_path) as directory:
-        block = build(Block)
-        assert "torch._inductor.config.freezing" in find(directory, block, tensor())
-        compiler = boot(directory, block)
-        close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
-        assert "torch._inductor.config.freezing" in only_report(compiler).reason
-        assert len(artifacts(directory)) == len(artifacts(made))
+def test_with_freezing_nothing_is_made_or_stored_and_the_option_is_named(tmp_path):
+    """The values of the weights would be constants of the code. Each boot is eager, as nothing stored would fit."""
+    with activated(tmp_path) as directory, torch._inductor.config.patch(freezing=True):
+        for cold_start in ("block", "background"):
+            block = build(Block)
+            compiler = boot(directory, block, settings=Settings(cold_start=cold_start))
+            close(warm_up(compiler, lambda block=block: block(tensor())), eager(build(Block), tensor()))
+            assert only_report(compiler).step == "eager"
+            assert "torch._inductor.config.freezing" in only_report(compiler).reason
+            assert not directory.scan()
 
 
 def weight_norm(module: torch.nn.Module) -> torch.nn.Module:

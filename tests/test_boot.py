@@ -73,7 +73,7 @@ def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publ
     assert successor.report["restore"]["outcome"] == "seeded"
     assert set(successor.steps.values()) == {"cached"}
     assert successor.report["counts"]["precompiled_loaded"] == 0
-    assert all("the source of toy_model has changed" in region["reason"] for region in successor.report["regions"])
+    assert all("none is stored for these inputs and this code" in r["reason"] for r in successor.report["regions"])
     assert successor.report["publish"]["unread_files"] >= len(successor.report["regions"])
     again = boot_once(environ, "--code", str(tmp_path / "code"))
     assert_fully_warm(again)

@@ -163,11 +163,11 @@ def test_a_graph_break_is_compiled_in_parts_and_the_check_sees_the_inputs_as_the
     assert only_report(compiler).graphs == graphs
 
 
-def test_nan_never_passes_the_check(compiler):
+def test_nan_in_both_answers_passes_the_check(compiler):
     model = Root(NotANumber).eval()
     compiler.compile(model)
-    assert warm_up(compiler, lambda: run(model)) == {"NotANumber": "eager"}
-    assert only_report(compiler).relative_error == float("inf")
+    assert warm_up(compiler, lambda: run(model)) == {"NotANumber": "cold"}
+    assert only_report(compiler).relative_error == 0.0
 
 
 def test_region_that_computes_something_else_answers_as_eager_from_the_first_call_on(compiler, directory):
@@ -223,10 +223,8 @@ def test_relative_error_is_that_of_the_norms(dtype):
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         (torch.tensor([1, 2]), torch.tensor([1, 3])),
         (torch.tensor([float("nan")]), torch.tensor([1.0])),
-        (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
         (torch.tensor([float("inf")]), torch.tensor([float("-inf")])),
         (torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, float("inf")])),
-        (torch.tensor([complex(float("nan"), 1.0)]), torch.tensor([complex(float("nan"), 1.0)])),
     ],
 )
 def test_what_cannot_be_compared_is_infinitely_wrong(output, reference):

@@ -47,7 +47,7 @@ from compile_cache.inductor.torch_settings import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)
 with torch.inference_mode():
-    loaded = Precompiled("", *compile_ahead(block, inputs, {}, "default", False))
+    loaded = Precompiled("", *compile_ahead(block, inputs, {}, "default", False, ""))
     print(repr(loaded.misfit(block, inputs, {})))
     print((loaded(block, inputs, {}) - block(*inputs)).abs().max().item() < 1e-5)
 """

@@ -238,7 +238,7 @@ class Artifacts:
             if isinstance(found, Precompiled):
                 return found
             reasons += found
-        return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs"
+        return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
     def _find_in(
         self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
