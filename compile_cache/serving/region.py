@@ -454,6 +454,8 @@ class Region:
         """Take the second process's answer. Another thread calls this."""
         if function is None:
             self._give_up(case, making.reason)
+            if case.dynamic:  # calls of its sizes are looked at again, each for code of its own
+                self._compiler.moment.note(case, lambda: None)
         else:
             self.report.precompile_s += making.seconds
             self.report.note_made(making.speed)
