@@ -67,11 +67,11 @@ def test_a_compiler_that_is_killed_with_its_server_leaves_nothing(tmp_path, cold
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen([sys.executable, *scene], env=marked.environ, cwd=TESTS, stdout=log, stderr=log)
         wait_for(reached.exists)
+        beside = tmp_path / "cache" / "0.compilers"
+        assert {path.suffix for path in beside.iterdir()} >= {".s", ".o"}
         server.terminate()
         wait_for(lambda: server.poll() is not None)
-        wait_for(lambda: marked.kill() or not marked.pids())
-    beside = tmp_path / "cache" / "0.compilers"
-    assert {path.suffix for path in beside.iterdir()} >= {".s", ".o"}
+        wait_for(lambda: marked.kill() or not marked.pids())  # g++ removes its files if the assembler is killed first
     CacheDirectory.claim(tmp_path / "cache")
     left = [*beside.iterdir(), *(path for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))]
     assert left == []
