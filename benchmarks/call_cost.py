@@ -120,9 +120,13 @@ def growing() -> dict[str, Any]:
 
         begun.compile(model.model.decoder)
         begun.warm_up(lambda: run(model, 4))
-    for _ in range(4):
+    quiet = 0
+    for _ in range(60):  # each layer gets code for the first token
         begun.wait_compiled(900)
         run(model), run(twin)
+        quiet = 0 if begun.waiting else quiet + 1
+        if quiet == 3:
+            break
     ratios, ours_s = [], []
     for pair in range(PAIRS):
         seconds = {subject is model: run(subject) for subject in ((model, twin), (twin, model))[pair % 2]}

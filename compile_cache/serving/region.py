@@ -127,33 +127,33 @@ class Region:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]
-        if instance.functions:
-            plain, named = with_plain_strides(args, kwargs)
-            for case in instance.functions.get(top_sizes(plain, named), ()):
-                if case.state is State.PRECOMPILED and (code := case.code) and _fits(code, module, plain, named):
-                    return self._serve(case, code, module, plain, named)
-        try:
-            like = likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
-        except Exception:  # of a tensor that is none of torch's own
-            like = None
-        if like in instance.settled and self._holds(instance):
-            settled = instance.settled[like]
+        known = instance.settled  # which another thread may replace
+        like = _likeness(args, kwargs) if known else None
+        if like in known and self._holds(instance):
+            settled = known[like]
             if settled is None or settled.state in (State.EAGER, State.ORDERED):
                 return self._serve_eager(module, args, kwargs)
             if settled.state is State.CACHED and (code := settled.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
-                # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 parts = instance.parts
+                # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 if parts and parts.are_unhooked() and overlaps_of(plain, named, parts) == settled.spec.overlaps:
                     return self._serve(settled, code, module, plain, named, like)
-        return self._route(module, *with_plain_strides(args, kwargs), like)
+        plain, named = with_plain_strides(args, kwargs)
+        for case in instance.functions.get(top_sizes(plain, named), ()) if instance.functions else ():
+            if case.state is State.PRECOMPILED and (code := case.code) and _fits(code, module, plain, named):
+                return self._serve(case, code, module, plain, named)
+        return self._route(module, plain, named, like or _likeness(args, kwargs))
 
     def _holds(self, instance: _Instance) -> bool:
         """Whether what was settled for an instance still holds."""
         moment = self._compiler.moment
         if not moment.open:
             instance.left -= 1
-        return instance.begun == moment.begun and instance.left >= 0
+        holds = instance.begun == moment.begun and instance.left >= 0
+        if not holds:
+            instance.settled = {}
+        return holds
 
     def _settle(self, module: nn.Module, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as it `_holds`."""
@@ -588,6 +588,14 @@ class Region:
             self._unused = _INSIDE if has_other_graphs else _UNUSED
             self.report.explain(self._unused)
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
+
+
+def _likeness(args: Any, kwargs: Any) -> Any:
+    """What calls that are settled alike have in common; None if that cannot be told."""
+    try:
+        return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
+    except Exception:  # of a tensor that is none of torch's own
+        return None
 
 
 def _grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -> bool:
