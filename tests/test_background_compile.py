@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from background_boots import Told, play
 
 TOLERANCE = 1e-3
@@ -206,6 +207,7 @@ def test_what_the_setups_budget_leaves_out_is_compiled_in_the_background(tmp_pat
     assert told.done == ["Other 4x16"]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own compiler fails under -OO")
 def test_a_server_without_docstrings_and_assertions_is_compiled_by_a_process_without_them(tmp_path):
     for number, first in enumerate(("eager", "precompiled")):
         folder, after = tmp_path / str(number), tmp_path / "0" if number else None
