@@ -233,7 +233,7 @@ class Region:
         """Note that no graph fits a call of `module`. Its next call gets another case."""
         with LOCK:
             case.standings[module] = Standing.DOES_NOT_FIT
-        self._instances[module].settled.clear()
+        self._instances[module].settled = {}  # another thread may be reading the other one
 
     def _serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.served["eager"] += 1
