@@ -18,9 +18,9 @@ from pathlib import Path
 from containers import Artifact, WatchedStore, compile_missing, files_in, make_content, open_cache
 
 from compile_cache.errors import StoreError
-from compile_cache.lifecycle import publish
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle import publisher as publish
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory, logical_key

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 MARK = "SOAK_LIFE"
-_COMPILER = b"compile_cache.background.worker"
+_COMPILER = b"compile_cache.background.child_main"
 _LOOK_S = 0.05
 
 

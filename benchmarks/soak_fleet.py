@@ -41,9 +41,9 @@ from containers import (
 from table import markdown
 
 from compile_cache.errors import StoreError
-from compile_cache.lifecycle import publish
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport, PublishReport
+from compile_cache.lifecycle import publisher as publish
+from compile_cache.lifecycle.boot_report import BootReport, PublishReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore

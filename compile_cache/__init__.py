@@ -11,7 +11,7 @@ with compile_cache.boot("org/model@commit") as boot:  # the restore starts here
 from compile_cache.errors import CompileCacheError
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.lifecycle.boot import Boot, boot
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.boot_report import BootReport
 
 # The project's one version: pyproject.toml reads it, so that a copied folder has it too.
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from compile_cache.cli.report import MEANINGS, kind_of, lanes_of, read_report, seconds_text
+from compile_cache.cli.report_page import MEANINGS, kind_of, lanes_of, read_report, seconds_text
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {

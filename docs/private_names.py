@@ -3,7 +3,7 @@
     python docs/private_names.py
 
 prints the table of docs/versions.md. A test compares it with the code, and looks the names up in the installed torch.
-Private names are used in `compile_cache/inductor/` and `models/kernels/` alone.
+Private names are used in `compile_cache/inductor/`, `compile_cache/calls/` and `models/kernels/` alone.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def faulty() -> dict[str, Any]:
     """Regions that fail in the second process, and two that do not."""
-    from compile_cache.background import jobs
+    from compile_cache.background import queue as jobs
 
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Other, Wide
@@ -58,7 +58,7 @@ def begun_eager(*classes: type[nn.Module]) -> nn.Module:
 
 def faulty_again(*names: str) -> dict[str, Any]:
     """The next boot, of these blocks."""
-    from compile_cache.background import jobs
+    from compile_cache.background import queue as jobs
 
     jobs._ATTEMPTS = 1
     with compile_cache.boot(MODEL) as boot:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from background_handlers import job
 
-from compile_cache.background.process import CompilingProcess
+from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import ProcessDied
 
 HOUR_S = 3600.0

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import nn
 
-from compile_cache.background.call import receive
-from compile_cache.inductor.call_spec import CallSpec, call_region
-from compile_cache.inductor.describe import structure, structure_digest
+from compile_cache.calls.description import structure, structure_digest
+from compile_cache.calls.pickling import receive
+from compile_cache.calls.spec import CallSpec, call_region
 
 SIZE = 16
 

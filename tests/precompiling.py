@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from compile_cache.inductor.artifacts import Artifacts
-from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.function import Precompiled
+from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.compiler import Compiler
-from compile_cache.serving.report import RegionReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 

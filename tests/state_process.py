@@ -19,10 +19,10 @@ from blocks import Block
 from boots import TESTS, python_path
 from precompiling import build, tensor
 
-from compile_cache.background.server_settings import ServerState
 from compile_cache.errors import StateNotMade
-from compile_cache.inductor.adapter import options_digest
-from compile_cache.inductor.artifacts import Artifacts, versions
+from compile_cache.inductor.aot import options_digest
+from compile_cache.inductor.state import ServerState
+from compile_cache.inductor.stored_functions import Artifacts, versions
 from compile_cache.inductor.switches import changed_options, describe_switches, precisions, switches
 from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.settings import Settings

@@ -17,7 +17,7 @@ from handed_over_calls import Call
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from compile_cache.background.call import hand_over, receive
+from compile_cache.calls.pickling import hand_over, receive
 from compile_cache.errors import NotHandedOver
 
 

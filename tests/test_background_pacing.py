@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
-from compile_cache.background.compiling import start_making
-from compile_cache.inductor import autotuner
-from compile_cache.inductor.autotuner import Pace
+from compile_cache.background.child_work import start_making
+from compile_cache.inductor import tuning as autotuner
+from compile_cache.inductor.tuning import Pace
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13

@@ -8,8 +8,8 @@ import torch
 from state_process import StateProcess, facts
 from torch._inductor import config
 
-from compile_cache.background.server_settings import ServerState, prepare_with
 from compile_cache.errors import StateNotTaken
+from compile_cache.inductor.state import ServerState, prepare_with
 from compile_cache.inductor.torch_settings import configure_torch
 from models.text.steps import prepare_process
 

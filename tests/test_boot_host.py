@@ -39,7 +39,7 @@ print(getpass.getuser())
 """
 START_NO_THREAD = """
 import compile_cache
-from compile_cache.background.jobs import Jobs
+from compile_cache.background.queue import Jobs
 def fail(self):
     raise RuntimeError("can't start new thread")
 Jobs.release = fail

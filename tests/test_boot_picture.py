@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compile_cache.cli.report import read_report, seconds_text
+from compile_cache.cli.report_page import read_report, seconds_text
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BOOTS = ("eager", "cold", "restored")

@@ -23,8 +23,8 @@ from compile_cache.errors import RefusedPack, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.lifecycle.report import BootReport, RestoreReport
-from compile_cache.serving.report import RegionReport
+from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.pack.signing import Signer, generate_keys
 from compile_cache.storage.stores.base import open_url

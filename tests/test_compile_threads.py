@@ -13,8 +13,8 @@ from background_handlers import job
 from marked_processes import PATIENCE_S
 
 from compile_cache.background import orders
+from compile_cache.background.child import CompilingProcess
 from compile_cache.background.orders import Orders, compile_threads, quota_cpus
-from compile_cache.background.process import CompilingProcess
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 

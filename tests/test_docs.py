@@ -27,7 +27,7 @@ from web_servers import answer, answering
 import compile_cache
 from compile_cache.cli.app import app
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.lifecycle.report import BootReport, RestoreReport
+from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.stores.local import LocalStore
 

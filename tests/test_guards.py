@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import blocks
 import pytest
 
-from compile_cache.inductor.describe import describe
-from compile_cache.inductor.format import digest
+from compile_cache.calls.description import describe
 from compile_cache.inductor.guards import Checks, RecordedGuard
+from compile_cache.key.environment import digest
 
 
 def of_global(name: str, kind: str, was, key=None) -> Checks:

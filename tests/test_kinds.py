@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_cache.inductor.call_spec import CallSpec, top_sizes
+from compile_cache.calls.spec import CallSpec, top_sizes
 from compile_cache.serving.kinds import GROWS, MOVES, Case, Kinds, Standing, State
 
 

@@ -9,8 +9,8 @@ import pytest
 import zstandard
 from containers import CountingStore, open_cache
 
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.local import LocalStore
 

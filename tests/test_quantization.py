@@ -41,8 +41,8 @@ print(type(model.generator.decode.model.lm_head.weight).__name__)
 """
 _PRECOMPILE = """
 import torch
-from compile_cache.inductor.precompiled import compile_ahead
-from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.function import compile_ahead
+from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.torch_settings import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)

@@ -9,8 +9,8 @@ from precompiling import activated, boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.inductor.make import Speed
-from compile_cache.lifecycle.report import BootReport
-from compile_cache.serving.report import RegionReport
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 
 

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from compile_cache.cli.report import lanes_of, timeline_of
+from compile_cache.cli.report_page import lanes_of, timeline_of
 from compile_cache.errors import RefusedPack
-from compile_cache.lifecycle.report import BootReport, RestoreReport
-from compile_cache.serving.report import RegionReport
+from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import Span, Timeline, note
 
 VOID = {"meta"}

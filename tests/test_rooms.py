@@ -14,6 +14,7 @@ ROWS = (
     ("errors", "files", "importable", "timeline", "torch_threads"),
     ("settings",),
     ("key",),
+    ("calls",),
     ("storage.pack",),
     ("storage.stores",),
     ("storage",),

@@ -16,7 +16,7 @@ from blocks import SIZE
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.inductor import call_spec
+from compile_cache.calls import spec as call_spec
 from compile_cache.serving import region as region_module
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.compiler import Compiler

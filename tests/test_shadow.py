@@ -11,7 +11,7 @@ import torch
 from serving_faults import DEFAULT, Mode
 from torch import nn
 
-from compile_cache.background.shadow import Shadow
+from compile_cache.calls.shadow import Shadow
 from compile_cache.errors import NotHandedOver
 
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import models.kernels
-from compile_cache.inductor.precompiled import Precompiled, compile_ahead
+from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.torch_settings import configure_torch
 from models.kernels import operators, token_graph
 from models.kernels.operators import matrix_vector

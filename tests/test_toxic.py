@@ -19,8 +19,8 @@ from toxic_proxy import Request, ToxicProxy, Toxin
 
 from compile_cache.key.cache_key import environment_for, key_for
 from compile_cache.key.environment import detect_environment
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport, PublishReport, RestoreReport
+from compile_cache.lifecycle.boot_report import BootReport, PublishReport, RestoreReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
@@ -304,7 +304,7 @@ class Published:
 @pytest.fixture
 def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[], Published]]:
     """Starts a publisher that has MADE to publish."""
-    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._POLL_S", 0.01)
     environment = detect_environment("", "", {})
     started: list[Publisher] = []
 
@@ -361,7 +361,7 @@ def test_an_exit_takes_no_longer_than_its_budget_and_leaves_nothing_half_written
 
 @pytest.mark.parametrize("toxin", FAILING)
 def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, toxin):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._RETRY_S", 0.01)
     proxy.poison(FAILING[toxin], put_of_a_pack)
     published = start()
     wait_for(lambda: proxy.spoiled)
@@ -373,7 +373,7 @@ def test_a_store_that_recovers_gets_everything_once(start, proxy, monkeypatch, t
 
 @pytest.mark.parametrize("applies", [listing, put_of_a_pack])
 def test_a_store_that_drips_does_not_hold_the_publisher(start, proxy, half_a_second, monkeypatch, applies):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._RETRY_S", 0.01)
     proxy.poison(toxic_proxy.trickle, applies)
     published = start()
     wait_for(lambda: len(proxy.spoiled) > 1)

@@ -12,7 +12,7 @@ from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.background.jobs import Done
+from compile_cache.background.queue import Done
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle import host

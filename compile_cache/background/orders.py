@@ -24,27 +24,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.background.call import hand_over
-from compile_cache.background.jobs import Done, Jobs
-from compile_cache.background.process import CompilingProcess
-from compile_cache.background.server_settings import ServerState
+from compile_cache.background.child import CompilingProcess
+from compile_cache.background.queue import Done, Jobs
+from compile_cache.calls.pickling import hand_over
+from compile_cache.calls.spec import on_gpu
 from compile_cache.errors import Failure, attempt
 from compile_cache.files import replacing
-from compile_cache.inductor.call_spec import on_gpu
-from compile_cache.inductor.format import PRECOMPILED, SUFFIX, copy_artifact
+from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
+from compile_cache.inductor.state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
-    from compile_cache.background.server_settings import ServerState
+    from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Speed
-    from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.inductor.state import ServerState
     from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
 
-_HANDLER = "compile_cache.background.compiling:start_making"
+_HANDLER = "compile_cache.background.child_work:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
 _JOB_TIMEOUT_S = 900.0
 _IDLE_S = 30.0

@@ -16,7 +16,7 @@ from compile_cache import __version__
 from compile_cache.cli import options as opt
 from compile_cache.cli import printing
 from compile_cache.cli import terminal as out
-from compile_cache.cli.report import write_report
+from compile_cache.cli.report_page import write_report
 from compile_cache.errors import CompileCacheError
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import read_catalog

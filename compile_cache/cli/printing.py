@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from compile_cache.cli import terminal as out
-from compile_cache.cli.report import read_report
+from compile_cache.cli.report_page import read_report
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import Catalog, Version, read_record
 from compile_cache.storage.copy import Copied

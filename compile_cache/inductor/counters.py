@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-# Here autotuner.py counts, under the same names, the work that torch's counters replay but this process did not do.
+# Here tuning.py counts, under the same names, the work that torch's counters replay but this process did not do.
 REPLAYED = "compile_cache_replayed"
 _precompiled: Counter[str] = Counter()
 _BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_cache.calls.description import Description, NotDescribedError, class_name, describe
+from compile_cache.calls.spec import call_region
 from compile_cache.errors import NotPrecompilable
-from compile_cache.inductor.adapter import NOT_STORED, GuardFilterEntry, guard_scope, without_texts
-from compile_cache.inductor.call_spec import call_region
-from compile_cache.inductor.describe import Description, NotDescribedError, class_name, describe
-from compile_cache.inductor.format import digest
+from compile_cache.inductor.aot import NOT_STORED, GuardFilterEntry, guard_scope, without_texts
+from compile_cache.key.environment import digest
 
 # The kinds of guards by what they demand of their expression's value.
 _BY_IDENTITY = frozenset(
@@ -61,7 +61,7 @@ _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 # A call's own containers, a module's dictionaries of parts and hooks, and expressions that make an object: nobody asks
 # which object these are.
 _WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|buffers|\w*_hooks\w*)('\])?)")
-# A guard on the hooks of a submodule. The call itself checks them (precompiled.py).
+# A guard on the hooks of a submodule. The call itself checks them (function.py).
 _HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 # torch's name for a module or another scope; in a record, a module's own name.
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
@@ -100,7 +100,7 @@ class RecordedGuard:
 class Recorder:
     """A guard filter that keeps the guards that torch can store, and records the others.
 
-    Two kinds are left out. precompiled.py checks the hooks of a module's parts, which have four guards a part. With
+    Two kinds are left out. function.py checks the hooks of a module's parts, which have four guards a part. With
     `on_gpu`, torch's guard on its global state goes: it has the number of threads, and `switches` has the rest.
     """
 

@@ -24,14 +24,14 @@ import torch._dynamo
 import torch._dynamo.utils
 from torch import nn
 
+from compile_cache.calls.spec import call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
-from compile_cache.inductor.call_spec import call_by_graph, call_region, on_gpu, pytree
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.torch_settings import configure_torch
 
 if TYPE_CHECKING:
-    from compile_cache.inductor.artifacts import Artifacts
-    from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.inductor.function import Precompiled
+    from compile_cache.inductor.stored_functions import Artifacts
 
 # The module, args and kwargs of a call.
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

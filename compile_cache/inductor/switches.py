@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from compile_cache.inductor.call_spec import autocast_dtype
+from compile_cache.calls.spec import autocast_dtype
 
 _precision = torch._C._get_fp32_precision_getter
 _priority = torch._C._get_sdp_priority_order

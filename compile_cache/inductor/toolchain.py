@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from compile_cache.files import replacing
-from compile_cache.inductor.format import digest
 from compile_cache.key import environment
+from compile_cache.key.environment import digest
 from compile_cache.storage.directory import compilers_folder
 
 log = logging.getLogger("compile_cache")

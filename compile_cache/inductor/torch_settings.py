@@ -19,8 +19,8 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from compile_cache.inductor.autotuner import configure_autotuner
-from compile_cache.inductor.call_spec import RECOMPILE_LIMIT
+from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.inductor.tuning import configure_autotuner
 
 log = logging.getLogger("compile_cache")
 

@@ -266,3 +266,9 @@ def environment_from_record(record: Mapping[str, Any]) -> Environment:
 
 if __name__ == "__main__":
     print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())
+
+
+def digest(description: Any) -> str:
+    """32 hexadecimal digits: the digest of plain values."""
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

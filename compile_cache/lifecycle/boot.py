@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
-from compile_cache.lifecycle.report import BootReport, RestoreReport
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.lifecycle.preload import Preloading
-    from compile_cache.lifecycle.publish import Publisher
+    from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
     from compile_cache.serving.compiler import Compiler
     from compile_cache.storage.directory import CacheDirectory
@@ -188,7 +188,7 @@ class Boot:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other
         process can import `function`, the boot warns."""
         with self._degrading("have the second process prepare itself"):
-            from compile_cache.background.server_settings import prepare_with
+            from compile_cache.inductor.state import prepare_with
 
             prepare_with(function)
 
@@ -233,7 +233,7 @@ class Boot:
         """Whether the restore has ended, and brought precompiled regions."""
         if self._restore is None or not self._restore.has_ended:
             return False
-        from compile_cache.inductor.format import has_artifacts
+        from compile_cache.inductor.function_file import has_artifacts
 
         self._join()
         return has_artifacts(self._restored_files)
@@ -356,7 +356,7 @@ class Boot:
         cache = self._restored.cache if self._restored is not None else None
         if cache is None or not self._settings.may_publish:
             return
-        from compile_cache.lifecycle.publish import Publisher
+        from compile_cache.lifecycle.publisher import Publisher
 
         self._publisher = Publisher(cache, self.report, self._settings, self._compiler)
         self._publisher.start()

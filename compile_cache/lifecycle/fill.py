@@ -11,8 +11,8 @@ from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.key.environment import Environment
 from compile_cache.key.model_version import model_name
 from compile_cache.lifecycle.boot import Boot, observed_boots
-from compile_cache.lifecycle.report import BootReport
-from compile_cache.serving.report import RegionReport
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.catalog import read_catalog, read_record
 from compile_cache.storage.stores.base import ObjectStore, open_stores

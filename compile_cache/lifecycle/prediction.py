@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.inductor.counters import read_counts
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.boot_report import BootReport
 
 if TYPE_CHECKING:
     from compile_cache.serving.compiler import Compiler

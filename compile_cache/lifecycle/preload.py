@@ -36,7 +36,7 @@ class Preloading:
             ImportError: this torch has other modules.
         """
         with noted("preload", "import torch's loader"):
-            from compile_cache.inductor.adapter import import_loader
+            from compile_cache.inductor.lean_loading import import_loader
 
             import_loader()
         end_at_exit(self._thread, lambda: None)

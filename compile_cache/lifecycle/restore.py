@@ -12,7 +12,7 @@ from pathlib import Path
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
-from compile_cache.lifecycle.report import RestoreReport
+from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.catalog import explain_miss, predecessors

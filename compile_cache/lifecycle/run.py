@@ -20,8 +20,8 @@ from pathlib import Path
 
 from compile_cache.errors import CompileCacheError
 from compile_cache.key import environment
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, is_claimed

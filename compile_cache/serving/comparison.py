@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.background.shadow import Shadow, state_of
+from compile_cache.calls.shadow import Shadow, state_of
+from compile_cache.calls.spec import COMPILED_CALL, call_region, pytree
 from compile_cache.errors import Failure, NotHandedOver, attempt
-from compile_cache.inductor.call_spec import COMPILED_CALL, call_region, pytree
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a

@@ -20,20 +20,20 @@ import torch
 from torch import nn
 
 from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
-from compile_cache.inductor.autotuner import unread_files
 from compile_cache.inductor.counters import read_counts
-from compile_cache.inductor.format import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
+from compile_cache.inductor.function_file import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
+from compile_cache.inductor.tuning import unread_files
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.region import Region
-from compile_cache.serving.report import RegionReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.inductor.artifacts import Artifacts
+    from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Graphs
-    from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.inductor.stored_functions import Artifacts
 
 log = logging.getLogger("compile_cache")
 
@@ -111,7 +111,7 @@ class Compiler:
     def _open_artifacts(self) -> None:
         """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
         try:
-            from compile_cache.inductor.artifacts import Artifacts
+            from compile_cache.inductor.stored_functions import Artifacts
         except (ImportError, AttributeError) as error:
             reason = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
             log.warning("No precompiled regions in this boot: %s", reason)

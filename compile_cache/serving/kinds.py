@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, numbers_of
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, numbers_of
 from compile_cache.serving.moment import LOCK
 
 if TYPE_CHECKING:
+    from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Graph
-    from compile_cache.inductor.precompiled import Precompiled
 
     # What serves calls: a function compiled ahead of time, or a graph of `torch.compile`.
     Code = Precompiled | Graph

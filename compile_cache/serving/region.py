@@ -21,19 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.background.shadow import Shadow
-from compile_cache.errors import (
-    ArtifactError,
-    CompileCacheError,
-    Failure,
-    GraphNotStored,
-    NoGraph,
-    NotHandedOver,
-    UnseenCallError,
-    attempt,
-    first_line,
-)
-from compile_cache.inductor.call_spec import (
+from compile_cache.calls.shadow import Shadow
+from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
     Parts,
@@ -47,18 +36,29 @@ from compile_cache.inductor.call_spec import (
     why_eager,
     with_plain_strides,
 )
+from compile_cache.errors import (
+    ArtifactError,
+    CompileCacheError,
+    Failure,
+    GraphNotStored,
+    NoGraph,
+    NotHandedOver,
+    UnseenCallError,
+    attempt,
+    first_line,
+)
 from compile_cache.inductor.counters import count_precompiled, read_counts
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import GROWS, Case, Kinds, Standing, State
 from compile_cache.serving.moment import LOCK
-from compile_cache.serving.report import RegionReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Making
-    from compile_cache.inductor.artifacts import CachedRecord
+    from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Graphs, Traced
-    from compile_cache.inductor.precompiled import Precompiled
+    from compile_cache.inductor.stored_functions import CachedRecord
     from compile_cache.serving.compiler import Compiler
     from compile_cache.serving.kinds import Code
 

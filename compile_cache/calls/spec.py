@@ -18,9 +18,9 @@ import torch.nn.modules.module as module_hooks
 from torch import nn
 from torch.utils import _pytree
 
+from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
+from compile_cache.calls.storages import base_of, storage_key
 from compile_cache.errors import NoGraph
-from compile_cache.inductor.describe import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.inductor.storages import base_of, storage_key
 
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree

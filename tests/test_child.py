@@ -18,7 +18,7 @@ import pytest
 from background_handlers import job
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
-from compile_cache.background.process import CompilingProcess
+from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
 
 
@@ -100,7 +100,7 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     import sys
     sys.path[:0] = ["library", {str(handlers.parent)!r}]
     from pathlib import Path
-    from compile_cache.background.process import CompilingProcess
+    from compile_cache.background.child import CompilingProcess
     process = CompilingProcess.start("handlers_of_predictor:make", b"", Path("log"), {{}})
     print(process.do(b"", {PATIENCE_S}).decode())
     """
@@ -126,7 +126,7 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     import sys
     sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parents[1])!r}]
     from pathlib import Path
-    from compile_cache.background.process import CompilingProcess
+    from compile_cache.background.child import CompilingProcess
     {told}
     process = CompilingProcess.start("flags_of_process:make", b"", Path("log"), {{}})
     print(json.dumps([{own}, json.loads(process.do(b"", {PATIENCE_S}))]))

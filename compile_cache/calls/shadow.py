@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.background.call import CallPickler, CallUnpickler, known_object, pickled
-from compile_cache.background.tensors import MadeStorage, UsedStorage
+from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
+from compile_cache.calls.tensors import MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver, first_line
 
 # These are the same in all of the process.

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from compile_cache.calls.storages import Handle, base_of, mapped, negative_view, storage_key, with_class
 from compile_cache.errors import NotHandedOver
-from compile_cache.inductor.storages import Handle, base_of, mapped, negative_view, storage_key, with_class
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64

@@ -18,8 +18,8 @@ from programs import run_program
 from compile_cache.errors import StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport, PublishReport
+from compile_cache.lifecycle.boot_report import BootReport, PublishReport
+from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
@@ -88,8 +88,8 @@ class Started:
 @pytest.fixture
 def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Started]]:
     """Starts a publisher over the store given, with FILES in its directory; it is stopped after the test."""
-    monkeypatch.setattr("compile_cache.lifecycle.publish._POLL_S", 0.01)
-    monkeypatch.setattr("compile_cache.lifecycle.publish._SPREAD_S", 0.0)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._SPREAD_S", 0.0)
     started = []
 
     def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
@@ -127,7 +127,7 @@ def hanging(tmp_path) -> Iterator[HangingStore]:
 def counts(monkeypatch) -> CompileCounts:
     """What the publisher is told of torch's counters; more graphs there mean that something was compiled."""
     told = CompileCounts()
-    monkeypatch.setattr("compile_cache.lifecycle.publish.read_counts", lambda: CompileCounts(told.graphs))
+    monkeypatch.setattr("compile_cache.lifecycle.publisher.read_counts", lambda: CompileCounts(told.graphs))
     return told
 
 
@@ -239,7 +239,7 @@ def test_a_record_of_the_second_process_is_published_although_this_process_has_c
 
 
 def test_what_is_compiled_later_is_published_when_compiling_is_quiet(store, tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._QUIET_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", 0.01)
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
@@ -251,7 +251,7 @@ def test_what_is_compiled_later_is_published_when_compiling_is_quiet(store, tmp_
 def test_what_is_compiled_last_is_staged_soon_and_published_at_the_exit(
     store, tmp_path, start, counts, monkeypatch, slow
 ):
-    monkeypatch.setattr(f"compile_cache.lifecycle.publish.{slow}", PATIENCE_S)
+    monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", PATIENCE_S)
     started = start(store)
     started.write({"later.so": b"later"})
     counts.graphs += 1
@@ -276,7 +276,7 @@ def test_a_store_that_fails_is_reported_and_nobody_waits_for_it(tmp_path, start)
 
 
 def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publish._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._RETRY_S", 0.01)
     store = FailingStore(tmp_path / "store", failures=3)
     started = start(store)
     wait_for(lambda: started.report.packs == 1)
@@ -369,8 +369,8 @@ from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.lifecycle.publish import Publisher
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.publisher import Publisher
+from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.base import open_url

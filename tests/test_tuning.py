@@ -20,7 +20,7 @@ from torch._inductor.triton_bundler import (  # noqa: E402
     TritonKernelArtifacts,
 )
 
-from compile_cache.inductor import autotuner  # noqa: E402
+from compile_cache.inductor import tuning as autotuner  # noqa: E402
 
 PARTS = ("cubin", "ptx", "ttir", "ttgir", "llir", "source", "json")
 
@@ -30,7 +30,7 @@ def result(folder: str) -> types.SimpleNamespace:
 
 
 class Autotuner:
-    """What autotuner.py asks of torch's."""
+    """What tuning.py asks of torch's."""
 
     def __init__(self, name: str, results: list[str], winners: list[str], is_static: bool = True) -> None:
         self.fn = types.SimpleNamespace(__name__=name)

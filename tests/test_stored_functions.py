@@ -18,11 +18,11 @@ from passes import Versioned
 from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 
 from compile_cache.errors import ArtifactError
-from compile_cache.inductor import artifacts as stored_artifacts
-from compile_cache.inductor import precompiled
-from compile_cache.inductor.artifacts import Artifacts
-from compile_cache.inductor.format import _LENGTH, _MAGIC, read_artifact, write_artifact
-from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor import function as precompiled
+from compile_cache.inductor import stored_functions as stored_artifacts
+from compile_cache.inductor.function import Precompiled
+from compile_cache.inductor.function_file import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
 

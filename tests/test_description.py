@@ -17,14 +17,14 @@ import torch
 from boots import TESTS, python_path
 from torch import nn
 
-from compile_cache.inductor.call_spec import CallSpec, on_gpu
-from compile_cache.inductor.describe import (
+from compile_cache.calls.description import (
     NotDescribedError,
     code_digest,
     describe,
 )
-from compile_cache.inductor.format import digest
+from compile_cache.calls.spec import CallSpec, on_gpu
 from compile_cache.inductor.switches import changed_switches, describe_switches, switches
+from compile_cache.key.environment import digest
 
 
 def first(x):

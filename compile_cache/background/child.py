@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from compile_cache.background.worker import Message, encode, read_message
+from compile_cache.background.child_main import Message, encode, read_message
 from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
 
 log = logging.getLogger("compile_cache")
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
-from compile_cache.background.worker import main
+from compile_cache.background.child_main import main
 main()
 """
 # How often a wait checks that the process lives. A process left by a job may keep the channel open.

@@ -11,7 +11,7 @@ from typing import Any
 from compile_cache.errors import RefusedPack
 from compile_cache.files import replacing
 from compile_cache.inductor.counters import CompileCounts
-from compile_cache.serving.report import RegionReport
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import Span
 
 

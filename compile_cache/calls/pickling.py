@@ -23,7 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from compile_cache.background.tensors import (
+from compile_cache.calls.description import OPERATORS
+from compile_cache.calls.spec import COMPILED_CALL
+from compile_cache.calls.storages import Handle, forget_freed, share
+from compile_cache.calls.tensors import (
     TensorDescriber,
     UsedStorage,
     layout,
@@ -31,9 +34,6 @@ from compile_cache.background.tensors import (
 )
 from compile_cache.errors import NotHandedOver, first_line
 from compile_cache.importable import find, named_objects, why_not
-from compile_cache.inductor.call_spec import COMPILED_CALL
-from compile_cache.inductor.describe import OPERATORS
-from compile_cache.inductor.storages import Handle, forget_freed, share
 
 log = logging.getLogger("compile_cache")
 

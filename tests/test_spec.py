@@ -6,7 +6,7 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 
-from compile_cache.inductor.call_spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
+from compile_cache.calls.spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from test_quantization import TORCHAO
 from torch import nn
 
-from compile_cache.background.call import hand_over, receive
-from compile_cache.inductor.call_spec import call_region
+from compile_cache.calls.pickling import hand_over, receive
+from compile_cache.calls.spec import call_region
 
 PROJECT = Path(__file__).parent.parent
 
@@ -228,7 +228,7 @@ import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from handed_over import description
-from compile_cache.background.call import hand_over, receive
+from compile_cache.calls.pickling import hand_over, receive
 module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).bfloat16()
 quantize_(module, Int8WeightOnlyConfig(set_inductor_config=False))
 call = module, (torch.randn(2, 32, dtype=torch.bfloat16),), {}
@@ -249,7 +249,7 @@ def test_weights_that_torchao_has_quantized_travel():
 
 _RECEIVE_SHARED = """
 import sys
-from compile_cache.background.call import receive
+from compile_cache.calls.pickling import receive
 module, (x,), _ = receive(sys.stdin.buffer.read())
 print(module.weight.sum().item(), module.bias.sum().item() != 8.0, x.abs().max().item() <= 0.05, x.any().item())
 """

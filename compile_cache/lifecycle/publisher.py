@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable
 from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.host import log_to_container
-from compile_cache.lifecycle.report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.cache import MOST_PACKS, CompileCache
 from compile_cache.storage.pack.format import Pack

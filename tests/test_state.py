@@ -18,9 +18,9 @@ from precompiling import activated, build, find, tensor
 from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_cache.background.server_settings import Option, ServerState
 from compile_cache.errors import StateNotMade, StateNotTaken
-from compile_cache.inductor.precompiled import Precompiled
+from compile_cache.inductor.function import Precompiled
+from compile_cache.inductor.state import Option, ServerState
 from compile_cache.inductor.switches import (
     CONTEXTS,
     SWITCHES,
@@ -311,7 +311,7 @@ def test_packages_of_the_server_are_imported_and_no_others_may_be():
 
 SERVER = """
 import pickle, sys, torch
-from compile_cache.background.server_settings import ServerState
+from compile_cache.inductor.state import ServerState
 torch.backends.cuda.enable_flash_sdp(False)
 torch.set_float32_matmul_precision("high")
 with torch.inference_mode():

@@ -26,9 +26,8 @@ from torch.nn.modules import module as module_hooks
 
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor.counters import read_counts
-from compile_cache.inductor.format import read_artifact
-from compile_cache.inductor.precompiled import Precompiled
-from compile_cache.inductor.record import Record
+from compile_cache.inductor.function import Precompiled, Record
+from compile_cache.inductor.function_file import read_artifact
 
 close = torch.testing.assert_close
 

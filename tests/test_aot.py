@@ -26,7 +26,7 @@ PRIVATE = (
 @pytest.fixture
 def not_imported(monkeypatch):
     """As if nothing of the package had been imported yet."""
-    for name in [name for name in sys.modules if name.startswith("compile_cache.inductor.")]:
+    for name in [name for name in sys.modules if name.startswith(("compile_cache.inductor.", "compile_cache.calls."))]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -36,7 +36,7 @@ def test_name_that_torch_no_longer_has_is_said_by_the_import(monkeypatch, path):
     module, _, name = path.rpartition(".")
     monkeypatch.delattr(importlib.import_module(module), name)
     with pytest.raises((ImportError, AttributeError), match=name):
-        importlib.import_module("compile_cache.inductor.artifacts")
+        importlib.import_module("compile_cache.inductor.stored_functions")
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cu140", "3.0.0.dev1"])
@@ -44,11 +44,11 @@ def test_name_that_torch_no_longer_has_is_said_by_the_import(monkeypatch, path):
 def test_torch_that_was_not_tested_is_refused_by_the_import(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(ImportError, match=r"is not a tested release \(2\.11 to 2\.15\)"):
-        importlib.import_module("compile_cache.inductor.artifacts")
+        importlib.import_module("compile_cache.inductor.stored_functions")
 
 
 @pytest.mark.usefixtures("not_imported")
 def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.16.0")
-    for name in ("format", "call_spec", "toolchain"):
-        importlib.import_module(f"compile_cache.inductor.{name}")
+    for name in ("inductor.function_file", "calls.spec", "inductor.toolchain"):
+        importlib.import_module(f"compile_cache.{name}")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compile_cache.background.process import CompilingProcess
+from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import CompileCacheError, JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
 from compile_cache.torch_threads import end_at_exit
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compile_cache.lifecycle.report import (
+from compile_cache.lifecycle.boot_report import (
     BootReport,
     CompileCounts,
     PublishReport,

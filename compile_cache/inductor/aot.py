@@ -5,11 +5,6 @@ ImportError if it lacks a name. Then no function is compiled or loaded ahead of 
 serves every call. `switches.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
-
-Generated code, and torch's loader of it, import a few names from inside the compiler: a namespace of matrix products, a
-function that rounds up, a hook for tests. These imports bring some five hundred modules, most of the imports of a boot
-with precompiled regions. So substitutes provide these names while a thread loads. For any other name, a substitute
-imports the real module.
 """
 
 from __future__ import annotations
@@ -22,10 +17,7 @@ import importlib.util
 import io
 import pickle
 import re
-import sys
 import threading
-import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +32,13 @@ from torch import nn
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
-from torch._subclasses import fake_tensor
 
-from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.calls.description import NotDescribedError, class_name, describe
+from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.describe import NotDescribedError, class_name, describe
-from compile_cache.inductor.format import digest
+from compile_cache.inductor.lean_loading import check_kernels, give_keys, lean
 from compile_cache.inductor.switches import SET_WHILE_LOADING
+from compile_cache.key.environment import digest
 
 # The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -68,25 +60,6 @@ guards: Any = _guards
 # The packages of the objects that make guards up, besides the model's own.
 _OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 
-# Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
-_TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
-_KERNELS = "torch._inductor.select_algorithm"
-# The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
-_PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
-
-
-# The imports of loading a precompiled region, and those of generated code.
-_LOADER = (
-    "torch._dynamo.aot_compile",
-    "torch._functorch._aot_autograd.aot_autograd_result",
-    "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
-    "torch._inductor.output_code",
-    "torch._inductor.async_compile",
-    "torch._inductor.hooks",
-    "torch._inductor.runtime.triton_heuristics",
-    "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.fx.experimental.validator",
-)
 
 # The program's own passes over a graph. torch leaves them out of the options that it lists.
 _PASSES = (
@@ -238,9 +211,8 @@ def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, tri
     Raises:
         Exception: any, if `payload` is damaged or of another torch.
     """
-    _set_torch_key(torch_key)
-    _set_triton_key(triton_key)
-    with _alone, _configured(), _no_workers(), without_compiler(), _without_waste():
+    give_keys(torch_key, triton_key)
+    with _alone, _configured(), lean():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return Loaded(loaded.fn, loaded._artifacts.guard_manager)
 
@@ -255,181 +227,3 @@ def _configured() -> Iterator[None]:
     settings = {"enable_aot_compile": True, "skip_nnmodule_hook_guards": False}
     with torch._dynamo.config.patch(settings):
         yield
-
-
-@contextlib.contextmanager
-def _without_waste() -> Iterator[None]:
-    """Leave out what torch makes while it loads a function, and nothing here reads: for each guard the line of code
-    that explains it, for each tensor in a guard a stack trace, and a copy of the function to store it again."""
-
-    def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
-        return [code_parts] if isinstance(code_parts, str) else code_parts
-
-    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
-    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
-    stacks = types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})
-    with (
-        mock.patch.object(guards, "get_verbose_code_parts", code_alone, create=True),
-        mock.patch.object(fake_tensor, "traceback", stacks, create=True),
-        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
-    ):
-        yield
-
-
-def _no_workers() -> contextlib.AbstractContextManager[Any]:
-    """Start no worker processes. Generated code asks for them before it finds that its kernels exist."""
-    patched: contextlib.AbstractContextManager[Any] = torch._inductor.config.patch(compile_threads=1)
-    return patched
-
-
-def torch_key() -> str:
-    """torch's digest of its own sources, which every graph's name has."""
-    return str(_torch_key().hex())
-
-
-def _set_torch_key(recorded: str) -> None:
-    """Give torch the recorded digest, as torch does in its worker processes. To compute it, torch reads all its
-    sources, which takes 0.4 s of a warm FLUX.1 boot. The environment's key has torch's version and build.
-
-    Raises:
-        ArtifactError: torch has computed another digest.
-    """
-    with contextlib.suppress(AssertionError, RuntimeError, AttributeError):  # torch has it already
-        _torch_key.set(bytes.fromhex(recorded))
-    if torch_key() != recorded:
-        raise ArtifactError("torch's own sources have changed")
-
-
-def triton_key() -> str:
-    """Triton's digest of its own files, which the name of each of its kernels has; empty without Triton."""
-    key = getattr(sys.modules.get(_TRITON_KEY[0]), "triton_key", None)
-    return str(key()) if key else ""
-
-
-def _set_triton_key(recorded: str) -> None:
-    """Give Triton the recorded digest. To compute it, Triton reads all its files, which takes a second. The
-    environment's key has Triton's version.
-
-    Raises:
-        ArtifactError: Triton has computed another digest.
-    """
-    for module in filter(None, map(sys.modules.get, _TRITON_KEY if recorded else ())):
-        known: Any = getattr(module, "triton_key", None)
-        if hasattr(known, "cache_info") and known.cache_info().currsize and known() != recorded:
-            raise ArtifactError("Triton's own files have changed")
-        vars(module)["triton_key"] = functools.cache(lambda: recorded)
-
-
-def import_loader() -> None:
-    """Import what loading a function needs, so that another thread may load one and import nothing.
-
-    Raises:
-        ImportError: this torch has other modules.
-    """
-    for name in _LOADER:
-        if importlib.util.find_spec(name):
-            importlib.import_module(name)
-
-
-class _ExternKernels:
-    """The products that generated code calls most. Any other product is looked up in torch's own namespace at its first
-    call."""
-
-    def __init__(self) -> None:
-        vars(self).update(_PRODUCTS)
-
-    def __getattr__(self, name: str) -> Any:
-        kernel = getattr(importlib.import_module(_KERNELS).extern_kernels, name)
-        setattr(self, name, kernel)
-        return kernel
-
-
-class _GraphLowering:
-    """The part of torch's class for lowering graphs that loading needs."""
-
-    @staticmethod
-    def save_output_code(code: str) -> None:
-        """Do nothing, like the original, which torch's tests patch."""
-
-
-def _select_decomp_table() -> Any:
-    """Call the original. Stored graphs refer to it, but loading does not call it."""
-    return importlib.import_module("torch._inductor.decomposition").select_decomp_table()
-
-
-def _contents() -> dict[str, dict[str, Any]]:
-    from torch._inductor.utils import _align
-
-    return {
-        _KERNELS: {"extern_kernels": _ExternKernels()},
-        "torch._inductor.codegen.memory_planning": {"_align": _align},
-        "torch._inductor.graph": {"GraphLowering": _GraphLowering},
-        "torch._inductor.decomposition": {"select_decomp_table": _select_decomp_table},
-    }
-
-
-class _Substitute(types.ModuleType):
-    """A substitute in `sys.modules` for a module that is not imported yet.
-
-    The thread that made it gets `content`. Any other thread, and any other name, gets the real module, which is
-    imported then.
-    """
-
-    def __init__(self, name: str, content: dict[str, Any]) -> None:
-        super().__init__(name)
-        vars(self).update(_content=content, _thread=threading.get_ident())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in self._content and threading.get_ident() == self._thread:
-            return self._content[name]
-        _remove(self)
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-class _Debug(types.ModuleType):
-    """The part of `torch._inductor.debug` that each call of generated code reads: calls are not recorded."""
-
-    RECORD_GRAPH_EXECUTION = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _give_debug() -> None:
-    """Set the attribute that generated code reads. An import of the real module replaces it."""
-    if not hasattr(torch._inductor, "debug"):
-        torch._inductor.debug = _Debug("torch._inductor.debug")
-
-
-def _remove(substitute: types.ModuleType) -> None:
-    if sys.modules.get(substitute.__name__) is substitute:
-        del sys.modules[substitute.__name__]
-
-
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Provide the substitutes to this thread while the context lasts. Modules that are imported already stay."""
-    _give_debug()
-    missing = [(name, content) for name, content in _contents().items() if name not in sys.modules]
-    substitutes = [_Substitute(name, content) for name, content in missing]
-    sys.modules.update({substitute.__name__: substitute for substitute in substitutes})
-    try:
-        yield
-    finally:
-        for substitute in substitutes:
-            _remove(substitute)
-
-
-def check_kernels() -> None:
-    """Compare the products with this torch's, in a process that imports the compiler anyway.
-
-    Raises:
-        NotPrecompilable: a product differs.
-    """
-    kernels = importlib.import_module(_KERNELS).extern_kernels
-    if wrong := [name for name, product in _PRODUCTS.items() if getattr(kernels, name, None) is not product]:
-        raise NotPrecompilable(f"this torch's generated code calls other functions for {', '.join(wrong)}")

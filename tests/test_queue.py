@@ -19,8 +19,8 @@ from background_handlers import job
 from boots import python_path
 from marked_processes import PATIENCE_S, wait_for
 
-from compile_cache.background.jobs import Done, Jobs
-from compile_cache.background.process import CompilingProcess
+from compile_cache.background.child import CompilingProcess
+from compile_cache.background.queue import Done, Jobs
 
 
 class Started:
@@ -306,8 +306,8 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
     import logging, os, time
     from pathlib import Path
     from background_handlers import job
-    from compile_cache.background.jobs import Jobs
-    from compile_cache.background.process import CompilingProcess
+    from compile_cache.background.queue import Jobs
+    from compile_cache.background.child import CompilingProcess
     logging.basicConfig(level=logging.WARNING)
     folder = Path({str(tmp_path)!r})
     started = []

@@ -1,6 +1,6 @@
 """The compiling process itself: it does the server's jobs one after another, and ends with the server.
 
-`process.py` starts it as the leader of a process group. Compilers that a job starts belong to that group.
+`child.py` starts it as the leader of a process group. Compilers that a job starts belong to that group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_PROCESS = re.compile(
 
 
 def main() -> None:
-    """Serve until the server ends or hangs up. The command line has the file descriptors: see `process.py`."""
+    """Serve until the server ends or hangs up. The command line has the file descriptors: see `child.py`."""
     server, channel, liveness = (int(text) for text in sys.argv[1:4])
     del sys.argv[1:]  # libraries that a handler imports may read it
     for descriptor in (channel, liveness):

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from compile_cache.background.call import receive
 from compile_cache.background.orders import Making, Order
-from compile_cache.background.shadow import Shadow
+from compile_cache.calls.pickling import receive
+from compile_cache.calls.shadow import Shadow
+from compile_cache.calls.spec import on_gpu
 from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
-from compile_cache.inductor.artifacts import Artifacts
-from compile_cache.inductor.autotuner import Pace, unread_files
-from compile_cache.inductor.call_spec import on_gpu
-from compile_cache.inductor.format import PRECOMPILED
+from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
+from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.toolchain import remember_toolchain
 from compile_cache.inductor.torch_settings import configure_torch
+from compile_cache.inductor.tuning import Pace, unread_files
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import scan_folder
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from compile_cache.errors import ArtifactError
 from compile_cache.files import replacing
+from compile_cache.key.environment import digest
 
 # The folder of all artifacts, inside a cache directory.
 PRECOMPILED = "precompiled"
@@ -31,12 +32,6 @@ COMPARED = ".compared"
 _MAGIC = b"CCPRE\x00\x00\x01"
 _LENGTH = struct.Struct(">I")
 _LARGEST_HEADER_BYTES = 16 << 20
-
-
-def digest(description: Any) -> str:
-    """32 hexadecimal digits: the digest of plain values."""
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def has_artifacts(paths: Iterable[str]) -> bool:

@@ -11,9 +11,9 @@ import torch
 from precompiling import activated, build, eager, find, loaded, tensor
 from torch import nn
 
-from compile_cache.background import tensors
-from compile_cache.background.call import hand_over, receive
-from compile_cache.background.tensors import StorageLayout
+from compile_cache.calls import tensors
+from compile_cache.calls.pickling import hand_over, receive
+from compile_cache.calls.tensors import StorageLayout
 
 SIZE = 16
 LAYERS = 6

@@ -17,7 +17,7 @@ from compile_cache.cli import options as opt
 from compile_cache.cli import terminal as out
 from compile_cache.errors import CompileCacheError, first_line
 from compile_cache.files import replacing
-from compile_cache.lifecycle.report import BootReport
+from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import Catalog, read_catalog, read_record
 from compile_cache.storage.stores.base import ObjectStore

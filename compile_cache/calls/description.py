@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from compile_cache.inductor.format import digest
+from compile_cache.key.environment import digest
 
 OPERATORS = (OpOverload, OpOverloadPacket)
 # Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).

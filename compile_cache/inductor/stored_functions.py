@@ -4,7 +4,7 @@ A group is one kind of call of a class with everything else that is known before
 options, versions, torch's switches. A function of a group also depends on the traced code and its guards. It may fit
 only some of the group's modules.
 
-Importing this module fails if importing `adapter.py` fails.
+Importing this module fails if importing `aot.py` fails.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.errors import ArtifactError, NotPrecompilable
-from compile_cache.files import replacing
-from compile_cache.inductor.adapter import options_digest
-from compile_cache.inductor.call_spec import RECOMPILE_LIMIT, CallSpec, on_gpu
-from compile_cache.inductor.describe import (
+from compile_cache.calls.description import (
     Description,
     NotDescribedError,
     class_name,
     structure,
     structure_digest,
 )
-from compile_cache.inductor.format import (
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
+from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.files import replacing
+from compile_cache.inductor.aot import options_digest
+from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
+from compile_cache.inductor.function_file import (
     CACHED,
     COMPARED,
     PRECOMPILED,
     SUFFIX,
-    digest,
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.precompiled import Precompiled, compile_ahead, why_not_ahead
-from compile_cache.inductor.record import Record, sources_digest
 from compile_cache.inductor.switches import VERSIONED_PACKAGES, describe_switches, modes_of, switches
+from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 
 log = logging.getLogger("compile_cache")
