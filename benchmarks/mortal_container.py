@@ -22,8 +22,8 @@ from compile_cache.lifecycle import publisher as publish
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory, logical_key
+from compile_cache.storage.publish import CompileCache
 from compile_cache.storage.stores.base import ObjectStore, open_url
 
 # A publisher's pace, so that a round takes a second.

@@ -41,8 +41,9 @@ from table import markdown
 
 from compile_cache.errors import PackError, StoreError
 from compile_cache.storage.pack.format import PACK_NAME
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules, verify_pack
+from compile_cache.storage.verify import verify_pack
 
 sys.path.append(str(ROOT / "demo"))
 

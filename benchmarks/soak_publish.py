@@ -37,8 +37,9 @@ from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
 from table import markdown, spread
 
 from compile_cache.errors import PackError, StoreError
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import open_url
-from compile_cache.storage.verify import Rules, verify_pack
+from compile_cache.storage.verify import verify_pack
 
 LEAST_FINISHED = 0.5
 _GRAPHS = 20

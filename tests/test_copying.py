@@ -19,9 +19,9 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
 
 TESTS = Path(__file__).parent
 MIB = 1 << 20
@@ -231,7 +231,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
+from compile_cache.storage.rules import Rules
 
 class Killing(LocalStore):
     puts = 0

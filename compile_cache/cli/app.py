@@ -24,9 +24,10 @@ from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.explain import explain_boot
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove_packs
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, address_in, open_stores
 from compile_cache.storage.stores.local import INDEX, LocalStore, write_index
-from compile_cache.storage.verify import PackState, Rules, verify_all, verify_heads
+from compile_cache.storage.verify import PackState, verify_all, verify_heads
 
 
 class _Commands(TyperGroup):

@@ -15,8 +15,9 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.catalog import read_catalog, read_record
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, open_stores
-from compile_cache.storage.verify import PackState, Rules, VerifiedPack, verify_whole
+from compile_cache.storage.verify import PackState, VerifiedPack, verify_whole
 
 PUBLISH_TIMEOUT_S = 1800.0
 _MOST_LISTINGS = 3

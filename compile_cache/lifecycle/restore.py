@@ -14,12 +14,12 @@ from compile_cache.key.cache_key import environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.catalog import explain_miss, predecessors
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores, open_stores
-from compile_cache.storage.verify import Rules
 from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")

@@ -10,10 +10,11 @@ from pathlib import Path
 from compile_cache.errors import ObjectNotFound, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, Catalog, Version, names_record, read_catalog
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
-from compile_cache.storage.verify import PackState, Rules, verify_heads, verify_whole
+from compile_cache.storage.verify import PackState, verify_heads, verify_whole
 
 _MOST_LISTINGS = 3
 

@@ -11,9 +11,9 @@ from compile_cache.key.cache_key import CacheKey, environment_for, key_for, vers
 from compile_cache.key.environment import Environment
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss, predecessors, stored_versions
-from compile_cache.storage.selection import PacksOfKey
+from compile_cache.storage.fetch import PacksOfKey
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores
-from compile_cache.storage.verify import Rules
 
 
 @dataclass(frozen=True, slots=True)
