@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from containers import Artifact, WatchedStore, compile_missing, files_in, make_content, open_cache
+from containers import Artifact, Cache, WatchedStore, compile_missing, files_in, open_cache
 
 from compile_cache.errors import StoreError
 from compile_cache.lifecycle import publisher as publish
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory, logical_key
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.directory import logical_key
 from compile_cache.storage.stores.base import ObjectStore, open_url
 
 # A publisher's pace, so that a round takes a second.
@@ -51,7 +50,6 @@ class Turn:
     seed: int
     artifacts: tuple[Artifact, ...]
     boots: bool
-    rewrites: bool
     is_stopped: bool
     merges: bool
     death: Moment | None
@@ -112,8 +110,7 @@ class Container:
         self._root = root
         self._connection = connection
         self._boots = 0
-        self._cache: CompileCache | None = None
-        self._directory: CacheDirectory | None = None
+        self._cache: Cache | None = None
 
     def do(self, turn: Turn) -> None:
         """One round: what goes wrong is told, and is the store's fault or a violation."""
@@ -134,27 +131,24 @@ class Container:
         """Restore into a new directory."""
         shutil.rmtree(self._root, ignore_errors=True)
         self._boots += 1
-        self._cache, self._directory = open_cache(self._store, self._root / str(self._boots))
-        fetched = self._cache.fetch()
-        self._cache.install(fetched)
+        self._cache = open_cache(self._store, self._root / str(self._boots))
+        fetched = self._cache.restore()
         self._say("booted")
         for pack in fetched.refused:
             self._say("incomplete" if not pack.is_final else "wrong", text=f"{pack.name} is refused: {pack.reason}")
 
     def _publish(self, turn: Turn) -> None:
-        if turn.boots or self._cache is None or self._directory is None:
+        if turn.boots or self._cache is None:
             self._boot()
-        cache, directory = self._cache, self._directory
+        cache = self._cache
         assert cache is not None
-        assert directory is not None
-        compile_missing(directory.path, turn.artifacts, turn.seed)
-        if turn.rewrites:
-            rewrite(directory.path, random.Random(turn.seed))
-        keys = frozenset(logical_key(path) for path in files_in(directory.path))
+        compile_missing(cache.directory.path, turn.artifacts, turn.seed)
+        cache.hand_over()
+        keys = frozenset(logical_key(path) for path in files_in(cache.directory.path))
         self._say("publishing")
         boot = BootReport()
         report = boot.publish
-        running = Publisher(cache, boot, Settings(exit_budget_s=PATIENCE_S))
+        running = Publisher(cache.publication, boot, Settings(exit_budget_s=PATIENCE_S))
         running.start()
         if not turn.is_stopped:
             if running.wait(PATIENCE_S) and not report.failures:
@@ -169,16 +163,8 @@ class Container:
         if report.merged_packs:
             self._say("merged")
         for _ in range(_MERGES if turn.merges else 0):
-            if cache.merge(f"process {turn.number}").packs:
+            if cache.publication.merge(f"process {turn.number}").packs:
                 self._say("merged")
-
-
-def rewrite(folder: Path, source: random.Random) -> None:
-    """Change a file in place, as Triton's autotuner does: it is published as one that replaces another."""
-    paths = sorted(path for path in files_in(folder) if logical_key(path) == path)
-    if paths:
-        path = source.choice(paths)
-        (folder / path).write_bytes(make_content(path, 4 << 10, source))
 
 
 def serve(url: str, root: Path, connection: Connection) -> None:

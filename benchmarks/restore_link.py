@@ -2,7 +2,7 @@
 
     python benchmarks/restore_link.py --rounds 5
 
-A key of 300 MB is restored by `CompileCache` from a static S3 server through a link of 2 Gbit/s (a network namespace
+A key of 300 MB is restored from a static S3 server through a link of 2 Gbit/s (a network namespace
 and tc) into a file system in memory, in turns with plain parallel GETs of the same objects (boto3, as many threads,
 ranges of 8 MB, bytes thrown away). Each is a process of its own. Exits with 1 unless each shape but the last is
 restored at 80 % of the plain rate at least (medians), and each in no more than 256 MB of memory over what a process
@@ -81,7 +81,7 @@ class Measured:
 def write_shape(shape: Shape, bucket: Path, folder: Path, size_bytes: int) -> None:
     """Packs of this shape, `size_bytes` together as stored, below `bucket`."""
     store = LocalStore(bucket)
-    cache, directory = open_cache(store, folder)
+    cache = open_cache(store, folder)
     target = bucket / KEY.prefix
     target.mkdir(parents=True)
     noise = _Mixture(random.Random(shape.name))
@@ -92,12 +92,12 @@ def write_shape(shape: Shape, bucket: Path, folder: Path, size_bytes: int) -> No
         sources = []
         for _ in range(round(share_bytes * _Mixture.RATIO / shape.file_bytes)):
             key = Artifact(f"{number % 256:02x}/c{number:08d}.so", "", shape.file_bytes).key
-            local = directory.path / key
+            local = cache.directory.path / key
             local.parent.mkdir(exist_ok=True)
             local.write_bytes(noise.take(shape.file_bytes))
             sources.append(Source(local, key, key))
             number += 1
-        packs = cache.stage((), "benchmark") if shape.packs == 0 else [write_pack(folder, KEY, sources, "benchmark")]
+        packs = cache.stage() if shape.packs == 0 else [write_pack(folder, KEY, sources, "benchmark")]
         for pack in packs:
             os.replace(pack.local, target / pack.name)
             stored_bytes += pack.stored_bytes
@@ -130,15 +130,14 @@ class _Mixture:
 def restore(store_url: str, folder: Path) -> Measured:
     """Fetch and install the key, as a boot does, in this process."""
     store = open_url(store_url)
-    cache, directory = open_cache(store, folder)
+    cache = open_cache(store, folder)
     started = time.perf_counter()
-    fetched = cache.fetch()
-    files = cache.install(fetched)
+    fetched = cache.restore()
     seconds = time.perf_counter() - started
     if fetched.refused:
         raise SystemExit(f"refused: {fetched.refused}")
-    unpacked_bytes = sum(stamp.size_bytes for stamp in directory.scan().values())
-    return Measured("", "restore", seconds, fetched.stored_bytes, unpacked_bytes, files, _peak_bytes())
+    unpacked_bytes = sum((cache.directory.path / path).stat().st_size for path in cache.directory.scan())
+    return Measured("", "restore", seconds, fetched.stored_bytes, unpacked_bytes, len(fetched.files), _peak_bytes())
 
 
 def get_plainly(store_url: str) -> Measured:

@@ -120,16 +120,17 @@ def run_container(fleet: Fleet, number: int, store: CountingStore, folder: Path)
     """Boot one container up to READY; its publisher is at work afterwards."""
     chance = random.Random(f"{fleet.seed} {number}")
     time.sleep(chance.uniform(0.0, fleet.within_s))
-    cache, directory = open_cache(store, folder / str(number))
+    cache = open_cache(store, folder / str(number))
     try:
-        cache.install(cache.fetch())
+        cache.restore()
     except StoreError:  # as a boot whose restore failed: all is compiled
-        cache, directory = open_cache(store, folder / f"{number}-anew")
+        cache = open_cache(store, folder / f"{number}-anew")
     time.sleep(fleet.compile_s * chance.uniform(0.8, 1.2))
-    compile_missing(directory.path, fleet.artifacts(number), chance.getrandbits(64))
+    compile_missing(cache.directory.path, fleet.artifacts(number), chance.getrandbits(64))
+    cache.hand_over()
     report = BootReport()
     publish._MERGE_AFTER_S = _MERGE_AFTER_S
-    publisher = Publisher(cache, report, Settings(exit_budget_s=_EXIT_BUDGET_S))
+    publisher = Publisher(cache.publication, report, Settings(exit_budget_s=_EXIT_BUDGET_S))
     publisher.start()
     return publisher, report.publish
 
@@ -217,9 +218,9 @@ def run_fleet(fleet: Fleet) -> FleetResult:
         wanted = {artifact.key for artifact in fleet.all_artifacts()}
         problems += [*wrong, *(f"{key} cannot be restored" for key in sorted(wanted - keys))]
         cache_bytes = packed_bytes(fleet.all_artifacts(), Path(folder))
-        following, _ = open_cache(store, Path(folder, "following"))  # it has the files of all, and merges them
-        following.install(following.fetch())
-        following.merge("the next container")
+        following = open_cache(store, Path(folder, "following"))  # it has the files of all, and merges them
+        following.restore()
+        following.publication.merge("the next container")
     return FleetResult(
         fleet.name,
         fleet.containers,
@@ -238,9 +239,9 @@ def run_fleet(fleet: Fleet) -> FleetResult:
 
 def packed_bytes(artifacts: Sequence[Artifact], folder: Path) -> int:
     """What these artifacts take in a store when one container publishes them."""
-    cache, directory = open_cache(LocalStore(folder / "nothing"), folder / "one")
-    compile_missing(directory.path, artifacts, seed=0)
-    return sum(pack.stored_bytes for pack in cache.stage((), "soak"))
+    cache = open_cache(LocalStore(folder / "nothing"), folder / "one")
+    compile_missing(cache.directory.path, artifacts, seed=0)
+    return sum(pack.stored_bytes for pack in cache.stage())
 
 
 def table(results: Sequence[FleetResult]) -> str:

@@ -119,7 +119,6 @@ def make_turn(seed: int, round_number: int, number: int) -> Turn:
         chance.getrandbits(64),
         tuple(chosen),
         boots=chance.random() < 0.2,
-        rewrites=chance.random() < 0.1,
         is_stopped=chance.random() < 0.25,
         merges=merges,
         death=death,

@@ -138,7 +138,7 @@ def test_nothing_in_a_store_reaches_the_terminal_as_a_command(run, root, local, 
     plain = replace(environment, gpu="[link=https://example.com]GPU[/link]")
     name = put_pack(local, replace(key, environment=plain.digest), {"[red]a": b""}, creator="[blink]creator")
     put_record(local, plain)
-    local.put(f"v1/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
+    local.put(f"v2/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
     for arguments in (["ls"], ["show", digest_of(name), "--files"], ["verify"]):
         found = run(*arguments)
         assert ESCAPE not in found.out + found.err
@@ -186,7 +186,7 @@ def test_show_with_files_lists_each_as_json_too(run, local, key):
 
 
 @pytest.mark.parametrize(
-    "text", ["org--model/v10", "org--model/v1", "v1/{digest}/org--model/v1/", "{digest:.5}/org--model/v1"]
+    "text", ["org--model/v10", "org--model/v1", "v2/{digest}/org--model/v2/", "{digest:.5}/org--model/v1"]
 )
 def test_a_version_named_in_full_is_shown_though_others_begin_with_its_name(run, filled, environment, text):
     found = run("show", text.format(digest=environment.digest))
@@ -229,7 +229,7 @@ def test_a_slash_ends_a_models_name(run, local, key, slashes):
     assert names(local) >= {longer}
 
 
-@pytest.mark.parametrize("arguments", [["", "--yes"], ["/", "--yes"], ["v1/", "--yes"], [" ", "--yes"]], ids=str)
+@pytest.mark.parametrize("arguments", [["", "--yes"], ["/", "--yes"], ["v2/", "--yes"], [" ", "--yes"]], ids=str)
 def test_an_empty_name_is_refused(run, local, key, arguments):
     name = put_pack(local, key)
     for command in (["rm", *arguments], ["show", *arguments[:1]], ["rm", "org--model", *arguments]):
@@ -458,13 +458,13 @@ def test_rm_deletes_a_versions_packs_and_no_others(run, local, key):
     found = run("rm", "org--model/version-1", "--yes")
     assert found.code == 0
     assert sorted(found.lines) == sorted(f"removed {name}" for name in names)
-    assert [entry.name for entry in local.list("v1/") if entry.name.endswith(".pack")] == [other]
+    assert [entry.name for entry in local.list("v2/") if entry.name.endswith(".pack")] == [other]
 
 
 def test_rm_deletes_one_pack_by_the_beginning_of_its_name(run, local, key):
     name, other = put_pack(local, key), put_pack(local, key, {"more.so": b"more"})
     assert run("rm", "org--model/version-1", digest_of(name)[:12], "--yes", "--json").json["removed"] == [name]
-    assert [entry.name for entry in local.list("v1/") if entry.name.endswith(".pack")] == [other]
+    assert [entry.name for entry in local.list("v2/") if entry.name.endswith(".pack")] == [other]
     missing = run("rm", "org--model/version-1", "f00", "--yes")
     assert (missing.code, "no pack begins with f00" in missing.err) == (1, True)
 
@@ -613,8 +613,8 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, root, tmp
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
     restore.start()
     restore._fetching.done.wait(60)
-    assert restore._fetching.cache is not None, restore._fetching.failure
-    assert explained_key(run) == restore._fetching.cache.key
+    assert restore._fetching.packs is not None, restore._fetching.failure
+    assert explained_key(run) == restore._fetching.packs.key
 
 
 def test_explain_warns_where_nothing_is_restored(run, variables):

@@ -67,7 +67,7 @@ def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path
     copied = copy(store, target)
     assert (copied.versions, copied.packs, copied.present_packs, copied.refused) == (2, 2, 0, ())
     arrived = read_files(tmp_path / "target")
-    assert arrived == {name: store.read(name) for name in [*names, f"v1/{environment.digest}/environment.json"]}
+    assert arrived == {name: store.read(name) for name in [*names, f"v2/{environment.digest}/environment.json"]}
     assert copied.stored_bytes == sum(len(arrived[name]) for name in names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from hostile_packs import (
     Draft,
     Hostile,
     encode,
-    name_of,
     places,
     put_at,
     read_tree,
@@ -108,10 +108,10 @@ def test_anything_at_all_is_refused(content):
     st.dictionaries(names.map(str.casefold), st.tuples(texts, st.integers(0, 3 * MIB)), max_size=2),
     texts,
     st.floats(0, 1e11),
-    st.sampled_from([None, SHA256]),
+    st.sampled_from(["", "kinds/record"]),
 )
-def test_a_manifest_says_what_was_written(files, creator, created_s, replaces):
-    listed = tuple(PackFile(path, key, size_bytes, SHA256, replaces) for path, (key, size_bytes) in files.items())
+def test_a_manifest_says_what_was_written(files, creator, created_s, record):
+    listed = tuple(PackFile(path, key, size_bytes, SHA256, record) for path, (key, size_bytes) in files.items())
     size_bytes = sum(file.size_bytes for file in listed)
     sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
     manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)
@@ -142,10 +142,22 @@ def test_a_signed_pack_is_used_where_no_key_is_asked_for():
     assert restore(*draft.put_together(), None).signed_by == THEIRS.public_key
 
 
-def test_a_name_says_nothing_about_who_signed():
-    """It is the manifest's digest, which anybody can compute."""
+@pytest.mark.parametrize("content", [b"[" * 10_000, b"no frame of zstd"], ids=["hard to read", "not compressed"])
+@pytest.mark.parametrize(
+    ("sign", "words"), [(THEIRS.sign, "not trusted"), (lambda _: OURS.sign(b"another"), "does not match")]
+)
+def test_nothing_is_decompressed_before_a_trusted_key_has_signed_it(content, sign, words, monkeypatch):
+    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
+    draft = small_draft(is_signed=True)
+    draft.sign, draft.head = sign, {"stored": content}
+    assert re.search(words, reason_to_refuse(draft, None))
+
+
+def test_nothing_is_decompressed_that_does_not_match_its_name(monkeypatch):
+    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
     draft = small_draft()
-    assert draft.put_together()[0] == small_draft(is_signed=True).put_together()[0] == name_of(encode(draft.record))
+    draft.name = "0" * 64 + ".pack"
+    assert "does not match its name" in reason_to_refuse(draft, None)
 
 
 # Paths.

@@ -21,12 +21,12 @@ NOW_S = 2_000_000_000.0
 
 
 def pack(version: str, number: int, days: float, size_bytes: int = 100, model: str = "m", environment: str = "e"):
-    name = f"v1/{environment}/{model}/{version}/{number:064x}.pack"
+    name = f"v2/{environment}/{model}/{version}/{number:064x}.pack"
     return StoredObject(name, size_bytes, NOW_S - days * DAY_S)
 
 
 def other(version: str, name: str, days: float, model: str = "m", environment: str = "e") -> StoredObject:
-    return StoredObject(f"v1/{environment}/{model}/{version}/{name}", 0, NOW_S - days * DAY_S)
+    return StoredObject(f"v2/{environment}/{model}/{version}/{name}", 0, NOW_S - days * DAY_S)
 
 
 def plan(policy: PrunePolicy, *entries: StoredObject) -> PrunePlan:
@@ -131,7 +131,7 @@ def test_marks_without_packs_go_once_they_are_old():
 
 
 def test_a_record_goes_with_the_last_version_of_its_environment():
-    record = StoredObject("v1/e/environment.json", 10, NOW_S - 50 * DAY_S)
+    record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
     assert plan(PrunePolicy(unused_days=30), record, pack("old", 1, 40)).environments == ("e",)
     assert plan(PrunePolicy(unused_days=30), record, pack("old", 1, 40), pack("new", 2, 1)).environments == ()
     assert plan(PrunePolicy(unused_days=30), record, pack("old", 1, 40), other("old", "my.txt", 9)).environments == ()
@@ -194,7 +194,7 @@ def test_a_version_that_is_gone_by_now_frees_nothing():
 
 
 def test_a_record_stays_when_its_environment_is_published_to_meanwhile():
-    record = StoredObject("v1/e/environment.json", 10, NOW_S - 50 * DAY_S)
+    record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
     entries = [record, pack("old", 1, 40)]
     store = Memory([*entries, pack("new", 2, 0)])
     apply_prune(store, plan(PrunePolicy(unused_days=30), *entries))
@@ -220,12 +220,12 @@ def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
     new = put_pack(local, key)
     put_pack(local, replace(key, environment="0" * 32))
     put_record(local, environment)
-    local.put(f"v1/{'0' * 32}/environment.json", b"{}")
-    set_age(Path(local.location), "v1/", 50, NOW_S)
+    local.put(f"v2/{'0' * 32}/environment.json", b"{}")
+    set_age(Path(local.location), "v2/", 50, NOW_S)
     set_age(Path(local.location), new, 1, NOW_S)
     found = plan_prune(read_catalog(local), PrunePolicy(unused_days=30), NOW_S)
     pruned = apply_prune(local, found)
-    assert {entry.name for entry in local.list("")} == {new, f"v1/{environment.digest}/environment.json"}
+    assert {entry.name for entry in local.list("")} == {new, f"v2/{environment.digest}/environment.json"}
     assert (pruned.versions, pruned.packs, pruned.freed_bytes) == (2, 2, found.freed_bytes)
 
 
@@ -233,7 +233,7 @@ def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
 
 days = st.floats(0, 100)
 names = st.sampled_from(["a", "b", "c"])
-folders = st.builds("v1/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
+folders = st.builds("v2/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
 objects = st.builds(
     lambda folder, name, size, age: StoredObject(folder + name, size, NOW_S - age * DAY_S),
     folders,
@@ -245,7 +245,7 @@ objects = st.builds(
     days,
 )
 records = st.builds(
-    lambda environment, age: StoredObject(f"v1/{environment}/environment.json", 7, NOW_S - age * DAY_S),
+    lambda environment, age: StoredObject(f"v2/{environment}/environment.json", 7, NOW_S - age * DAY_S),
     st.sampled_from(["e", "f"]),
     days,
 )
@@ -283,7 +283,7 @@ def test_a_plan_frees_what_it_claims_and_leaves_what_it_says(entries, policy):
     before_bytes = store.size_bytes
     pruned = apply_prune(store, found)
     assert before_bytes - store.size_bytes >= found.freed_bytes == pruned.freed_bytes
-    left = catalog_of(store.list("v1/"))
+    left = catalog_of(store.list("v2/"))
     assert left.size_bytes == found.kept_bytes
     removed_keys = {removal.version.key for removal in found.removals}
     kept = {version.key: version.packs for version in with_packs(catalog) if version.key not in removed_keys}

@@ -121,7 +121,7 @@ def find_versions(versions: Sequence[StoredVersion], text: str) -> list[StoredVe
     name. A full name finds only that version, even if other names begin with it. A slash ends a model's name.
     An empty `text` names none.
     """
-    parts = text.removeprefix("v1/").rstrip("/").split("/")
+    parts = text.removeprefix("v2/").rstrip("/").split("/")
     stored = [version for version in versions if version.packs]
     if len(parts) == 1:
         whole = [v for v in stored if v.key.model_name == parts[0]]

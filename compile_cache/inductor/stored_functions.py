@@ -116,12 +116,6 @@ class Artifacts:
         self._arrived: set[str] = set()
         self._rejected: dict[str, str] = {}
 
-    @property
-    def used(self) -> set[str]:
-        """The paths, inside the cache directory, of the records of this boot's model."""
-        with self._arriving:
-            return self._arrived | {path for group in list(self._groups.values()) for path in list(group.loaded)}
-
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""
         self._options = None
@@ -166,15 +160,17 @@ class Artifacts:
         """Whether a boot has compared this artifact with eager on all instances."""
         return (self._directory / path).with_suffix(COMPARED).exists()
 
-    def mark_compared(self, path: str) -> None:
-        """Note for later boots that this artifact was compared with eager on all instances.
+    def mark_compared(self, path: str) -> str:
+        """Note for later boots that this artifact was compared with eager on all instances. Returns the mark's path.
 
         Raises:
             OSError: the mark cannot be written.
         """
+        mark = f"{path.removesuffix(SUFFIX)}{COMPARED}"
         if not self.is_compared(path):
-            with replacing((self._directory / path).with_suffix(COMPARED)) as file:
+            with replacing(self._directory / mark) as file:
                 file.write(b"compared with eager on all instances\n")
+        return mark
 
     def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does

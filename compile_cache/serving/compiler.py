@@ -13,15 +13,15 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_cache.errors import ArtifactError, Failure, NotAModuleError, attempt
-from compile_cache.inductor.counters import read_counts
-from compile_cache.inductor.function_file import COMPARED, PRECOMPILED, SUFFIX, has_artifacts
+from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.inductor.function_file import has_artifacts
 from compile_cache.inductor.tuning import unread_files
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.region import Region
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
-# compares it first.
-_UNPROVED_S = 60.0
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
 _COMPILER_S = 3.0
@@ -64,9 +61,9 @@ class Compiler:
         self.regions: dict[type[nn.Module], Region] = {}
         self.artifacts: Artifacts | None = None
         self.is_warming_up = False
-        self.is_ending = False
         self._tracing_s = _TRACING_S
-        self._seen = set(directory.scan())
+        self.outgoing = directory.outgoing
+        self._others_at: CompileCounts | None = None
         self._left_eager: dict[str, RegionReport] = {}
         self._why_not_precompiled = ""
         self._orders: Orders | None = None
@@ -78,7 +75,7 @@ class Compiler:
         self._deadline_s = math.inf
         self.why_no_orders = "" if settings.precompile else "nothing may be compiled ahead of time"
         _all.add(self)
-        if settings.cold_start == "block" or has_artifacts(self._seen):
+        if settings.cold_start == "block" or has_artifacts(directory.scan()):
             self.open()
 
     def orders(self) -> Orders | None:
@@ -134,14 +131,19 @@ class Compiler:
             return ""
         self._configure()  # an artifact's name depends on these settings
         found = attempt(self.artifacts.find, module, args, kwargs)
-        return found.reason if isinstance(found, Failure) else found
+        if isinstance(found, Failure):
+            return found.reason
+        if not isinstance(found, str):
+            self.outgoing.use(found.path)
+        return found
 
     def is_proved(self, path: str) -> bool:
         """Whether an earlier boot of this very version has compared a function on all instances."""
         return self.is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
 
     def reject(self, path: str, reason: str) -> None:
-        """Use a record no more in this boot."""
+        """Use a record no more in this boot, and do not publish it."""
+        self.outgoing.withdraw(path)
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
@@ -254,37 +256,24 @@ class Compiler:
 
         return Graphs(name, self._settings.mode, self._settings.dynamic)
 
-    def new_files(self) -> set[str]:
-        """The files of the cache directory that have appeared since the last call."""
-        now = set(self._directory.scan())
-        new, self._seen = now - self._seen, now
-        return new
-
     @property
-    def arrived(self) -> int:
-        """How many records the second process has made so far."""
-        return len(self._orders.arrived_s) if self._orders else 0
+    def has_others(self) -> bool:
+        """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
+        return self._others_at != read_counts() and not self.is_compiling
 
-    def unread_files(self) -> set[str]:
-        """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
-        another version that this boot's model did not use."""
-        files = self._directory.scan()
-        used = (self.artifacts.used if self.artifacts else set()) | set(self._orders.arrived_s if self._orders else ())
-        used |= {f"{path.removesuffix(SUFFIX)}{COMPARED}" for path in used}
-        unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
-        return unread_files(files) | unused
+    def hand_over_others(self) -> None:
+        """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
+        toolchain. Not while a case makes files."""
+        if self.making.acquire(blocking=False):
+            try:
+                self._others_at = read_counts()
+                self.outgoing.hand_over(self.outgoing.appeared())
+            finally:
+                self.making.release()
 
-    @property
-    def withheld(self) -> set[str]:
-        """The files that must not be published: code that failed; and code of the second process that arrived less than
-        a minute ago and was not compared on all instances, unless the process ends before any call of its kind."""
-        regions = list(self.regions.values())
-        arrived = dict(self._orders.arrived_s) if self._orders else {}
-        young = {path for path, arrived_s in arrived.items() if time.monotonic() < arrived_s + _UNPROVED_S}
-        if self.is_ending:
-            young &= set[str]().union(*(region.met for region in regions))
-        unproved = young.difference(*(region.proved for region in regions))
-        return unproved.union(*(region.withheld for region in regions))
+    def unread_files(self, paths: Iterable[str]) -> set[str]:
+        """Those that no warm boot will read: candidates that autotuning did not choose."""
+        return unread_files(paths)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

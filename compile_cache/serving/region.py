@@ -48,6 +48,7 @@ from compile_cache.errors import (
     first_line,
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
+from compile_cache.inductor.function_file import UNPROVED_S
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import GROWS, Case, Kinds, Standing, State
 from compile_cache.serving.moment import LOCK
@@ -91,8 +92,7 @@ class Region:
     """A module class and its instances.
 
     `report` says how calls are served, and why. `served` counts calls by step. `waited_s` is the time that requests
-    waited for the compiler, in seconds. `withheld` has the files of code that failed, which must not be published. The
-    second process makes the code of regions in the order of their `rank`.
+    waited for the compiler, in seconds. The second process makes the code of regions in the order of their `rank`.
     """
 
     def __init__(self, report: RegionReport, compiler: Compiler, rank: int) -> None:
@@ -102,22 +102,11 @@ class Region:
         self.shares_weights = False
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
-        self.withheld: set[str] = set()
         self._unused = ""
         self._compiler = compiler
-        # The files that the graphs' compiles left in the cache directory.
-        self._files: set[str] = set()
+        # The records of the graphs that this process compiled. Graphs without one have the region's name instead.
+        self._records: set[str] = set()
         self._instances: dict[nn.Module, _Instance] = {}
-
-    @property
-    def proved(self) -> set[str]:
-        """The paths of the functions that were compared on every instance that called them."""
-        return {case.code.path for case in self.kinds if case.code and case.has_passed}
-
-    @property
-    def met(self) -> set[str]:
-        """The paths of the functions of which a comparison has begun."""
-        return {case.code.path for case in self.kinds if case.code and (case.serves_any or case.tries)}
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
@@ -388,6 +377,9 @@ class Region:
         """Note that the code may serve this instance. It is taken at the next moment; proved code is taken at once."""
         with LOCK:
             case.standings[module] = Standing.SERVES
+        if case.code is not None and not case.code.path:
+            for record in self._records:
+                self._compiler.outgoing.use(record)
         if case.is_proved:
             self._take(case)
         else:
@@ -398,7 +390,9 @@ class Region:
         """If the code has passed on all instances, note it for later boots, before the code is published."""
         code, artifacts = case.code, self._compiler.artifacts
         if case.has_passed and code is not None and code.path and artifacts is not None:
-            attempt(artifacts.mark_compared, code.path)
+            marked = attempt(artifacts.mark_compared, code.path)
+            self._compiler.outgoing.hand_over([marked] if isinstance(marked, str) else [], code.path)
+            self._compiler.outgoing.use(code.path)
 
     def _put_off(self, case: Case, error: Exception) -> None:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._compiler.moment
@@ -468,7 +462,8 @@ class Region:
     def _make(self, case: Case, make: Callable[[Shadow], Code], shadow: Shadow) -> None:
         """Make a call's code in this process."""
         started = time.perf_counter()
-        self._compiler.new_files()  # those so far are not of this call
+        outgoing = self._compiler.outgoing
+        outgoing.hand_over(outgoing.appeared())  # those so far are not of this call
         with generators_at(is_alone=self._compiler.moment.stays_alone()):
             code = attempt(make, shadow)
         if not isinstance(code, Failure):
@@ -476,7 +471,7 @@ class Region:
         elif isinstance(code.error, GraphNotStored):
             self._submit(case, attempt(self._pack, case, shadow.module, shadow.args, shadow.kwargs))
         else:
-            self.withheld |= self._compiler.new_files()
+            outgoing.withheld |= outgoing.appeared()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
 
     def _made(self, shadow: Shadow) -> Code:
@@ -486,7 +481,10 @@ class Region:
         log.info("compile.begin region=%s", self.report.name)
         before, started = read_counts(), time.perf_counter()
         made = make(self._compiler.artifacts, self._graphs, shadow.copied)
-        self._files |= self._compiler.new_files()
+        record, outgoing = made.path or self.report.name, self._compiler.outgoing
+        outgoing.hand_over(outgoing.appeared(), record, UNPROVED_S)
+        if made.function is None:
+            self._records.add(record)
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
@@ -505,6 +503,7 @@ class Region:
 
         before, started = read_counts(), time.perf_counter()
         self._compiler.note_traced(record.seconds)
+        self._compiler.outgoing.use(record.path)
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)
@@ -549,11 +548,11 @@ class Region:
             return
         if code.path:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
-            self.withheld.add(code.path)
             self._compiler.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
-            self.withheld |= self._files
+            for record in self._records:
+                self._compiler.outgoing.withdraw(record)
             for other in self.kinds:  # torch may serve their calls by the same graph
                 if other.code is not None and not other.code.path:
                     self._drop(other, reason)
