@@ -13,7 +13,7 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 QUANTIZE := $(VENV)/quantize
 
 # An hour as root. `make test` has a small part of it.
-SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" soak_fleet.py restore_link.py \
+SOAKS := "soak_publish.py --rounds 200" soak_fleet.py restore_link.py \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 

@@ -1,7 +1,7 @@
 """Hostile packs: a table of changes to a sound pack, and the words that each refusal must have.
 
-What the tests of the format and the fuzzer (benchmarks/fuzz_packs.py) share. The changes are made as an independent
-writer of the format would make them. The library's own writer makes only sound packs.
+The changes are made as an independent writer of the format would make them. The library's own writer makes only sound
+packs.
 """
 
 from __future__ import annotations
@@ -575,7 +575,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-# The fuzzer's cases.
+# Packs that are changed at random.
 
 
 @dataclass(frozen=True)
@@ -701,22 +701,6 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(inside, (*place, name))
 
 
-def _odd_values(rng: Random, corpus: Corpus) -> Case:
-    """Anything anywhere in the manifest, or another value of the same manifest, or one more record."""
-    draft = corpus.draft(rng)
-    place = rng.choice(list(places(draft.record))[: rng.choice([12, 10_000])])
-    other = rng.choice(list(places(draft.record)))
-    value = draft.record
-    for step in other:
-        value = value[step]
-    value = copy.deepcopy(rng.choice([value, value + 1 if type(value) is int else value, rng.choice(ODD_VALUES)]))
-    if rng.random() < 0.2:
-        draft.record[rng.choice(["files", "frames"])].append(value)
-    else:
-        draft.record = put_at(draft.record, place, value)
-    return Case.of(draft)
-
-
 def json_trick(rng: Random) -> str:
     """Text in the place of a value, legal JSON or not, that costs a parser as much as it can."""
     count = rng.choice([10, 300, 990, 5000, 60_000])
@@ -740,11 +724,5 @@ KINDS: dict[str, Callable[[Random, Corpus], Case]] = {
     "damaged bytes": _damaged_bytes,
     "frames moved or replaced": _moved_frames,
     "rows of the table": _rows,
-    "odd values": _odd_values,
     "JSON tricks": _json_tricks,
 }
-
-
-def make_case(kind: str, seed: int, number: int, corpus: Corpus) -> Case:
-    """The same case for the same arguments, always."""
-    return KINDS[kind](Random(f"{seed} {kind} {number}"), corpus)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import shutil
 import tempfile
 from pathlib import Path
+from random import Random
 
 import pytest
 from hostile_packs import (
+    KINDS,
     LIMITS,
     MIB,
     ODD_VALUES,
     OURS,
     TABLE,
     THEIRS,
+    Corpus,
     Draft,
     Hostile,
+    digest,
     encode,
+    fingerprint,
     places,
     put_at,
     read_tree,
@@ -99,6 +106,37 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing():
 def test_anything_at_all_is_refused(content):
     for pack in (Draft({}, [], text=content), Draft({}, [], text=content, damage=lambda pack: content)):
         assert reason_to_refuse(pack, None)
+
+
+@functools.cache
+def corpus() -> Corpus:
+    return Corpus()
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 2**32))
+@settings(max_examples=3 * settings().max_examples)
+def test_a_pack_changed_at_random_is_refused_in_one_line_or_gives_what_it_states(kind, seed):
+    case = KINDS[kind](Random(seed), corpus())
+    with tempfile.TemporaryDirectory() as root:
+        inside = Path(root, "inbox", "pack")
+        try:
+            restore(case.name, case.content, inside, LIMITS, TrustedKeys(case.trusted))
+        except PackError as error:
+            reason = str(error)
+            assert reason.isprintable()
+            assert 0 < len(reason) < 500
+        else:
+            found = {path: digest(content) for path, content in read_tree(inside).items()}
+            assert fingerprint(found) in case.may_give
+        shutil.rmtree(inside, ignore_errors=True)
+        assert {path.name for path in Path(root).rglob("*")} <= {"inbox"}
+
+
+def test_packs_that_are_not_changed_are_not_refused(tmp_path):
+    for number, draft in enumerate(corpus().drafts):
+        restore(*draft.put_together(), tmp_path / str(number), LIMITS, TrustedKeys(draft.trusted))
+        found = {path: digest(content) for path, content in read_tree(tmp_path / str(number)).items()}
+        assert {fingerprint(found)} == draft.gives()
 
 
 # Manifests.

@@ -77,14 +77,13 @@ class PacksOfKey:
         self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
         self.is_listed = False
-        self._refused: dict[str, RefusedPack] = {}
-        self._unavailable: set[str] = set()
-        self._without_room: set[str] = set()
+        # Packs that count as absent, by name, with the kind of error.
+        self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
 
     @property
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
-        return not self._unavailable
+        return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first. Objects that are not named like packs are ignored.
@@ -110,7 +109,7 @@ class PacksOfKey:
             if not set(vanished) - set(before):
                 break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
-            self._refused[name] = RefusedPack(name, "the store lists it, but does not have it", is_final=False)
+            self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
         self.is_listed = True
 
     def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
@@ -119,8 +118,7 @@ class PacksOfKey:
         first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
         vanished: list[str] = []
-        self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
-        self._unavailable, self._without_room = set(), set()
+        self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
         reader = HeadReader(self.store, self.rules, found.values())
 
         def look(entry: StoredObject) -> None:
@@ -133,7 +131,7 @@ class PacksOfKey:
             except Abandoned:
                 raise
             except (PackError, StoreError) as error:
-                self._refuse(entry, error)
+                self._refuse(entry.name, error)
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
@@ -155,14 +153,10 @@ class PacksOfKey:
         pack = self.known.pop(entry.name, None)
         if pack is not None and isinstance(error, PackError):
             self.seen -= _keys_and_paths(pack) - self._files()
-        self._refuse(entry, error)
+        self._refuse(entry.name, error)
 
-    def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:
-        self._refused[entry.name] = RefusedPack.after(entry.name, error)
-        if isinstance(error, StoreUnavailable):
-            self._unavailable.add(entry.name)
-        elif isinstance(error, TooManyPacks):
-            self._without_room.add(entry.name)
+    def _refuse(self, name: str, error: PackError | StoreError) -> None:
+        self._refused[name] = RefusedPack.after(name, error), type(error)
 
     def forget_beginnings(self) -> None:
         """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
@@ -184,12 +178,12 @@ class PacksOfKey:
             size_bytes += more_bytes
         files = choose([pack.head.manifest for pack in packs])
         whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
-        return Selection(packs, whole, (*self._refused.values(), *too_large), size_bytes)
+        return Selection(packs, whole, (*(refused for refused, _ in self._refused.values()), *too_large), size_bytes)
 
     def room_beside(self, staged: Sequence[Pack]) -> Limits:
         """What the limits leave for one more pack beside those of this key and the `staged` ones; nothing if they have
         left no room for a stored one."""
-        if self._without_room:
+        if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
             return Limits(0, 0, 0)
         packs = (*self.known.values(), *staged)
         size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
@@ -296,11 +290,12 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(WHOLE_PACK_BYTES, abandoned)
+    stored_bytes = task.stored_bytes + sum(len(p.beginning) for p in selection.packs if p.entry.name in needed)
     packs.forget_beginnings()
     folders = [task.folder(pack) for pack in selection.packs]
     files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}
     seconds = time.perf_counter() - started
-    return Fetched(files, tuple(needed), selection.refused, task.stored_bytes, seconds)
+    return Fetched(files, tuple(needed), selection.refused, stored_bytes, seconds)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -331,7 +326,6 @@ class _Unpacking:
         self._inbox = inbox
         self._abandoned = abandoned
         self._done: set[tuple[str, int]] = set()
-        self._counted: set[str] = set()
         self._lock = threading.Lock()
 
     def folder(self, pack: StoredPack) -> Path:
@@ -380,6 +374,3 @@ class _Unpacking:
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
             self.stored_bytes += reader.requested_bytes
-            if pack.entry.name not in self._counted:
-                self._counted.add(pack.entry.name)
-                self.stored_bytes += len(pack.beginning)
