@@ -16,6 +16,7 @@ import msgspec
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
+from compile_cache.storage.catalog import predecessors
 from compile_cache.storage.directory import FileStamp
 from compile_cache.storage.pack.format import PACK_NAME, Run, Source, runs, unpack_run
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of, is_plain, weight_of
@@ -207,6 +208,18 @@ class PacksOfKey:
             else:
                 room = left
         return refused
+
+
+def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+    """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
+    newest other versions in the written store alone, so that a new version rolls a read-only layer back.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    yield own
+    if not own.known and writing is not None:
+        yield from (PacksOfKey(writing, key, own.rules) for key in predecessors(writing, own.key))
 
 
 def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:

@@ -63,14 +63,6 @@ class CompileCache:
         # Files that the last `stage` left out, because no boot could restore them: for each reason, a line.
         self.left_out: list[str] = []
 
-    def for_version(self, key: CacheKey) -> CompileCache:
-        """Another key's packs in the written store, fetched into the same staging folder.
-
-        Raises:
-            StoreError: no store is written.
-        """
-        return CompileCache(Stores(self.writing, self.writing), key, self.environment, self._directory, self.rules)
-
     @property
     def writing(self) -> ObjectStore:
         """The store that is written.
