@@ -78,17 +78,15 @@ def _start(
 ) -> None:
     """Fill, list, verify, copy, remove and prune stores of compiled artifacts; explain what a boot finds.
 
-    It reads the same settings as a boot. Commands that only read look at the store and all layers, or with `--store` at
-    one store alone. Commands that change something change the written store, never a layer. Only `fill` imports torch.
+    It reads the settings of a boot: the store with all layers, or to change something, the written store alone. Only
+    `fill` imports torch.
 
-    Results go to stdout, everything else to stderr. `--json` prints one JSON document: `..._bytes` are bytes, `..._s`
-    are seconds since 1970.
+    Results go to stdout, everything else to stderr. In JSON, `..._bytes` are bytes and `..._s` are seconds since 1970.
 
-    KEY is the beginning of `model/version`, of `environment/model/version` or of a pack's name. A slash ends a model's
-    name.
+    KEY is the beginning of `model/version`, of `environment/model/version` or of a pack's name.
 
-    The exit code is 0 if all is done, or nothing was to do. It is 1 after an error, and if something is not found, not
-    sound, missing or not copied. It is 2 for a wrong option, and for a KEY that several versions begin with.
+    The exit code is 0 if all is done; 1 after an error, or if something is not found, not sound, missing or not copied;
+    2 for a wrong option, or if several names begin with KEY.
     """
     # The library also logs its errors. stderr would have them twice.
     logging.getLogger("compile_cache").addHandler(_silent)
@@ -157,7 +155,7 @@ def _find(catalog: Catalog, text: str) -> Version:
 
 @app.command()
 def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
-    """List the stored versions of models, the last used version first. Uses are recorded by the day."""
+    """List the stored versions of models, the last used first. Uses are recorded by the day."""
     reading = _open(store)[1].reading
     catalog = _read(reading)
     versions = [v for v in catalog.versions if v.packs and _is_wanted(v.key, model)]
@@ -184,10 +182,7 @@ def show(
     files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
     json: _Json = False,
 ) -> None:
-    """Show one version or pack: packs, creators, signatures, and content.
-
-    Reads only the heads of packs; `verify` reads them whole.
-    """
+    """Show a version or a pack: creators, signatures, content. It reads only the heads of packs."""
     settings, stores = _open(store)
     catalog = _read(stores.reading)
     version = _find(catalog, key)
@@ -206,10 +201,10 @@ def show(
 
 @app.command()
 def verify(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
-    """Read and verify every pack. The exit code is 1 if a pack is not sound, or if there are no packs.
+    """Read and verify every pack. The exit code is 1 if one is not sound, or if there are none.
 
-    A boot uses only sound packs. A damaged pack has a wrong byte. A refused pack is not signed by a trusted key, too
-    large, of another format, or in the wrong place. An unreadable pack could not be read. `rm` deletes a pack.
+    A boot uses only sound packs. A damaged pack has a wrong byte. A refused one is not signed by a trusted key, too
+    large, of another format, or in the wrong place.
     """
     settings, stores = _open(store)
     packs = [p for v in _read(stores.reading).versions if _is_wanted(v.key, model) for p in v.packs]
@@ -231,11 +226,10 @@ def copy(
     model: _Model = None,
     version: Annotated[str | None, typer.Option("--version", metavar="VERSION", help="Only this version.")] = None,
 ) -> None:
-    """Copy verified packs from the stores that a boot reads into a folder for an image or a web server, or into another
-    store.
+    """Copy sound packs from what a boot reads into a folder, for an image or a web server, or into another store.
 
-    Each pack is verified, also by the trusted keys, before it is stored whole. Packs that are not copied are named. An
-    interrupted copy goes on where it stopped. A folder gets the index.json that a web server's readers need.
+    Packs that are not copied are named. An interrupted copy goes on where it stopped. A folder gets the index.json that
+    a web server's readers need.
     """
     settings, stores = _open(source)
     reading, writing = stores.reading, _writing(_open(to)[1])
@@ -266,13 +260,11 @@ def prune(
     in_use_days: Annotated[
         float, typer.Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")
     ] = 2.0,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without this option, only list them.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without it, only list them.")] = False,
     json: _Json = False,
 ) -> None:
-    """Remove unused versions. Without `--apply`, only list what would be removed.
-
-    Each rule removes on its own. `--apply` looks again right before it removes. Objects of other programs stay.
-    """
+    """Remove old versions. Each rule removes on its own. Versions used since the list was made, and objects of other
+    programs, stay."""
     if unused_days is None and keep_versions is None:
         out.print_note("error: give a rule: --keep-versions 3 or --unused-days 30")
         raise typer.Exit(2)
@@ -334,8 +326,7 @@ def explain(
     """Say what a boot on this machine would find, or why it would find nothing.
 
     Run it where the boot would run, with the model and the sources that the predictor gives to `compile_cache.boot`. It
-    prints the line `restore: …` of that boot's log, but imports no torch, and takes the cache directory of the host's
-    first process.
+    prints the line `restore: …` that a boot of the host's first process would log.
     """
     settings, _ = _open(store)
     plan = plan_restore(settings, model, source or (), os.environ)
@@ -366,12 +357,11 @@ def report(
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 
-    A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page shows the newest 500. It loads
-    nothing and runs no script, so it can be mailed.
+    A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page shows the newest 500, loads nothing
+    and runs no script.
 
-    The lanes of a timeline: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is what
-    regions do in the warm-up; `preload` loads restored functions; `restore` fetches; `publish` packs and stores;
-    `second process` compiles after READY.
+    Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
+    `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles after READY.
     """
     write_report(reports, output, trace)
 
@@ -388,15 +378,14 @@ def fill(
     ] = False,
     json: _Json = False,
 ) -> None:
-    """Boot this folder's predictor once, and fill a store for this kind of machine. The exit code is 1 if something is
-    missing.
+    """Boot this folder's predictor once, and fill a store for this kind of machine.
 
-    It boots as Cog's server does, compiles all that the warm-up calls, publishes the artifacts, and verifies them. Run
-    it in the image and on the kind of GPU that will serve. It reads no layers, so the store is complete by itself. A
-    second `fill` of the same version compiles nothing.
+    Run it in the image and on the kind of GPU that will serve. It boots as Cog's server does, compiles all that the
+    warm-up calls, publishes it, and verifies it. It reads no layers, so the store is complete by itself. A second
+    `fill` of the same version compiles nothing.
 
-    It prints the lines of the setup's log and those of `verify`, then a line for each missing part, with its cause and
-    remedy. A region that is slower than eager is marked, and not missing.
+    It prints the setup's log, the lines of `verify`, and each missing part with its cause and remedy. A region that is
+    slower than eager is not missing.
     """
     from compile_cache.cli.fill_command import fill_store
 
@@ -412,26 +401,24 @@ def run(
 ) -> None:
     """Run any program that uses `torch.compile` with a cache: ComfyUI, a training job, a notebook, an engine.
 
-    Files that runs with the same NAME have stored are restored before the command starts. New files are published while
-    it runs, when none changed for some seconds, and at its end, within COMPILE_CACHE_EXIT_BUDGET_S. The log says so:
-    `restore: hit`, `publish.put` for each pack, and `publish.failed` for what was not stored in time. Executable files
-    stay executable. Links out of the cache directory are not followed.
+    Files of earlier runs with the same NAME are restored before COMMAND starts. New files are published when none
+    changed for some seconds, and at the end, within COMPILE_CACHE_EXIT_BUDGET_S. The log has `restore: hit`,
+    `publish.put` for each pack, and `publish.failed` for what was not stored. Links out of the cache directory are not
+    followed.
 
-    COMMAND is a Python, or a script whose first line names one, such as `vllm`. The packages of this Python are in the
-    key. In front of any other program there is no cache: put `compile-cache run` inside, before the Python.
-
-    NAME is only a name: a folder or a hub id is not read. There is one version, `any`, or COMPILE_CACHE_MODEL_VERSION,
-    because torch looks code up by a hash of everything that it depends on. The cache directory's path is in the key: a
-    second run on the same host has its own.
+    COMMAND is a Python, or a script whose first line names one, such as `vllm`. Put `compile-cache run` right before
+    it: in front of another program there is no cache. The key has NAME, the version `any` or
+    COMPILE_CACHE_MODEL_VERSION, the Python's packages, and the cache directory: a second run on the same host has its
+    own.
 
     `--also FOLDER` is for engines that keep compiled code in a folder of their own, such as vLLM's
-    `~/.cache/vllm/torch_compile_cache`. It must be missing or empty, and is a link into the cache directory while the
-    command runs, so for one run at a time. The link of a run that was killed is replaced. Its path is in the key.
+    `~/.cache/vllm/torch_compile_cache`. The folder must be missing or empty. While COMMAND runs, for one run at a time,
+    it is a link into the cache directory. Its path is in the key.
 
-    The command has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
+    COMMAND has its terminal, and gets HUP, INT, QUIT, TERM, USR1 and USR2. The exit code is its own, or 128 and the
     number of the signal that killed it; 127 if it does not exist, 126 if it cannot be executed. If it failed or was
-    killed, files of its last 5 s may be half-written, and are not published. If the store or a setting cannot be used,
-    the command runs without a cache, and `run.uncached` says why.
+    killed, files of its last 5 s are not published. If the store or a setting cannot be used, it runs without a cache,
+    and `run.uncached` says why.
     """
     from compile_cache.lifecycle.run import run_program
 
@@ -446,10 +433,9 @@ def keygen(
         Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")
     ] = None,
 ) -> None:
-    """Make a pair of keys: one to sign packs with, one to trust.
+    """Make a pair of keys: a secret one to sign packs with, for those who may publish, and one to trust.
 
-    The first signs the packs of boots: give it only to those who may publish. Only the owner can read its file.
-    Existing files are never overwritten.
+    Only the owner can read the secret's file. Existing files are never overwritten.
     """
     private, public = generate_keys()
     if folder is None:

@@ -125,7 +125,7 @@ def _boot(reference: str, settings: Settings) -> tuple[list[BootReport], list[st
     except Exception as error:
         traceback.print_exc()
         raise CompileCacheError(f"{reference} could not be set up, so nothing was published: {error!r}") from error
-    missing = []
+    missing: list[str] = []
     for boot in boots:
         is_published = boot.wait_published(_PUBLISH_TIMEOUT_S)
         boot.end_publishing()

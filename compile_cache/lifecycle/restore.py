@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.errors import StoreUnavailable
+from compile_cache.errors import RefusedPack, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
@@ -223,7 +223,9 @@ class Restore:
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
         """Fetch what a boot takes. If there is nothing, find out why."""
-        fetching.cache, refused, seconds = cache, (), 0.0
+        fetching.cache = cache
+        refused: tuple[RefusedPack, ...] = ()
+        seconds = 0.0
         for packs in candidates(cache.packs, cache.stores.writing):
             with noted("restore", "fetch" if packs is cache.packs else "other versions"):
                 fetched = fetch(packs, self._directory.inbox, self._abandoned)
