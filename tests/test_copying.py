@@ -233,18 +233,19 @@ def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source,
 
 
 def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path, source, target, key):
-    first, second = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"b": b"2"})
+    kept, first, second = (put_pack(source, key, {name: name.encode()}) for name in "0ab")
     merged: list[str] = []
 
     def merge(name: str, start: int) -> None:
         if name == second and not merged:
-            merged.append(put_pack(source, key, {"a": b"1", "b": b"2"}))
+            merged.append(put_pack(source, key, {"a": b"a", "b": b"b"}))
             for old in (first, second):
                 source.delete(old)
 
     copied = copy(Reads(tmp_path / "source", merge), target)
     assert copied.refused == {}
-    assert {entry.name for entry in target.list("")} == {first, *merged}
+    assert {entry.name for entry in target.list("")} == {kept, first, *merged}
+    assert copied.packs.keys() == {kept, first, *merged}
 
 
 def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, target, key):
