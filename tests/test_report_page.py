@@ -251,54 +251,47 @@ def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
 # Bad input
 
 
+ENOUGH = '{"restore": {}, "regions": [], "phases": {}, "ready_s": %s}'
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("no JSON", "Expecting value: line 1"),
         ("[]", "Expected `object`, got `array`"),
         ("{}", "it lacks phases, ready_s, regions, restore"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": NaN}', "no report has the number NaN"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "no report has the number 1e999"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1%s}' % ("0" * 400), "no report has the number 1000"),
-        ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "got `str` - at `$.restore.files`"),
-        ('{"restore": {}, "regions": [], "phases": {"weights": "long"}, "ready_s": 1}', "`float`, got `str`"),
-        (
-            '{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "warnings": null}',
-            "got `null` - at `$.warnings`",
-        ),
-        ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing required field `name`"),
+        (ENOUGH % "NaN", "no report has the number NaN"),
+        (ENOUGH % "1e999", "no report has the number 1e999"),
+        (ENOUGH % f"1{'0' * 400}", "no report has the number 1000"),
+        (ENOUGH % '1, "restore": {"files": "2"}', "got `str` - at `$.restore.files`"),
+        (ENOUGH % '1, "phases": {"weights": "long"}', "`float`, got `str`"),
+        (ENOUGH % '1, "warnings": null', "got `null` - at `$.warnings`"),
+        (ENOUGH % '1, "regions": [{}]', "missing required field `name`"),
         ("[" * 100_000, "recursion"),
     ],
 )
 def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tmp_path, content, reason):
-    path = tmp_path / "report.json"
+    path = tmp_path / "b.json"
     path.write_text(content)
-    found = run(path)
-    assert found.code == 1
-    assert found.err.startswith(f"error: {path} is no boot report")
-    assert reason in found.err
-    assert "Give a file that a boot has written" in found.err
-    assert len(found.err.splitlines()) == 1
+    (tmp_path / "a.json").write_text(BootReport(ready_s=1.0).to_json())
+    for named in (path, tmp_path)[: 2 if content.startswith('{"restore"') else 1]:
+        found = run(named)
+        assert found.code == 1
+        assert found.err.startswith(f"error: {path} is no boot report")
+        assert reason in found.err
+        assert "Give a file that a boot has written" in found.err
+        assert len(found.err.splitlines()) == 1
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_damaged_report_in_a_folder_is_an_error_that_names_it(run, tmp_path):
-    (tmp_path / "a.json").write_text(BootReport(ready_s=1.0).to_json())
-    (tmp_path / "b.json").write_text('{"restore": {}, "ready_s": "soon"}')
-    assert run(tmp_path).err.startswith(f"error: {tmp_path / 'b.json'} is no boot report")
-
-
-def test_a_folder_without_reports_is_an_error(run, tmp_path):
+def test_a_file_that_cannot_be_read_and_a_folder_without_reports_are_errors(run, tmp_path):
+    assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is not a regular file" in run(tmp_path / "pipe").err
     found = run(tmp_path)
     assert (found.code, len(found.err.splitlines())) == (1, 1)
     assert found.err.startswith(f"error: {tmp_path} has no boot report")
     assert "COMPILE_CACHE_REPORT" in found.err
-
-
-def test_a_report_that_is_not_there_or_is_a_pipe_is_an_error(run, tmp_path):
-    assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is not a regular file" in run(tmp_path / "pipe").err
 
 
 @pytest.mark.parametrize("option", ["--output", "--trace"])
