@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
+from compile_cache.storage.catalog import predecessors
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.pack.format import PACK_NAME, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
@@ -208,6 +209,18 @@ class PacksOfKey:
 
 def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
     return {(file.key, file.path) for file in pack.head.manifest.files}
+
+
+def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+    """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
+    newest other versions in the written store alone, so that a new version rolls a read-only layer back.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    yield own
+    if not own.known and writing is not None:
+        yield from (PacksOfKey(writing, key, own.rules) for key in predecessors(writing, own.key))
 
 
 def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
