@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.host import log_to_container
-from compile_cache.settings import Settings
+from compile_cache.settings import VERSION, Settings
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.publish import MOST_PACKS, Publication
 from compile_cache.timeline import note, noted
@@ -41,6 +41,7 @@ _RETRY_S = 30.0
 _SPREAD_S = 3.0
 # Until then, the first predictions have the CPU to themselves.
 _MERGE_AFTER_S = 20.0
+_CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
@@ -59,7 +60,6 @@ class Publisher:
         self._report = report.publish
         self._settings = settings
         self._compiler = compiler
-        self._creator = _creator()
         self._closing = threading.Event()
         self._marked_on = ""
         self._merge_at: float | None = None
@@ -138,7 +138,7 @@ class Publisher:
             self._attempt(self._merge, is_upkeep=True)
 
     def _merge(self) -> None:
-        merged = self._publication.merge(self._creator)
+        merged = self._publication.merge(_CREATOR)
         self._report.merged_packs += merged.packs
         log.info("publish.merged packs=%d bytes=%d", merged.packs, merged.stored_bytes)
 
@@ -171,7 +171,7 @@ class Publisher:
         unread = self._compiler.unread_files(ready) if self._compiler is not None else set()
         with noted("publish", "pack"):
             files = {path: record for path, record in ready.items() if path not in unread}
-            staged = self._publication.stage(files, self._creator)
+            staged = self._publication.stage(files, _CREATOR)
         self._staged, self._staged_files = list(staged), ready
         self._report.withheld_files = len(self._outgoing.withheld)
         self._report.unread_files = len(unread | (self._outgoing.seeds.keys() - ready.keys()))
@@ -212,9 +212,3 @@ class Publisher:
 def _retry_s() -> float:
     """The seconds until the next attempt. They are random, so that containers that failed together spread out."""
     return _RETRY_S * random.uniform(0.5, 1.5)
-
-
-def _creator() -> str:
-    from compile_cache import __version__
-
-    return f"compile_cache {__version__}"
