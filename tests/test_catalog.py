@@ -64,7 +64,7 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
         "v2/readme.txt",
         "v2/0a/notes.json",
         "v2/0a/org--model/1/deeper/" + PACK,
-        "v2/0a/org--model/1/" + PACK,
+        "v1/0a/org--model/1/" + PACK,
         "index.json",
         "v2/0a/../1/" + PACK,
         "v2/0a/.hidden/1/" + PACK,

@@ -83,11 +83,11 @@ def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(tmp_path,
 def test_a_pack_of_a_later_format_is_refused_and_not_damaged(tmp_path, local, key):
     name = put_pack(local, key)
     content = bytearray((tmp_path / name).read_bytes())
-    struct.pack_into("<I", content, 16, 2)
+    struct.pack_into("<I", content, 16, 3)
     (tmp_path / name).write_bytes(content)
     found = verify(local, name)
     assert found.state is PackState.REFUSED
-    assert "format 2" in found.reason
+    assert "format 3" in found.reason
 
 
 @pytest.mark.parametrize("limits", [Limits(size_bytes=1000), Limits(files=1), Limits(manifest_bytes=100)], ids=str)
