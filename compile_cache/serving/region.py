@@ -48,7 +48,7 @@ from compile_cache.errors import (
     first_line,
 )
 from compile_cache.inductor.counters import count_precompiled, read_counts
-from compile_cache.inductor.function_file import UNPROVED_S
+from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import Comparison, generators_at
 from compile_cache.serving.kinds import GROWS, Case, Kinds, Standing, State
 from compile_cache.serving.moment import LOCK
@@ -241,6 +241,8 @@ class Region:
                 self.report.explain(f"not precompiled: {found}")
             return answer
         record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
+        if record is not None:
+            compiler.outgoing.use(record.path)
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
             return self._compare(case, module, args, kwargs, functools.partial(self._traced, record))
@@ -482,7 +484,9 @@ class Region:
         before, started = read_counts(), time.perf_counter()
         made = make(self._compiler.artifacts, self._graphs, shadow.copied)
         record, outgoing = made.path or self.report.name, self._compiler.outgoing
-        outgoing.hand_over(outgoing.appeared(), record, UNPROVED_S)
+        # A record that was written and then did not fit its own call is not published.
+        files = {path for path in outgoing.appeared() if not has_artifacts([path])}
+        outgoing.hand_over(files | {made.path} - {""}, record, UNPROVED_S)
         if made.function is None:
             self._records.add(record)
         self.report.note_traced(read_counts().since(before), made.traced, started)
@@ -503,7 +507,6 @@ class Region:
 
         before, started = read_counts(), time.perf_counter()
         self._compiler.note_traced(record.seconds)
-        self._compiler.outgoing.use(record.path)
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)

@@ -87,7 +87,8 @@ class Outgoing:
 
     def withdraw(self, record: str) -> None:
         """Publish nothing more that was made with a record."""
-        self.withheld |= {path for path, (maker, _) in list(self._handed_over.items()) if record in (maker, path)}
+        made = {path for path, (maker, _) in list(self._handed_over.items()) if maker == record}
+        self.withheld |= made | ({record} & self._known)
 
     def ready(self, is_ending: bool = False) -> dict[str, str]:
         """The files that may be published now, with their records."""

@@ -16,7 +16,7 @@ from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreEr
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import predecessors
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.pack.format import PACK_NAME, Pack, Run, read_head, runs, unpack_run
+from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
 from compile_cache.storage.rules import (
     HEAD_READ_BYTES,
@@ -186,9 +186,11 @@ class PacksOfKey:
         left no room for a stored one."""
         if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
             return Limits(0, 0, 0)
-        packs = (*self.known.values(), *staged)
         size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
-        return room_beside(self.rules.limits, (pack.head for pack in packs)).less(size_bytes, 0, 0)
+        return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
+
+    def _heads(self, staged: Sequence[Pack]) -> list[Head]:
+        return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
 
     def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
         """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
@@ -200,7 +202,7 @@ class PacksOfKey:
             return str(error)
         if pack.stored_bytes > self.rules.limits.size_bytes:
             return f"it has {pack.stored_bytes} bytes; {self.rules.limits.size_bytes} are allowed"
-        manifests = [other.head.manifest for other in (*self.known.values(), *staged, pack)]
+        manifests = [head.manifest for head in self._heads([*staged, pack])]
         files = choose(manifests)
         if len(pack.manifest.files) > sum(choice.pack == len(manifests) - 1 for choice in files.values()):
             return "another file of its key has its path in another case, or has it as a folder"

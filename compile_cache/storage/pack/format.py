@@ -137,7 +137,7 @@ def write_pack(
             body.seek(0)
             while chunk := body.read(_CHUNK_BYTES):
                 file.write(chunk)
-    return Pack(folder / name, Head(manifest, len(head), signer and signer.public_key, weight_of(text)))
+    return Pack(folder / name, Head(manifest, len(head), signer.public_key if signer else None, weight_of(text)))
 
 
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
