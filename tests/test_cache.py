@@ -360,10 +360,10 @@ SIZES = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_larger_than_allowed_is_refused(store, machine, size):
-    large, small = published_pair(store, machine)
+def test_what_is_larger_than_allowed_is_refused(local, machine, size):
+    large, small = published_pair(local, machine)
     most_bytes, reason, files = SIZES[size]
-    booted = machine(store, limits=Limits(size_bytes=len(store.read(large)) - 1 if most_bytes < 0 else most_bytes))
+    booted = machine(local, limits=Limits(size_bytes=len(local.read(large)) - 1 if most_bytes < 0 else most_bytes))
     (refused,) = booted.restore().refused
     assert refused.name == (small if size == "all files" else large)
     assert re.fullmatch(reason, refused.reason)

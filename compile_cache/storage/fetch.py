@@ -189,7 +189,7 @@ class PacksOfKey:
         size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
         return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
 
-    def _heads(self, staged: Sequence[Pack]) -> list[Head]:
+    def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
         return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
 
     def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
