@@ -476,7 +476,7 @@ TABLE = [
         Hostile(f"{'.'.join(map(str, place))} {value!a:.9}", at(*place)(value), _NO_LINE)
         for place, long in (
             (("files", 0, "key"), ["k" * 2049, "é" * 1025]),
-            (("files", 0, "record"), ["r" * 1025]),
+            (("files", 0, "owner"), ["r" * 1025]),
             (("creator",), ["c" * 201]),
             *((("key", part), ["k" * 256]) for part in ("environment", "model_name", "model_version")),
         )

@@ -50,7 +50,7 @@ class Machine:
         """Packs of everything that no restore brought."""
         outgoing = self.directory.outgoing
         outgoing.hand_over(outgoing.appeared())
-        files = {path: record for path, record in outgoing.ready().items() if path not in withheld}
+        files = {path: owner for path, owner in outgoing.ready().items() if path not in withheld}
         return self.publication.stage(files, "the test")
 
     def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:

@@ -481,8 +481,8 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
     restore.start()
     restore._fetching.done.wait(60)
-    assert restore._fetching.cache is not None, restore._fetching.failure
-    assert explained_key(run) == restore._fetching.cache.key
+    assert restore._fetching.packs is not None, restore._fetching.failure
+    assert explained_key(run) == restore._fetching.packs.key
 
 
 def test_explain_warns_where_nothing_is_restored_and_needs_a_model(run, variables):

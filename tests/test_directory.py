@@ -338,29 +338,30 @@ def test_a_file_appears_once_and_not_if_it_was_expected(tmp_path):
     assert outgoing.ready(is_ending=True) == {}
 
 
-def test_files_wait_for_their_time_for_their_record_or_for_the_end(tmp_path):
+def test_files_wait_for_their_time_for_their_owner_or_for_the_end(tmp_path):
     outgoing = CacheDirectory.claim(tmp_path).outgoing
     outgoing.hand_over(["now"])
-    outgoing.hand_over(["used", "its.so"], "used", 60)
+    outgoing.hand_over(["released", "its.so"], "released", 60)
     outgoing.hand_over(["waits"], "waits", 60)
     assert outgoing.ready() == {"now": ""}
-    outgoing.use("used")
-    assert outgoing.ready() == {"now": "", "used": "used", "its.so": "used"}
+    outgoing.release("released")
+    assert outgoing.ready() == {"now": "", "released": "released", "its.so": "released"}
     assert outgoing.ready(is_ending=True) == {**outgoing.ready(), "waits": "waits"}
     outgoing.hand_over(["waits"], "waits", -1)
     assert outgoing.ready(is_ending=True) == outgoing.ready()
 
 
-def test_what_was_made_with_a_withdrawn_record_is_never_ready(tmp_path):
+def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
     outgoing = CacheDirectory.claim(tmp_path).outgoing
-    outgoing.plant({"a/seed": "a/seed", "seed.so": "a/seed", "nobody's": ""})
-    outgoing.hand_over(["a/one", "one.so"], "a/one", 60)
-    outgoing.use("a/seed")
-    outgoing.withdraw("a/one")
-    outgoing.withdraw("a/seed")
-    outgoing.use("a/one")
+    outgoing.plant({"seed": "seed", "seed.so": "seed", "other": "other", "nobody's": ""})
+    outgoing.expect(["restored"])
+    outgoing.hand_over(["one", "one.so"], "one", 60)
+    outgoing.use("seed")
+    for owner in ("one", "seed", "restored", "Class"):
+        outgoing.withdraw(owner)
+    outgoing.release("one")
     assert outgoing.ready(is_ending=True) == {"nobody's": ""}
-    assert outgoing.withheld == {"a/one", "one.so", "a/seed", "seed.so"}
+    assert outgoing.withheld == {"one", "one.so", "seed", "seed.so", "restored"}
 
 
 @pytest.mark.parametrize("name", ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"])

@@ -146,10 +146,10 @@ def test_packs_that_are_not_changed_are_not_refused(tmp_path):
     st.dictionaries(names.map(str.casefold), st.tuples(texts, st.integers(0, 3 * MIB)), max_size=2),
     texts,
     st.floats(0, 1e11),
-    st.sampled_from(["", "kinds/record"]),
+    st.sampled_from(["", "precompiled/a/1.aot"]),
 )
-def test_a_manifest_says_what_was_written(files, creator, created_s, record):
-    listed = tuple(PackFile(path, key, size_bytes, SHA256, record) for path, (key, size_bytes) in files.items())
+def test_a_manifest_says_what_was_written(files, creator, created_s, owner):
+    listed = tuple(PackFile(path, key, size_bytes, SHA256, owner) for path, (key, size_bytes) in files.items())
     size_bytes = sum(file.size_bytes for file in listed)
     sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
     manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)

@@ -141,8 +141,8 @@ def test_a_pack_that_cannot_be_finished_or_read_together_leaves_nothing_in_the_f
 
 def test_the_manifest_says_what_is_in_a_pack_for_whom_and_by_whom(tmp_path):
     source, *_ = write_tree(tmp_path, {"path": b"content"})
-    manifest = write_pack(tmp_path, KEY, [replace(source, record="a record")], "the creator").manifest
-    assert manifest.files == (PackFile("path", "key of path", 7, digest(b"content"), "a record"),)
+    manifest = write_pack(tmp_path, KEY, [replace(source, owner="an owner")], "the creator").manifest
+    assert manifest.files == (PackFile("path", "key of path", 7, digest(b"content"), "an owner"),)
     assert (manifest.key, manifest.creator) == (KEY, "the creator")
 
 

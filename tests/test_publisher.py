@@ -83,9 +83,9 @@ class Started:
     report: PublishReport
     written: Path  # the report of the whole boot, after each attempt
 
-    def make(self, files: dict[str, bytes], record: str = "", wait_s: float = 0.0) -> None:
+    def make(self, files: dict[str, bytes], owner: str = "", wait_s: float = 0.0) -> None:
         self.machine.write(files)
-        self.machine.directory.outgoing.hand_over(files, record, wait_s)
+        self.machine.directory.outgoing.hand_over(files, owner, wait_s)
 
 
 @pytest.fixture
@@ -206,15 +206,15 @@ def test_what_no_boot_reads_and_what_failed_is_counted_and_not_published(store, 
     assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
 
 
-@pytest.mark.parametrize("way", ["its record is used", "its time has come", "the process ends"])
+@pytest.mark.parametrize("way", ["its owner is released", "its time has come", "the process ends"])
 def test_a_file_that_waits_is_published_when(store, tmp_path, start, way):
     started = start(store)
     started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", 60)
     assert started.publisher.wait(0)  # nobody waits for it
     if way == "the process ends":
         started.publisher.flush()
-    elif way == "its record is used":
-        started.machine.directory.outgoing.use("one.aot")
+    elif way == "its owner is released":
+        started.machine.directory.outgoing.release("one.aot")
     else:
         started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", -1)
     assert started.publisher.wait(PATIENCE_S)

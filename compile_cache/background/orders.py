@@ -29,7 +29,7 @@ from compile_cache.calls.pickling import hand_over
 from compile_cache.calls.spec import on_gpu
 from compile_cache.errors import Failure, attempt
 from compile_cache.files import replacing
-from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, UNPROVED_S, copy_artifact
+from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -103,7 +103,7 @@ class Orders:
     ) -> None:
         self._settings = settings
         self._open_artifacts, self._load, self._calls = open_artifacts, load, calls
-        self._outgoing = directory.outgoing
+        self._directory = directory
         self._workshop = Workshop(directory)
         self._log = directory.logs / "compiling.log"
         self.jobs = Jobs(self._start, _JOB_TIMEOUT_S, _IDLE_S)
@@ -169,19 +169,14 @@ class Orders:
         if not making.files:
             return making, None
         self.wait_for_gap()
-        self._outgoing.expect(making.files)  # before they exist: another thread may be looking
+        self._directory.outgoing.expect(making.files)  # before they exist: another thread may be looking
         if not making.path:  # the files of graphs, which no other code of this boot is compared with
             self._workshop.take(making.files)
-            record = next(path for path in making.files if path.startswith(f"{PRECOMPILED}/"))
-            self._outgoing.hand_over(making.files, record)
-            self._outgoing.use(record)
             return making, None
         with noted("second process", f"{answer.name}: load"):
             self._open_artifacts()
             self._workshop.take(making.files)
-            function = self._load(making.path)
-            self._outgoing.hand_over(making.files, making.path, UNPROVED_S)
-            return making, function
+            return making, self._load(making.path)
 
     def wait_for_gap(self) -> None:
         """Wait until no region was called for a moment, or for 2 s."""

@@ -135,6 +135,7 @@ class Compiler:
             return found.reason
         if not isinstance(found, str):
             self.outgoing.use(found.path)
+            self.outgoing.use(type(module).__name__)
         return found
 
     def is_proved(self, path: str) -> bool:

@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +104,8 @@ class Region:
         self.waited_s = 0.0
         self._unused = ""
         self._compiler = compiler
-        # The records of the graphs that this process compiled. Graphs without one have the region's name instead.
-        self._records: set[str] = set()
+        # The owners of the files of graphs: the class, and records. See `Outgoing`.
+        self._owners = {report.name}
         self._instances: dict[nn.Module, _Instance] = {}
 
     def adopt(self, module: nn.Module) -> None:
@@ -243,6 +243,7 @@ class Region:
         record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
         if record is not None:
             compiler.outgoing.use(record.path)
+            compiler.outgoing.use(self.report.name)
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
             return self._compare(case, module, args, kwargs, functools.partial(self._traced, record))
@@ -380,8 +381,8 @@ class Region:
         with LOCK:
             case.standings[module] = Standing.SERVES
         if case.code is not None and not case.code.path:
-            for record in self._records:
-                self._compiler.outgoing.use(record)
+            for owner in self._owners:
+                self._compiler.outgoing.release(owner)
         if case.is_proved:
             self._take(case)
         else:
@@ -393,8 +394,10 @@ class Region:
         code, artifacts = case.code, self._compiler.artifacts
         if case.has_passed and code is not None and code.path and artifacts is not None:
             marked = attempt(artifacts.mark_compared, code.path)
-            self._compiler.outgoing.hand_over([marked] if isinstance(marked, str) else [], code.path)
-            self._compiler.outgoing.use(code.path)
+            outgoing = self._compiler.outgoing
+            outgoing.hand_over([marked] if isinstance(marked, str) else [], code.path)
+            outgoing.release(code.path)
+            outgoing.release(self.report.name)
 
     def _put_off(self, case: Case, error: Exception) -> None:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._compiler.moment
@@ -449,10 +452,13 @@ class Region:
     def _receive(self, case: Case, making: Making, function: Precompiled | None) -> None:
         """Take the second process's answer. Another thread calls this."""
         if function is None:
+            record = next(filter(lambda path: has_artifacts([path]), making.files), "")
+            self._hand_over(making.files, record, wait_s=0)  # nothing of this boot is compared with graphs
             self._give_up(case, making.reason)
             if case.dynamic:  # calls of its sizes are looked at again, each for code of its own
                 self._compiler.moment.note(case, lambda: None)
         else:
+            self._hand_over(making.files, making.path)
             self.report.precompile_s += making.seconds
             self.report.note_made(making.speed)
             self._compiler.moment.note(case, functools.partial(self._arrive, case, function))
@@ -476,6 +482,16 @@ class Region:
             outgoing.withheld |= outgoing.appeared()
             self._give_up(case, self._failure(code, time.perf_counter() - started))
 
+    def _hand_over(self, files: Iterable[str], record: str, wait_s: float = UNPROVED_S) -> None:
+        """Let what was made of a call be published, once its code was compared. `record` is empty if there is none. A
+        record that was written and then did not fit its own call is not published."""
+        outgoing = self._compiler.outgoing
+        others = {path for path in files if not has_artifacts([path])}
+        outgoing.hand_over([record] if record else [], record, wait_s)
+        outgoing.hand_over(others, self.report.name, wait_s)
+        if not any(path.startswith("fxgraph/") for path in others):  # its graphs were found
+            outgoing.use(self.report.name)
+
     def _made(self, shadow: Shadow) -> Code:
         """Code for a call, from the one maker. Imports torch's compiler."""
         from compile_cache.inductor.make import make
@@ -483,12 +499,9 @@ class Region:
         log.info("compile.begin region=%s", self.report.name)
         before, started = read_counts(), time.perf_counter()
         made = make(self._compiler.artifacts, self._graphs, shadow.copied)
-        record, outgoing = made.path or self.report.name, self._compiler.outgoing
-        # A record that was written and then did not fit its own call is not published.
-        files = {path for path in outgoing.appeared() if not has_artifacts([path])}
-        outgoing.hand_over(files | {made.path} - {""}, record, UNPROVED_S)
-        if made.function is None:
-            self._records.add(record)
+        self._hand_over(self._compiler.outgoing.appeared(), made.path)
+        if made.function is None and made.path:
+            self._owners.add(made.path)
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
@@ -554,8 +567,8 @@ class Region:
             self._compiler.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
-            for record in self._records:
-                self._compiler.outgoing.withdraw(record)
+            for owner in self._owners:
+                self._compiler.outgoing.withdraw(owner)
             for other in self.kinds:  # torch may serve their calls by the same graph
                 if other.code is not None and not other.code.path:
                     self._drop(other, reason)

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import math
 import os
-import posixpath
 import re
 import shutil
 import stat
@@ -33,11 +32,9 @@ _LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
 class Outgoing:
     """The files of a cache directory that may be published: whoever made a file hands it over, finished and right.
 
-    A record is a file that says what was made of a kind of call. The records of one kind lie in one folder. A file is
-    handed over with the path of the record in whose making it was written, if any.
-
-    `seeds` are another version's files, with their records. They may be published once this version uses the record.
-    `withheld` are files of code that failed.
+    A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
+    class of a region. `seeds` are another version's files, with their owners. They may be published once this version
+    uses the owner. `withheld` are files of code that failed.
 
     Several threads use it. Each change is one operation of a dictionary or a set, so a fork needs no lock.
     """
@@ -47,7 +44,7 @@ class Outgoing:
         self.withheld: set[str] = set()
         self._directory = directory
         self._known: set[str] = set()
-        # By path: the record, and the time from which the file may be published, on the clock of `time.monotonic`.
+        # By path: the owner, and the time from which the file may be published, on the clock of `time.monotonic`.
         self._handed_over: dict[str, tuple[str, float]] = {}
 
     def expect(self, paths: Iterable[str]) -> None:
@@ -61,40 +58,38 @@ class Outgoing:
         return new
 
     def plant(self, seeds: Mapping[str, str]) -> None:
-        """Take the files of another version. Those that belong to no record may be published: torch looks them up."""
+        """Take the files of another version. Those without an owner may be published: torch looks them up."""
         self.expect(seeds)
         self.seeds |= seeds
-        self.hand_over(path for path, record in seeds.items() if not record)
+        self.use("")
 
-    def hand_over(self, paths: Iterable[str], record: str = "", wait_s: float = 0.0) -> None:
+    def hand_over(self, paths: Iterable[str], owner: str = "", wait_s: float = 0.0) -> None:
         """Let files be published, after `wait_s`, or when the process ends."""
         due_s = time.monotonic() + wait_s
-        handed_over = {path: (record, due_s) for path in paths}
+        handed_over = {path: (owner, due_s) for path in paths}
         self.expect(handed_over)
         self._handed_over |= handed_over
 
-    def use(self, record: str) -> None:
-        """Let everything be published that belongs to a record: what waits, and the seeds that were made with it, or of
-        its kind, because a new record may need them."""
-        now = time.monotonic()
-        folder = posixpath.dirname(record)
-        for path, maker in self.seeds.items():
-            if maker == record or (posixpath.dirname(maker) == folder != posixpath.dirname(path)):
-                self._handed_over[path] = maker, now
-        for path, (maker, _) in list(self._handed_over.items()):
-            if maker == record:
-                self._handed_over[path] = maker, now
+    def release(self, owner: str) -> None:
+        """Let the files of `owner` that wait be published now."""
+        self.hand_over(self._handed_over_by(owner), owner)
 
-    def withdraw(self, record: str) -> None:
-        """Publish nothing more that was made with a record."""
-        made = {path for path, (maker, _) in list(self._handed_over.items()) if maker == record}
-        self.withheld |= made | ({record} & self._known)
+    def use(self, owner: str) -> None:
+        """Let the seeds of `owner` be published."""
+        self.hand_over([path for path, other in self.seeds.items() if other == owner], owner)
+
+    def withdraw(self, owner: str) -> None:
+        """Publish nothing more of `owner`."""
+        self.withheld |= self._handed_over_by(owner) | ({owner} & self._known)
+
+    def _handed_over_by(self, owner: str) -> set[str]:
+        return {path for path, (other, _) in list(self._handed_over.items()) if other == owner}
 
     def ready(self, is_ending: bool = False) -> dict[str, str]:
-        """The files that may be published now, with their records."""
+        """The files that may be published now, with their owners."""
         now = math.inf if is_ending else time.monotonic()
         handed_over = list(self._handed_over.items())
-        return {path: record for path, (record, due_s) in handed_over if due_s <= now and path not in self.withheld}
+        return {path: owner for path, (owner, due_s) in handed_over if due_s <= now and path not in self.withheld}
 
 
 class CacheDirectory:

@@ -320,7 +320,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.outgoing.plant({path: staged.file.record for path, staged in fetched.files.items()})
+        directory.outgoing.plant({path: staged.file.owner for path, staged in fetched.files.items()})
     directory.outgoing.expect(fetched.files)
     for path, staged in fetched.files.items():
         target = f"{directory.path}/{path}"

@@ -60,7 +60,7 @@ class Publication:
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
-        records, as `Outgoing.ready` has them. Files that no boot could restore are left out: see `left_out`.
+        owners, as `Outgoing.ready` has them. Files that no boot could restore are left out: see `left_out`.
 
         Raises:
             StoreError: the store was not listed before, and cannot be listed.
@@ -78,7 +78,7 @@ class Publication:
     def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
         """The files that the store lacks. It has, or had, a file whose path or whose logical key is in a known pack."""
         keys, paths = ({pair[place] for pair in self.packs.seen} for place in (0, 1))
-        for path, record in files.items():
+        for path, owner in files.items():
             local, key = self.directory.path / path, logical_key(path)
             if not is_plain(path):
                 self.left_out[path] = "no pack can have this path"
@@ -87,7 +87,7 @@ class Publication:
                 here = (other for other in paths if logical_key(other) == key)
                 key = _variant(key, [other for other in here if (self.directory.path / other).exists()])
             if path not in paths and key not in keys:
-                yield Source(local, path, key, record)
+                yield Source(local, path, key, owner)
 
     def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
         """Write a part as a pack. If a boot would refuse it beside the others of its key, write its halves instead."""
@@ -147,7 +147,7 @@ class Publication:
         merged, files = _mergeable(packs, directory)
         if len(merged) < 2:
             return Merged()
-        sources = [Source(directory / path, path, file.key, file.record) for path, file in files.items()]
+        sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
         self.directory.empty_outbox()
         pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
         if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:

@@ -70,13 +70,13 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file to pack: the local file, its path and logical key inside the cache directory, and the record in whose
-    making it was written, if any."""
+    """A file to pack: the local file, its path and logical key inside the cache directory, and its owner (see
+    `Outgoing`)."""
 
     local: Path
     path: str
     key: str
-    record: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
             if size_bytes > FRAME_BYTES:
                 finish_frame()
             can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & 0o100), digest.hexdigest()
-            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.record, can_run))
+            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.owner, can_run))
     finish_frame()
     return files, frames
 

@@ -35,14 +35,14 @@ _Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One artifact: its path in the cache directory and its logical key. `record` is the path of the record in whose
-    making it was written, if any. `executable`: its owner may execute it."""
+    """One artifact: its path in the cache directory and its logical key. `owner`: see
+    `Outgoing`. `executable`: its user may execute it."""
 
     path: str
     key: str
     size_bytes: _Size
     sha256: _Sha256
-    record: str = ""
+    owner: str = ""
     executable: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ def _check(manifest: Manifest, limits: Limits) -> None:
         _check_line(part, _NAME_BYTES, "key")
     for file in manifest.files:
         _check_line(file.key, _KEY_BYTES, "logical key")
-        _check_line(file.record, _PATH_BYTES, "record")
+        _check_line(file.owner, _PATH_BYTES, "owner")
     check_paths(file.path for file in manifest.files)
 
 
