@@ -17,14 +17,24 @@ import argparse
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from fresh_boot import ROOT, Model, boot_environment, conclude, new_log, run_process
+from fresh_boot import (
+    ROOT,
+    Model,
+    add_line,
+    add_model_options,
+    boot_environment,
+    conclude,
+    new_log,
+    read_lines,
+    run_process,
+    within,
+)
 from one_boot import READY
 from table import markdown, spread
 
@@ -105,25 +115,18 @@ def steps(args: Any) -> Iterator[tuple[str, str, int]]:
 
 def run(model: Model, args: Any, done: list[Boot]) -> None:
     """Boot what is missing, as far as the time allows, and add it to `done`."""
-    begun, longest_s = time.monotonic(), 0.0
     checkouts = {"this": Checkout("this", ROOT, args.store / "this")}
     if args.against:
         checkouts["other"] = Checkout("other", args.against.resolve(), args.store / "other")
     known = {(boot["checkout"], boot["kind"], boot["round"]) for boot in done}
     left = [step for step in steps(args) if step not in known]
-    for name, kind, number in [("this", "eager", 0), *left] if left else []:
-        started = time.monotonic()
-        if started + longest_s > begun + args.limit_s:
-            print(f"no further boot: {args.limit_s:g} s are nearly over", flush=True)
-            return
+    for name, kind, number in within([("this", "eager", 0), *left] if left else [], args.limit_s):
         checkouts[name].work.mkdir(parents=True, exist_ok=True)
         boot = {"model": model.folder.name, "round": number, **checkouts[name].boot(kind, model, args)}
-        longest_s = max(longest_s, time.monotonic() - started)
         print(describe(boot), flush=True)
         if number:
             done.append(boot)
-            with args.out.open("a") as file:
-                file.write(json.dumps(boot) + "\n")
+            add_line(args.out, boot)
 
 
 def describe(boot: Boot) -> str:
@@ -274,13 +277,9 @@ def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
 def parse_arguments() -> Any:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given, which a CPU can boot")
-    parser.add_argument("--text", action="store_true", help="it is a language model")
+    add_model_options(parser)
     parser.add_argument("--against", type=Path, help="the other checkout")
-    parser.add_argument("--sizes", default="64x64", help="as 1024x1024,768x1024; all are warmed up, the first is drawn")
     parser.add_argument("--steps", type=int, nargs=2, default=(4, 12), help="a step takes their difference")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of random words")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--pairs", type=int, default=3, help="measurements of a step or a token in each boot")
     parser.add_argument("--warm", type=int, default=5, help="rounds of warm boots")
     parser.add_argument("--eager", type=int, help="rounds that begin with an eager boot; all if not given")
@@ -301,8 +300,8 @@ def parse_arguments() -> Any:
 def main() -> None:
     """Boot what is missing, compare all, check."""
     args = parse_arguments()
-    model = Model.of(args, args.sizes)
-    boots = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    model = Model.of(args)
+    boots = read_lines(args.out)
     run(model, args, boots)
     if not boots:
         raise SystemExit("no boot yet")
