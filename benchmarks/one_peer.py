@@ -121,6 +121,7 @@ class PicturePeer(Predictor):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model) as self.boot:
             with self.boot.timed("import"), without_collection():
+                from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
 
@@ -138,6 +139,7 @@ class PicturePeer(Predictor):
             with self.boot.timed("save"):
                 self._keeper.save()
             self.kernels_made = len(kernels() - restored)
+        self.lora_files = LoraFiles(Path(settings.lora_folder))  # which `run` asks for none
         self.files = PictureFiles()
 
 

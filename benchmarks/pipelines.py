@@ -142,7 +142,7 @@ def build_sd3(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
 def build_z_image(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
     """Two blocks that refine the noise, two for the caption, and four for both. Each word of a prompt is a token."""
     network = ZImageTransformer2DModel(**shape.network)
-    qwen = Qwen3Config(vocab_size=_VOCABULARY, pad_token_id=0, bos_token_id=None, **shape.encoder)
+    qwen = Qwen3Config(**{"vocab_size": _VOCABULARY, **shape.encoder}, pad_token_id=0, bos_token_id=None)
     # The class leaves these two as they are in memory.
     nn.init.normal_(network.x_pad_token, std=0.02)
     nn.init.normal_(network.cap_pad_token, std=0.02)
