@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory, logical_key
 from compile_cache.storage.pack.format import PACK_NAME
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
+from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.verify import Rules, verify_pack
 
 KEY = CacheKey("environment", "model", "version")
@@ -199,6 +200,21 @@ def damaged(store: ObjectStore, packs: Iterable[StoredObject]) -> list[str]:
         except (PackError, StoreError) as error:
             found.append(f"{entry.name} does not verify: {error}")
     return found
+
+
+def check_store(folder: Path, promised: set[tuple[str, str]]) -> list[str]:
+    """A line for each pack that does not verify, and for each file that is gone: its pack's folder and logical key are
+    `promised`, to which those that are there are added."""
+    store, found = LocalStore(folder), set[tuple[str, str]]()
+    packs = [entry for entry in store.list("") if kind_of(entry.name) == "pack"]
+    problems = damaged(store, packs)
+    for entry in packs:
+        with suppress(PackError, StoreError):
+            manifest = verify_pack(store, entry.name, entry.size_bytes, Rules()).manifest
+            found |= {(entry.name.rpartition("/")[0], file.key) for file in manifest.files}
+    problems += [f"{path} was published, and is gone" for _, path in sorted(promised - found)]
+    promised |= found
+    return problems
 
 
 def kind_of(name: str) -> str:

@@ -42,10 +42,9 @@ from statistics import median
 from typing import Any
 
 import numpy
-import processes
-from digit_server import with_tini
 from fresh_boot import ROOT, add_line, boot_environment, conclude, new_log, prepare, read_lines
 from PIL import Image
+from servers import MARK, wait_gone, with_tini
 from table import markdown
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -244,7 +243,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
     metrics.touch()
     environ = boot_environment(work, kind, work / "store") | {
         "OBSERVED_METRICS": str(metrics),
-        processes.MARK: str(log),
+        MARK: str(log),
     }
     environ |= {"COMPILE_CACHE_COLD_START": "background", "COMPILE_CACHE_REPORT": f"{log}.json"}
     began = time.monotonic()
@@ -275,7 +274,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
         if not is_plain:
             wait_published(log)
         server.stop(signal.SIGTERM)
-        processes.wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
+        wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
     if is_plain:
         return Boot(ready_s, import_seconds(log), error=error, rounds=tuple(rounds))
     reasons = _MADE.findall(log.read_text())

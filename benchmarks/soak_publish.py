@@ -67,7 +67,7 @@ LEAST_FINISHED = 0.5
 MOST_PACKS_LEFT, MOST_UPLOADED = 5, 3.0  # of a calm round
 # A publisher's pace, so that a round takes some seconds. In a fleet no prediction is disturbed by a merge.
 PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}
-CALM_PACE = {"_MERGE_AFTER_S": 0.5}
+CALM_PACE = {"_SPREAD_S": 1.0, "_MERGE_AFTER_S": 0.5}
 PATIENCE_S, CALM_PATIENCE_S = 60.0, 600.0
 _GRAPHS = 20
 _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
