@@ -19,7 +19,6 @@ is not precompiled.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import random
 import shutil
@@ -38,12 +37,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import numpy
-from cog_server import files
 from containers import check_store
 from fresh_boot import boot_environment, end
-from PIL import Image
-from servers import MARK, CogServer, command, compilers, kill, marked, parent, wait_gone, with_tini
+from servers import MARK, CogServer, command, compilers, kill, marked, parent, pixels, wait_gone, with_tini
 from table import markdown
 
 # Width and height. The first is warmed up.
@@ -315,12 +311,6 @@ def begin(server: CogServer, size: tuple[int, int], is_left: bool) -> Callable[[
             server.cancel(identity)
 
     return cancel
-
-
-def pixels(answer: dict[str, Any]) -> Any:
-    """The picture of an answer: [height, width, 3], from 0 to 255."""
-    with Image.open(io.BytesIO(files(answer)[0])) as image:
-        return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
 
 
 def difference(one: Any, other: Any) -> int:
