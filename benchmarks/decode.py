@@ -29,7 +29,7 @@ WAYS = {
     "ours": "this project",
 }
 CHOICES = ("greedy", "sampled")
-_COLUMNS = ("way", "choice", "n", "first token, ms", "token, ms", "tokens/s", "weights, GB/s")
+_COLUMNS = ("way", "choice", "n", "first token, ms", "token, ms", "tokens/s")
 # As many as a way needs until it compiles nothing and records no CUDA graph any more.
 _WARM_UPS = 3
 _REPEATS = 3
@@ -57,7 +57,6 @@ def row(way: str, choice: str, found: Sequence[Decoded]) -> list[str]:
     """One line of the table: medians, with their range."""
     answers = [decoded[choice] for decoded in found if decoded["way"] == way]
     token_ms = [answer["token_ms"] for answer in answers]
-    read_gb = found[0]["weight_bytes"] / 1e9
     return [
         WAYS[way],
         choice,
@@ -65,7 +64,6 @@ def row(way: str, choice: str, found: Sequence[Decoded]) -> list[str]:
         spread(answer["first_s"] * 1e3 for answer in answers),
         spread(token_ms),
         spread((1e3 / value for value in token_ms), 1),
-        spread((read_gb / value * 1e3 for value in token_ms), 0),
     ]
 
 
@@ -123,7 +121,6 @@ class Ours:
 
         self._predictor = TextPredictor()
         self._predictor.setup()
-        self.model = self._predictor.model.generator.decode.model
         self._before = self._predictor.boot.counts()
         self._served = InProcess(self._predictor)
         self._inputs = inputs
@@ -154,22 +151,13 @@ def measure(way: Generated | Ours, choice: str) -> dict[str, float]:
     }
 
 
-def weight_bytes(model: Any) -> int:
-    """What one token reads of the weights: all but the input embedding, of which it reads a row; that one as well where
-    the logits are made with it."""
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
-    is_tied = output is not None and output.weight is embedding
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return int(total - (0 if is_tied else embedding.numel() * embedding.element_size()))
-
-
 def serve(name: str, inputs: dict[str, Any]) -> Decoded:
     """Load, warm up, and time the answers of one way in this process."""
     way = Ours(inputs) if name == "ours" else Generated(inputs, "static" if name == "static" else None)
     for _ in range(1 if name == "eager" else _WARM_UPS):
         way.arrivals_s("greedy")
     answers = {choice: measure(way, choice) for choice in CHOICES}
-    return {**way.conclude(), "weight_bytes": weight_bytes(way.model), "machine": describe_machine(), **answers}
+    return {**way.conclude(), "machine": describe_machine(), **answers}
 
 
 def main() -> None:

@@ -187,7 +187,7 @@ _BUILDERS = {"flux": build_flux, "sdxl": build_sdxl, "sd3": build_sd3, "z_image"
 
 def read_shapes() -> dict[str, Shape]:
     """Those of shapes.toml, by name."""
-    found = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())
+    found = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())["pipelines"]
     return {name: Shape(_BUILDERS[parts.pop("build")], **parts) for name, parts in found.items()}
 
 

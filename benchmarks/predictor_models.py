@@ -1,6 +1,6 @@
 """Folders with random weights that public predictors load: tiny ones, or of their published shapes.
 
-predictors.toml has the predictors, and the sizes that are not tiny. real_predictors.py serves them.
+predictors.toml has the predictors and most sizes, real_predictors.py serves them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _SQUARE = {"height": 32, "width": 32}
 
 
 def build(name: str, folder: Path, device: str, dtype: str, sizes: dict[str, Any]) -> None:
-    """Write what the predictor of this name loads into the folder in which it is served. `sizes` are those that are not
-    tiny."""
+    """Write what the predictor of this name loads into the folder in which it is served."""
     with random_weights(torch.device(device), getattr(torch, dtype)):
         _BUILDERS[name](folder, **sizes)
 
@@ -98,20 +97,11 @@ def _image_processor() -> Any:
     return transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=_SQUARE)
 
 
-_UNET: dict[str, Any] = {
-    "sample_size": 16,
-    "block_out_channels": (16, 32),
-    "layers_per_block": 1,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "cross_attention_dim": 32,
-    "norm_num_groups": 2,
-}
 _VAE = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 2}
 
 
 def _stable_diffusion(
-    unet: dict[str, Any] = _UNET,
+    unet: dict[str, Any],
     text: dict[str, Any] = _SMALL,
     vision: dict[str, Any] = _VISION,
     vae: dict[str, Any] = _VAE,
@@ -142,57 +132,22 @@ def _save_stable_diffusion(folder: Path, **sizes: Any) -> None:
     pipeline.safety_checker.save_pretrained(folder / "CompVis/stable-diffusion-safety-checker")
 
 
-def _upscaler(folder: Path) -> None:
+def _upscaler(folder: Path, unet: dict[str, Any], doubling: dict[str, Any]) -> None:
     """Three of one shape, and the network that doubles their latents."""
-    pipeline = _stable_diffusion()
+    pipeline = _stable_diffusion(unet)
     for name in ("stabilityai/stable-diffusion-2-1", "runwayml/stable-diffusion-v1-5", "andite/anything-v4.0"):
         pipeline.save_pretrained(folder / name)
-    unet = diffusers.UNet2DConditionModel(
-        act_fn="gelu",
-        attention_head_dim=8,
-        norm_num_groups=None,
-        block_out_channels=(32, 32, 64, 64),
-        time_cond_proj_dim=160,
-        conv_in_kernel=1,
-        conv_out_kernel=1,
-        cross_attention_dim=32,
-        down_block_types=("KDownBlock2D", *["KCrossAttnDownBlock2D"] * 3),
-        up_block_types=(*["KCrossAttnUpBlock2D"] * 3, "KUpBlock2D"),
-        in_channels=8,
-        out_channels=5,
-        mid_block_type=None,
-        only_cross_attention=False,
-        resnet_time_scale_shift="scale_shift",
-        time_embedding_type="fourier",
-        timestep_post_act="gelu",
-    )
     parts = {"vae": pipeline.vae, "text_encoder": pipeline.text_encoder, "tokenizer": pipeline.tokenizer}
     scheduler = diffusers.EulerDiscreteScheduler(prediction_type="sample")
-    upscaler = diffusers.StableDiffusionLatentUpscalePipeline(unet=unet, scheduler=scheduler, **parts)
+    network = diffusers.UNet2DConditionModel(norm_num_groups=None, mid_block_type=None, **doubling)
+    upscaler = diffusers.StableDiffusionLatentUpscalePipeline(unet=network, scheduler=scheduler, **parts)
     upscaler.save_pretrained(folder / "stabilityai/sd-x2-latent-upscaler")
 
 
-_FLUX: dict[str, Any] = {
-    "network": {
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 32,
-        "pooled_projection_dim": 32,
-        "axes_dims_rope": (4, 4, 8),
-    },
-    "encoder": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-    "vae": SHAPES["tiny-sdxl"].vae,
-    "clip": _SMALL,
-}
-
-
-def _flux_controlnet(folder: Path, control: dict[str, Any] | None = None) -> None:
-    """FLUX.1 and a ControlNet, of seven modes if it is tiny. What the ControlNet begins with as zero is random."""
-    parts = {} if control else _FLUX
+def _flux_controlnet(folder: Path, control: dict[str, Any], **parts: dict[str, Any]) -> None:
+    """FLUX.1 and a ControlNet. What the ControlNet begins with as zero is random."""
     _pipeline(folder / "FLUX.1-dev", "flux1", **parts)
-    sizes = {**SHAPES["flux1"].network, **parts.get("network", {}), **(control or {"num_mode": 7})}
+    sizes = {**SHAPES["flux1"].network, **parts.get("network", {}), **control}
     network = diffusers.FluxControlNetModel(in_channels=64, **sizes)
     for parameter in network.parameters():
         if not parameter.any():
@@ -212,28 +167,14 @@ def _chat(name: str, family: str, **sizes: Any) -> Callable[[Path], None]:
     return write
 
 
-def _hunyuan_video(folder: Path) -> None:
+def _hunyuan_video(folder: Path, network: dict[str, Any], vae: dict[str, Any]) -> None:
     """A text encoder of real words: the template that comes before a prompt must have 95 tokens or more."""
-    network = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
-        num_single_layers=2,
-        num_refiner_layers=1,
-        patch_size_t=1,
-        guidance_embeds=True,
-        text_embed_dim=32,
-        pooled_projection_dim=32,
-        rope_axes_dim=(4, 4, 8),
-    )
     tokenizer = CLIPTokenizer.from_pretrained(_TOKENIZERS / "tokenizer")
     diffusers.HunyuanVideoPipeline(
         text_encoder=transformers.LlamaModel(transformers.LlamaConfig(**_SMALL, vocab_size=49408)),
         tokenizer=tokenizer,
-        transformer=network,
-        vae=diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, layers_per_block=1, **_VAE | {"norm_num_groups": 4}),
+        transformer=diffusers.HunyuanVideoTransformer3DModel(**network),
+        vae=diffusers.AutoencoderKLHunyuanVideo(**vae),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=transformers.CLIPTextModel(clip_config(_SMALL, "quick_gelu")),
         tokenizer_2=tokenizer,
@@ -297,7 +238,7 @@ _BUILDERS: dict[str, Callable[..., None]] = {
     "modernbert": _modernbert,
     "clip": _clip,
     "stable-diffusion": _save_stable_diffusion,
-    "img2img": lambda folder: _stable_diffusion().save_pretrained(folder / "cache"),
+    "img2img": lambda folder, unet: _stable_diffusion(unet).save_pretrained(folder / "cache"),
     "flux-controlnet": _flux_controlnet,
     "upscaler": _upscaler,
     "gemma": _chat("gemma-cache", "Gemma", **_GEMMA),

@@ -78,15 +78,15 @@ class Public:
         """By its name."""
         known = PREDICTORS[name]
         replaced, requests = known.get("replace", []), known["requests"]
+        weights = {"device": "cpu", "dtype": "float32", "sizes": known.get("sizes", {})}
         if is_full:
             full = known["full"]
+            weights = {"device": "cuda", "dtype": full["dtype"], "sizes": full.get("sizes", {})}
             requests = [{**requests[0], **each} for each in full["requests"]]
-            replaced, device = [*replaced, *full.get("replace", [])], "cuda"
+            replaced = [*replaced, *full.get("replace", [])]
         else:
-            full, device = {}, "cpu"
             replaced = [*_ON_CPU, *replaced, *known.get("small", [])]
         inputs = [{key: file_for(value) for key, value in each.items()} for each in requests]
-        weights = {"device": device, "dtype": full.get("dtype", "float32"), "sizes": full.get("sizes", {})}
         return cls(replaced, inputs, weights)
 
     def text(self, source: str) -> str:
