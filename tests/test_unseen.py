@@ -17,7 +17,7 @@ from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import region
+from compile_cache.serving import trial
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 
@@ -361,13 +361,13 @@ class Cancelled(BaseException):
 
 
 def cancel_next_call(monkeypatch) -> None:
-    real = region.call_region
+    real = trial.call_region
 
     def cancel(*_):
-        monkeypatch.setattr(region, "call_region", real)
+        monkeypatch.setattr(trial, "call_region", real)
         raise Cancelled
 
-    monkeypatch.setattr(region, "call_region", cancel)
+    monkeypatch.setattr(trial, "call_region", cancel)
 
 
 def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
