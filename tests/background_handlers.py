@@ -1,4 +1,4 @@
-"""Handlers for a compiling process: jobs that work, fail, crash, hang and leave processes behind."""
+"""Handlers for a compiling process: orders that work, fail, crash, hang and leave processes behind."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import compile_cache
 
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:
-    """The handler of jobs that `job` writes. `setup` comes back with each answer to `describe`."""
+    """The handler of orders that `order` writes. `setup` comes back with each answer to `describe`."""
 
-    def do(job: bytes) -> bytes:
-        told = json.loads(job)
-        return _JOBS[told.pop("name")](setup=setup, **told)
+    def answer(order: bytes) -> bytes:
+        told = json.loads(order)
+        return _ORDERS[told.pop("name")](setup=setup, **told)
 
-    return do
+    return answer
 
 
-def job(name: str, **arguments: Any) -> bytes:
+def order(name: str, **arguments: Any) -> bytes:
     return json.dumps({"name": name, **arguments}).encode()
 
 
@@ -38,7 +38,7 @@ def make_nothing(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def make_crash(setup: bytes) -> Callable[[bytes], bytes]:
-    print("crashing before the first job")
+    print("crashing before the first order")
     os.abort()
 
 
@@ -173,7 +173,7 @@ def _is_first_time(folder: str) -> bool:
     return is_first
 
 
-_JOBS: dict[str, Callable[..., bytes]] = {
+_ORDERS: dict[str, Callable[..., bytes]] = {
     "describe": _describe,
     "echo": _echo,
     "speak": _speak,

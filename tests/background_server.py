@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from background_handlers import job
+from background_handlers import order
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import ProcessDied
@@ -26,10 +26,10 @@ from compile_cache.errors import ProcessDied
 HOUR_S = 3600.0
 
 
-def work(folder: Path, job_name: str, **arguments: int) -> CompilingProcess:
+def work(folder: Path, order_name: str, **arguments: int) -> CompilingProcess:
     """Hand over a job that never ends, on another thread, and wait until it has begun."""
     process = CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ)
-    content = job(job_name, folder=str(folder), **arguments)
+    content = order(order_name, folder=str(folder), **arguments)
     threading.Thread(target=attempt, args=(process, content), daemon=True).start()
     while not (folder / "hangs").exists():
         time.sleep(0.01)
@@ -38,7 +38,7 @@ def work(folder: Path, job_name: str, **arguments: int) -> CompilingProcess:
 
 def attempt(process: CompilingProcess, content: bytes) -> None:
     with suppress(ProcessDied):
-        process.do(content, HOUR_S)
+        process.answer(content, HOUR_S)
 
 
 def work_and_stop(folder: Path) -> NoReturn:

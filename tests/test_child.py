@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def start(tmp_path, marked) -> Iterator[Callable[..., CompilingProcess]]:
 
 
 def describe(process: CompilingProcess) -> dict:
-    return json.loads(process.do(job("describe"), PATIENCE_S))
+    return json.loads(process.answer(order("describe"), PATIENCE_S))
 
 
 def test_process_does_one_job_after_another(start):
@@ -58,7 +58,7 @@ def test_process_does_one_job_after_another(start):
 
 def test_answers_and_setups_may_be_larger_than_a_channel(start):
     process = start(setup=b"s" * (8 << 20))
-    assert len(process.do(job("echo", size=32 << 20), PATIENCE_S)) == 32 << 20
+    assert len(process.answer(order("echo", size=32 << 20), PATIENCE_S)) == 32 << 20
     assert len(describe(process)["setup"]) == 8 << 20
 
 
@@ -102,7 +102,7 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     from pathlib import Path
     from compile_cache.background.child import CompilingProcess
     process = CompilingProcess.start("handlers_of_predictor:make", b"", Path("log"), {{}})
-    print(process.do(b"", {PATIENCE_S}).decode())
+    print(process.answer(b"", {PATIENCE_S}).decode())
     """
     server = [sys.executable, "-P", "-c", textwrap.dedent(program)]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -129,7 +129,7 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     from compile_cache.background.child import CompilingProcess
     {told}
     process = CompilingProcess.start("flags_of_process:make", b"", Path("log"), {{}})
-    print(json.dumps([{own}, json.loads(process.do(b"", {PATIENCE_S}))]))
+    print(json.dumps([{own}, json.loads(process.answer(b"", {PATIENCE_S}))]))
     """
     server = [sys.executable, *flags.split(), "-c", textwrap.dedent(program)]
     done = subprocess.run(server, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -147,7 +147,7 @@ def test_process_inherits_no_file_of_the_server(start, tmp_path):
 
 
 def test_children_of_the_process_inherit_only_its_log(start, tmp_path):
-    start().do(job("list_inherited"), PATIENCE_S)
+    start().answer(order("list_inherited"), PATIENCE_S)
     listing = (tmp_path / "log").read_text()
     assert "-> /dev/null" in listing
     assert "socket:" not in listing
@@ -155,7 +155,7 @@ def test_children_of_the_process_inherit_only_its_log(start, tmp_path):
 
 
 def test_whatever_the_process_and_its_children_print_is_in_the_log_alone(start, tmp_path, capfd):
-    start().do(job("speak"), PATIENCE_S)
+    start().answer(order("speak"), PATIENCE_S)
     lines = (tmp_path / "log").read_text().splitlines()
     for line in ("said with print", "said to stderr", "written to 1", "said by a grandchild", "grandchild to stderr"):
         assert line in lines
@@ -164,18 +164,18 @@ def test_whatever_the_process_and_its_children_print_is_in_the_log_alone(start, 
 
 def test_log_is_emptied_when_it_has_grown_large(start, tmp_path):
     process = start()
-    process.do(job("speak"), PATIENCE_S)
+    process.answer(order("speak"), PATIENCE_S)
     with (tmp_path / "log").open("ab") as log:
         log.write(b"x" * (9 << 20))
-    process.do(job("speak"), PATIENCE_S)
+    process.answer(order("speak"), PATIENCE_S)
     assert (tmp_path / "log").read_text().startswith("said with print\n")
     assert (tmp_path / "log").stat().st_size < 1 << 10
 
 
 def test_job_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
     process = start()
-    with pytest.raises(JobFailed, match=r"OSError: \[Errno 28\] disk is full, as often$") as raised:  # in one line
-        process.do(job("fail", message="disk is full,\n  as often"), PATIENCE_S)
+    with pytest.raises(OrderFailed, match=r"OSError: \[Errno 28\] disk is full, as often$") as raised:  # in one line
+        process.answer(order("fail", message="disk is full,\n  as often"), PATIENCE_S)
     assert raised.value.error_type == "OSError"
     assert not raised.value.may_succeed_afresh
     assert "Traceback" in (tmp_path / "log").read_text()
@@ -196,13 +196,13 @@ def test_job_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
 )
 def test_error_that_another_process_may_not_meet_says_so(start, error, message, afresh):
     """Even where a compiler has wrapped it."""
-    with pytest.raises(JobFailed, match="ValueError: wrapped") as raised:
-        start().do(job("raise", error=error, message=message), PATIENCE_S)
+    with pytest.raises(OrderFailed, match="ValueError: wrapped") as raised:
+        start().answer(order("raise", error=error, message=message), PATIENCE_S)
     assert raised.value.may_succeed_afresh == afresh
 
 
 @pytest.mark.parametrize(
-    ("job_name", "arguments", "said"),
+    ("order_name", "arguments", "said"),
     [
         ("exit", {"code": 3}, "ended with exit code 3.*about to exit"),
         ("abort", {}, "was killed by SIGABRT.*about to abort"),
@@ -211,11 +211,11 @@ def test_error_that_another_process_may_not_meet_says_so(start, error, message, 
         ("babble", {}, "broke off the exchange"),
     ],
 )
-def test_death_is_told_in_words_and_takes_the_group_along(start, marked, job_name, arguments, said):
+def test_death_is_told_in_words_and_takes_the_group_along(start, marked, order_name, arguments, said):
     process = start()
     describe(process)
     with pytest.raises(ProcessDied, match=said) as raised:
-        process.do(job(job_name, **arguments), PATIENCE_S)
+        process.answer(order(order_name, **arguments), PATIENCE_S)
     assert not isinstance(raised.value, ProcessNotReady)
     assert not process.is_alive
     wait_for(lambda: not marked.pids())
@@ -232,22 +232,22 @@ def test_crash_leaves_no_core_file(start):
 
 def test_last_line_is_of_the_job_that_died_not_of_one_before(start):
     process = start()
-    process.do(job("speak"), PATIENCE_S)
+    process.answer(order("speak"), PATIENCE_S)
     with pytest.raises(ProcessDied, match="It wrote no last line"):
-        process.do(job("die"), PATIENCE_S)
+        process.answer(order("die"), PATIENCE_S)
 
 
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
         ("make_nothing", "could not prepare itself: LookupError: nothing is made from this"),
-        ("make_crash", "was killed by SIGABRT.*crashing before the first job"),
+        ("make_crash", "was killed by SIGABRT.*crashing before the first order"),
         ("no_such_function", "could not prepare itself: AttributeError"),
     ],
 )
 def test_process_that_is_never_ready_is_told_apart(start, marked, factory, said):
     with pytest.raises(ProcessNotReady, match=said):
-        start(factory, b"this").do(b"j" * (4 << 20), PATIENCE_S)
+        start(factory, b"this").answer(b"j" * (4 << 20), PATIENCE_S)
     wait_for(lambda: not marked.pids())
 
 
@@ -255,8 +255,8 @@ def test_job_past_its_deadline_is_ended_with_all_that_it_started(start, tmp_path
     process = start()
     describe(process)
     before = shared_memory()
-    with pytest.raises(JobTimedOut, match="gave no answer in 3 s"):
-        process.do(job("hang", folder=str(tmp_path)), 3.0)
+    with pytest.raises(OrderTimedOut, match="gave no answer in 3 s"):
+        process.answer(order("hang", folder=str(tmp_path)), 3.0)
     assert (tmp_path / "hangs").exists()
     wait_for(lambda: not marked.pids() and not shared_memory() - before)
 
@@ -267,7 +267,7 @@ def test_process_that_was_stopped_does_no_job(start):
     process.stop()
     assert not process.is_alive
     with pytest.raises(ProcessDied, match="was stopped"):
-        process.do(job("describe"), PATIENCE_S)
+        process.answer(order("describe"), PATIENCE_S)
 
 
 def test_stop_ends_a_job_of_another_thread(start, tmp_path, marked):
@@ -276,7 +276,7 @@ def test_stop_ends_a_job_of_another_thread(start, tmp_path, marked):
 
     def do() -> None:
         try:
-            process.do(job("hang", folder=str(tmp_path)), PATIENCE_S)
+            process.answer(order("hang", folder=str(tmp_path)), PATIENCE_S)
         except ProcessDied as error:
             errors.append(error)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from marked_processes import PATIENCE_S
 
 from compile_cache.background import orders
@@ -39,7 +39,7 @@ def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
     def start() -> dict[str, str]:
         nothing: Any = None
         processes.append(Orders(Settings(), directory, nothing, nothing, nothing)._start())
-        environ: dict[str, str] = json.loads(processes[-1].do(job("describe"), PATIENCE_S))["environ"]
+        environ: dict[str, str] = json.loads(processes[-1].answer(order("describe"), PATIENCE_S))["environ"]
         return environ
 
     yield start

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from boots import python_path
 from marked_processes import PATIENCE_S, wait_for
 
@@ -89,7 +89,7 @@ def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs
         threads.add(threading.get_ident())
 
     for number in range(5):
-        jobs.submit(str(number), job("echo", size=number), take)
+        jobs.submit(str(number), order("echo", size=number), take)
     assert jobs.wait(PATIENCE_S)
     assert [(it.name, it.answer) for it in done] == [(str(number), b"e" * number) for number in range(5)]
     assert all((it.reason, it.attempts, it.is_final) == ("", 1, True) for it in done)
@@ -104,7 +104,7 @@ def test_a_lower_rank_is_done_first(make_jobs):
     jobs.hold()
     done: list[Done] = []
     for name, rank in (("decoder", 2), ("block", 0), ("encoder", 1), ("another block", 0)):
-        jobs.submit(name, job("echo", size=1), done.append, rank)
+        jobs.submit(name, order("echo", size=1), done.append, rank)
     jobs.release()
     assert jobs.wait(PATIENCE_S)
     assert [it.name for it in done] == ["block", "another block", "encoder", "decoder"]
@@ -116,7 +116,7 @@ def test_jobs_submitted_by_many_threads_are_all_done(make_jobs):
 
     def submit() -> None:
         for _ in range(10):
-            jobs.submit("a job", job("echo", size=1), done.append)
+            jobs.submit("a job", order("echo", size=1), done.append)
 
     threads = [threading.Thread(target=submit) for _ in range(8)]
     for thread in threads:
@@ -132,7 +132,7 @@ def test_no_process_starts_before_the_release(make_jobs, started):
     jobs = make_jobs()
     jobs.hold()
     done: list[Done] = []
-    jobs.submit("a job", job("echo", size=1), done.append)
+    jobs.submit("a job", order("echo", size=1), done.append)
     assert not jobs.wait(0.5)
     assert not started.processes
     assert jobs.waiting == 1
@@ -143,19 +143,19 @@ def test_no_process_starts_before_the_release(make_jobs, started):
 
 def test_idle_process_ends_and_the_next_job_starts_another(make_jobs, started):
     jobs = make_jobs(idle_s=0.2)
-    first = do(jobs, job("describe"))
+    first = do(jobs, order("describe"))
     wait_for(lambda: not has_process(jobs))
-    second = do(jobs, job("describe"))
+    second = do(jobs, order("describe"))
     assert json.loads(first.answer)["pid"] != json.loads(second.answer)["pid"]
     assert len(started.processes) == 2
 
 
 def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started):
     jobs = make_jobs()
-    do(jobs, job("describe"))
+    do(jobs, order("describe"))
     os.kill(started.processes[0].pid, 9)
     wait_for(lambda: not has_process(jobs))
-    done = do(jobs, job("echo", size=1))
+    done = do(jobs, order("echo", size=1))
     assert (done.answer, done.attempts) == (b"e", 1)
     assert len(started.processes) == 2
 
@@ -163,7 +163,7 @@ def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started
 @pytest.mark.parametrize("how", ["death", "memory", "hang"])
 def test_job_that_fails_once_is_done_by_a_new_process(make_jobs, started, tmp_path, how):
     jobs = make_jobs(job_timeout_s=8.0)
-    done = do(jobs, job("fail_once", folder=str(tmp_path), how=how))
+    done = do(jobs, order("fail_once", folder=str(tmp_path), how=how))
     assert (done.answer, done.reason, done.attempts, done.is_final) == (b"done", "", 2, True)
     assert len(started.processes) == 2
 
@@ -171,17 +171,17 @@ def test_job_that_fails_once_is_done_by_a_new_process(make_jobs, started, tmp_pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (job("die"), "was killed by SIGKILL"),
-        (job("abort"), "was killed by SIGABRT.*about to abort"),
-        (job("exit", code=3), "ended with exit code 3"),
-        (job("raise", error="MemoryError", message=""), "ValueError: wrapped"),
+        (order("die"), "was killed by SIGKILL"),
+        (order("abort"), "was killed by SIGABRT.*about to abort"),
+        (order("exit", code=3), "ended with exit code 3"),
+        (order("raise", error="MemoryError", message=""), "ValueError: wrapped"),
     ],
 )
 def test_job_that_fails_twice_is_given_up_and_the_next_one_is_done(make_jobs, started, content, reason):
     jobs = make_jobs()
     done: list[Done] = []
     jobs.submit("a bad one", content, done.append)
-    jobs.submit("a good one", job("echo", size=1), done.append)
+    jobs.submit("a good one", order("echo", size=1), done.append)
     assert jobs.wait(PATIENCE_S)
     bad, good = done
     assert (bad.name, bad.answer, bad.attempts, bad.is_final) == ("a bad one", None, 2, True)
@@ -192,17 +192,17 @@ def test_job_that_fails_twice_is_given_up_and_the_next_one_is_done(make_jobs, st
 
 def test_job_that_hangs_twice_is_given_up(make_jobs, tmp_path):
     jobs = make_jobs(job_timeout_s=8.0)
-    done = do(jobs, job("hang", folder=str(tmp_path)))
+    done = do(jobs, order("hang", folder=str(tmp_path)))
     assert (done.answer, done.attempts, done.is_final) == (None, 2, True)
     assert "gave no answer in 8 s" in done.reason
 
 
 def test_job_that_raises_is_not_tried_again(make_jobs, started):
     jobs = make_jobs()
-    done = do(jobs, job("fail", message="disk is full"))
+    done = do(jobs, order("fail", message="disk is full"))
     assert (done.answer, done.attempts, done.is_final) == (None, 1, True)
     assert "OSError: [Errno 28] disk is full" in done.reason
-    assert do(jobs, job("echo", size=1)).answer == b"e"
+    assert do(jobs, order("echo", size=1)).answer == b"e"
     assert len(started.processes) == 1
 
 
@@ -214,8 +214,8 @@ def test_caller_that_fails_is_logged_and_the_next_job_is_done(make_jobs, caplog)
         raise LookupError(f"no place for {it.name}")
 
     with caplog.at_level(logging.WARNING, "compile_cache"):
-        jobs.submit("the first", job("echo", size=1), fail)
-        jobs.submit("the second", job("echo", size=1), done.append)
+        jobs.submit("the first", order("echo", size=1), fail)
+        jobs.submit("the second", order("echo", size=1), done.append)
         assert jobs.wait(PATIENCE_S)
     assert done[0].answer == b"e"
     (record,) = caplog.records
@@ -226,7 +226,7 @@ def test_caller_that_fails_is_logged_and_the_next_job_is_done(make_jobs, caplog)
 def test_caller_may_submit_the_next_job(make_jobs):
     jobs = make_jobs()
     done: list[Done] = []
-    jobs.submit("1", job("echo", size=1), lambda _: jobs.submit("2", job("echo", size=2), done.append))
+    jobs.submit("1", order("echo", size=1), lambda _: jobs.submit("2", order("echo", size=2), done.append))
     assert jobs.wait(PATIENCE_S)
     assert [it.answer for it in done] == [b"ee"]
 
@@ -237,14 +237,14 @@ def test_every_job_is_answered_when_no_process_can_be_started_and_a_later_one_is
     jobs.hold()
     done: list[Done] = []
     for number in range(3):
-        jobs.submit(str(number), job("echo", size=1), done.append)
+        jobs.submit(str(number), order("echo", size=1), done.append)
     started.fault = fault
     jobs.release()
     assert jobs.wait(PATIENCE_S)
     assert [it.name for it in done] == ["0", "1", "2"]
     assert all(str(fault) in it.reason and it.attempts == 0 and not it.is_final for it in done)
     started.fault = None
-    assert do(jobs, job("echo", size=1)).answer == b"e"
+    assert do(jobs, order("echo", size=1)).answer == b"e"
 
 
 def test_every_job_is_answered_when_no_process_can_be_prepared_and_none_is_blamed(make_jobs, started):
@@ -252,7 +252,7 @@ def test_every_job_is_answered_when_no_process_can_be_prepared_and_none_is_blame
     jobs.hold()
     done: list[Done] = []
     for number in range(3):
-        jobs.submit(str(number), job("echo", size=1), done.append)
+        jobs.submit(str(number), order("echo", size=1), done.append)
     started.factory = "make_nothing"
     jobs.release()
     assert jobs.wait(PATIENCE_S)
@@ -260,26 +260,26 @@ def test_every_job_is_answered_when_no_process_can_be_prepared_and_none_is_blame
     assert all("could not prepare itself: LookupError" in it.reason for it in done)
     assert len(started.processes) == 2
     started.factory = "make"
-    assert do(jobs, job("echo", size=1)).answer == b"e"
+    assert do(jobs, order("echo", size=1)).answer == b"e"
 
 
 def test_process_that_crashes_once_while_it_is_prepared_is_started_again(make_jobs, started, tmp_path):
     started.factory, started.setup = "make_once", str(tmp_path).encode()
-    done = do(make_jobs(), job("echo", size=1))
+    done = do(make_jobs(), order("echo", size=1))
     assert (done.answer, done.attempts) == (b"e", 2)
 
 
 def test_close_drops_what_waits_and_ends_the_process(make_jobs, started, tmp_path, caplog):
     jobs = make_jobs()
     done: list[Done] = []
-    jobs.submit("1", job("hang", folder=str(tmp_path)), done.append)
-    jobs.submit("2", job("echo", size=1), done.append)
+    jobs.submit("1", order("hang", folder=str(tmp_path)), done.append)
+    jobs.submit("2", order("echo", size=1), done.append)
     wait_for((tmp_path / "hangs").exists)
     with caplog.at_level(logging.INFO, "compile_cache"):
         jobs.close()
         assert not jobs.wait(PATIENCE_S)
     assert not has_process(jobs)
-    jobs.submit("3", job("echo", size=1), done.append)
+    jobs.submit("3", order("echo", size=1), done.append)
     jobs.close()
     time.sleep(0.5)  # a thread that went on would start another process
     assert jobs.waiting == 2
@@ -291,7 +291,7 @@ def test_close_drops_what_waits_and_ends_the_process(make_jobs, started, tmp_pat
 def test_close_ends_a_process_whose_start_is_under_way(make_jobs, started, tmp_path):
     jobs = make_jobs()
     started.may_end.clear()
-    jobs.submit("1", job("hang", folder=str(tmp_path)), print)
+    jobs.submit("1", order("hang", folder=str(tmp_path)), print)
     assert started.begun.wait(PATIENCE_S)
     closing = threading.Thread(target=jobs.close)
     closing.start()
@@ -305,7 +305,7 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
     program = f"""
     import logging, os, time
     from pathlib import Path
-    from background_handlers import job
+    from background_handlers import order
     from compile_cache.background.queue import Jobs
     from compile_cache.background.child import CompilingProcess
     logging.basicConfig(level=logging.WARNING)
@@ -315,7 +315,7 @@ def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
         started.append(CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ))
         return started[-1]
     jobs = Jobs(start, 600.0, 600.0)
-    jobs.submit("1", job("hang", folder=str(folder)), print)
+    jobs.submit("1", order("hang", folder=str(folder)), print)
     while not (folder / "hangs").exists():
         time.sleep(0.01)
     print(started[0].pid)

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +29,12 @@ from compile_cache.serving.region import Region
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.timeline import noted
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
     from compile_cache.inductor.function import Precompiled
-    from compile_cache.inductor.make import Graphs
+    from compile_cache.inductor.make import Answer, Graphs
     from compile_cache.inductor.stored_functions import Artifacts
 
 log = logging.getLogger("compile_cache")
@@ -40,6 +42,10 @@ log = logging.getLogger("compile_cache")
 # Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
 # compares it first.
 _UNPROVED_S = 60.0
+# Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
+# in which no region is called, between two predictions or while the GPU works, but not for long.
+_GAP_S = 0.1
+_LONGEST_WAIT_S = 2.0
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
 _COMPILER_S = 3.0
@@ -88,10 +94,9 @@ class Compiler:
 
             with self._opening:
                 if self._orders is None:
-                    settings, folder = self._settings, self._directory
-                    self._orders = Orders(settings, folder, self.open, self._load_arrived, self._count_calls)
+                    self._orders = Orders(self._settings, self._directory)
                     if self._is_released:
-                        self._orders.jobs.release()
+                        self._orders.queue.release()
         return self._orders
 
     def open(self) -> None:
@@ -121,12 +126,29 @@ class Compiler:
             return
         self.artifacts = Artifacts(self._settings, self._directory.path)
 
-    def _load_arrived(self, path: str) -> Precompiled:
-        """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
-        if self.artifacts is None:
-            raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off, or cannot be imported")
-        self._configure()  # the call may have been ordered before torch's compiler was imported
-        return self.artifacts.arrive(path)
+    def take(self, name: str, answer: Answer) -> Answer:
+        """The second process's answer for a call, with its files in the cache directory and its function loaded."""
+        taken = attempt(self._taken, name, answer) if answer.files else answer
+        if isinstance(taken, Failure):
+            log.warning("background.not_taken call=%s error=%s", name, taken.reason)
+            return replace(answer, path="", files=(), reason=f"its artifact cannot be used: {taken.reason}")
+        return taken
+
+    def _taken(self, name: str, answer: Answer) -> Answer:
+        orders = self.orders()
+        if orders is None:
+            raise ArtifactError(self.why_no_orders)
+        self._wait_for_gap()
+        if not answer.is_precompiled:  # the files of graphs
+            orders.take(answer)
+            return answer
+        with noted("second process", f"{name}: load"):
+            self.open()
+            orders.take(answer)
+            if self.artifacts is None:
+                raise ArtifactError(self._why_not_precompiled or "torch.compile is switched off, or cannot be imported")
+            self._configure()  # the call may have been ordered before torch's compiler was imported
+            return replace(answer, function=self.artifacts.arrive(answer.path))
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
@@ -151,6 +173,15 @@ class Compiler:
             return self._settings.unseen
         return "background" if time.monotonic() > self._deadline_s else self._settings.cold_start
 
+    def _wait_for_gap(self) -> None:
+        """Wait until no region was called for a moment, or for 2 s."""
+        calls = self._count_calls()
+        for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
+            time.sleep(_GAP_S)
+            before, calls = calls, self._count_calls()
+            if calls == before:
+                return
+
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.regions.values()))
 
@@ -159,7 +190,7 @@ class Compiler:
         with self._opening:
             self._is_released = True
             if self._orders is not None:
-                self._orders.jobs.release()
+                self._orders.queue.release()
 
     def forget_second_process(self) -> None:
         """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""
@@ -176,11 +207,11 @@ class Compiler:
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._orders.jobs.waiting if self._orders else 0
+        return self._orders.queue.waiting if self._orders else 0
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._orders is None or self._orders.jobs.wait(timeout_s)
+        return self._orders is None or self._orders.queue.wait(timeout_s)
 
     @property
     def is_compiling(self) -> bool:

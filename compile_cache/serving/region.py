@@ -10,11 +10,13 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +57,8 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
-    from compile_cache.background.orders import Making
     from compile_cache.inductor.function import Precompiled
-    from compile_cache.inductor.make import Graphs, Traced
+    from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import CachedRecord
     from compile_cache.serving.compiler import Compiler
     from compile_cache.serving.kinds import Code
@@ -436,11 +437,17 @@ class Region:
     def _pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._compiler.orders()
-        if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
+        if orders is None or orders.queue.waiting >= RECOMPILE_LIMIT:
             raise NotHandedOver("too many calls wait" if orders is not None else self._compiler.why_no_orders)
-        call, name = orders.pack(module, args, kwargs, self.shares_weights), f"{self.report.name} {case.spec}"
-        receive = functools.partial(self._receive, case)
-        return functools.partial(orders.order, name, call, case.dynamic, receive, self._rank)
+        name, call = self._name(case), (module, args, kwargs)
+        order = orders.pack(name, call, case.dynamic, self._rank, self.shares_weights)
+        # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
+        context = contextvars.copy_context()
+        order.answer.add_done_callback(functools.partial(context.run, self._receive, case))
+        return functools.partial(orders.submit, order)
+
+    def _name(self, case: Case) -> str:
+        return f"{self.report.name} {case.spec}"
 
     def _submit(self, case: Case, order: Callable[[], None] | Failure) -> None:
         """Order the code of a claimed case, whose call was served eager."""
@@ -450,16 +457,19 @@ class Region:
         case.move(State.ORDERED)  # unless the answer was faster
         self.report.wait_for(self.kinds.waiting)
 
-    def _receive(self, case: Case, making: Making, function: Precompiled | None) -> None:
+    def _receive(self, case: Case, order: Future[Answer]) -> None:
         """Take the second process's answer. Another thread calls this."""
-        if function is None:
-            self._give_up(case, making.reason)
+        if order.cancelled():
+            return
+        answer = self._compiler.take(self._name(case), order.result())
+        if answer.function is None:
+            self._give_up(case, answer.reason)
             if case.dynamic:  # calls of its sizes are looked at again, each for code of its own
                 self._compiler.moment.note(case, lambda: None)
         else:
-            self.report.precompile_s += making.seconds
-            self.report.note_made(making.speed)
-            self._compiler.moment.note(case, functools.partial(self._arrive, case, function))
+            self.report.precompile_s += answer.seconds
+            self.report.note_made(answer)
+            self._compiler.moment.note(case, functools.partial(self._arrive, case, answer.function))
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)
@@ -487,10 +497,11 @@ class Region:
         before, started = read_counts(), time.perf_counter()
         made = make(self._compiler.artifacts, self._graphs, shadow.copied)
         self._files |= self._compiler.new_files()
+        assert made.traced is not None  # in this process
         self.report.note_traced(read_counts().since(before), made.traced, started)
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
-            self.report.note_made(made.speed)
+            self.report.note_made(made)
         elif made.reason:
             self.report.note_not_precompiled(made.reason)
         return made.function or self._graph(made.traced)
