@@ -73,7 +73,9 @@ def test_what_belongs_to_this_process_is_named_and_refused(kind, monkeypatch):
     assert re.fullmatch(rf"1\.held: {reason}", str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize("hold", [lambda lock: lock, lambda lock: {"by": [1, (2, lock)]}, lambda lock: Held(Held(lock))])
+@pytest.mark.parametrize(
+    "hold", [lambda lock: lock, lambda lock: {"by": [1, (2, lock)]}, lambda lock: Held(Held(lock))]
+)
 def test_an_attribute_or_input_that_holds_it_is_named(hold):
     """An input, as the caller named it."""
     lock, words = hold(threading.Lock()), "it cannot be pickled: TypeError: cannot pickle '_thread.lock' object"

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
-from compile_cache.background.child_work import start_making
-from compile_cache.inductor import tuning as autotuner
-from compile_cache.inductor.tuning import Pace
+from compile_cache.background import child_work
+from compile_cache.background.child_work import Pace, start_making
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13
@@ -38,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(autotuner, "time", clock)
+    monkeypatch.setattr(child_work, "time", clock)
     return clock
 
 
@@ -104,7 +103,7 @@ def test_inductor_s_measurements_are_paced(clock, making):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []
-    monkeypatch.setattr(autotuner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    monkeypatch.setattr(child_work, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     numbers = torch.zeros(1 << 20, device="cuda")
     for _ in range(2):
         benchmarking.benchmarker.benchmark(lambda: numbers.add_(1), device="cuda")

@@ -1,4 +1,4 @@
-"""The server's side: a handle of the second process, which answers one order at a time and never outlives the server."""
+"""The server's side: a handle of the second process, which answers one order at a time and ends with the server."""
 
 from __future__ import annotations
 
