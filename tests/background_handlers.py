@@ -36,6 +36,29 @@ def make_pickled(setup: bytes) -> Callable[[bytes], bytes]:
     return lambda order: pickle.dumps(SimpleNamespace(content=answer(pickle.loads(order)[0]), reason=""))
 
 
+def build_source(folder: Path) -> Path:
+    """The source of a library of some megabytes, which the linker takes a while to write."""
+    (folder / "content").write_bytes(os.urandom(8 << 20))
+    source = folder / "library.s"
+    source.write_text(f'.data\n.incbin "{folder / "content"}"\n.section .note.GNU-stack,"",@progbits\n')
+    return source
+
+
+def make_library(setup: bytes) -> Callable[[bytes], bytes]:
+    """Builds the library that an order names, as torch does: in place, unless it exists."""
+    _, folder = pickle.loads(setup)
+
+    def answer(order: bytes) -> bytes:
+        library = Path(folder, pickle.loads(order)[0].decode() + ".so")
+        library.with_suffix(".begun").touch()
+        if not library.exists():
+            subprocess.run(["g++", "-shared", "-o", library, os.environ["BACKGROUND_SOURCE"]], check=True)
+        files = (library.name,)
+        return pickle.dumps(SimpleNamespace(path=library.name, files=files, reason="", is_precompiled=False))
+
+    return answer
+
+
 def order(name: str, **arguments: Any) -> bytes:
     return json.dumps({"name": name, **arguments}).encode()
 

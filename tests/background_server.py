@@ -7,7 +7,6 @@ It prints a line when its process is at work. After SECONDS it kills itself.
 
 from __future__ import annotations
 
-import atexit
 import os
 import random
 import signal
@@ -55,8 +54,6 @@ def work_and_stop(folder: Path) -> NoReturn:
 def serve(folder: Path, mode: str) -> None:
     if mode == "restless":
         work_and_stop(folder)
-    # Registered first, so it runs after the process's own exit hook.
-    atexit.register(lambda: print(f"alive: {process.is_alive}"))
     process = work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
     fork = 0
     if mode == "fork":  # it keeps open what this process has open

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -44,8 +43,8 @@ _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
 class CompilingProcess:
     """A child that answers orders one at a time, at a low priority, in a session of its own.
 
-    It ends at `stop`, at this process's exit, or when this process is killed, together with every process that its
-    orders started. The thread that started it may end earlier. Thread-safe: a second `answer` waits for the first.
+    It ends at `stop`, or when this process ends in any way, together with every process that its orders started. The
+    thread that started it may end earlier. Thread-safe: a second `answer` waits for the first.
     """
 
     @classmethod
@@ -65,24 +64,20 @@ class CompilingProcess:
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
             output = theirs.enter_context(log.open("ab"))
-            log_start = _bound(log)
+            first = encode(handler.encode() + b"\0" + setup)
             child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
-            process = cls(child, channel, ours.pop_all(), log, log_start)
-        # Sent with the first order, which follows at once.
-        process._unsent += encode(handler.encode() + b"\0" + setup)
-        atexit.register(process.stop)
-        return process
+            return cls(child, channel, ours.pop_all(), log, first)
 
     def __init__(
-        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, log_start: int
+        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, first: bytes
     ) -> None:
         self._child = child
         self._channel = channel
         self._held = held
         self._log = log
-        self._log_start = log_start
+        self._log_start = _bound(log)
         self._server = os.getpid()
-        self._unsent = bytearray()
+        self._unsent = bytearray(first)  # before the first order, which follows at once
         self._is_ready = False
         self._is_stopped = False
         self._answering = threading.RLock()
@@ -116,7 +111,9 @@ class CompilingProcess:
             try:
                 is_error, body = self._exchange(time.monotonic() + timeout_s)
             except TimeoutError:
-                raise self._stop_late(timeout_s) from None
+                self.stop()
+                late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
+                raise (OrderTimedOut(late) if self._is_ready else ProcessNotReady(late)) from None
             except (EOFError, OSError, ValueError) as error:
                 raise self._stop_dead() from error
         if is_error:
@@ -132,7 +129,6 @@ class CompilingProcess:
                 return
             self._is_stopped = True
             self._end_group()
-            atexit.unregister(self.stop)
         # A thread in `answer` sees that the child is gone, and leaves. Its files must stay open until then.
         if self._answering.acquire(timeout=_END_S):
             self._held.close()
@@ -183,12 +179,6 @@ class CompilingProcess:
             except TimeoutError:
                 if not self.is_alive:
                     raise EOFError("the process has ended") from None
-
-    def _stop_late(self, timeout_s: float) -> ProcessNotReady | OrderTimedOut:
-        self.stop()
-        if not self._is_ready:
-            return ProcessNotReady(f"The compiling process was not ready after {timeout_s:g} s. See {self._log}.")
-        return OrderTimedOut(f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}.")
 
     def _stop_dead(self) -> ProcessDied:
         """Reap a child that ended by itself, kill the processes it left, and say how it ended."""

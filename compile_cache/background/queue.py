@@ -194,9 +194,6 @@ class OrderQueue:
                 if isinstance(started, Failure):
                     raise ProcessNotReady(f"The compiling process cannot be started: {started.reason}")
                 self._process = started
-                # Exit hooks run last in, first out. If the process's own hook ran first, the process would seem to have
-                # died.
-                atexit.unregister(self.close)
                 atexit.register(self.close)
                 log.info("background.started pid=%d", self._process.pid)
             return self._process

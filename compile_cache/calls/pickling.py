@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.spec import COMPILED_CALL
 from compile_cache.calls.storages import Handle, forget_freed, share
 from compile_cache.calls.tensors import (
     TensorDescriber,
@@ -159,8 +158,8 @@ class Reductions:
         if isinstance(value, torch.Tensor):
             return self.tensors.reduce(value)
         if isinstance(value, nn.Module):
-            return _without_compiled(value)
-        if isinstance(value, type | types.FunctionType):
+            _check_module(value)
+        elif isinstance(value, type | types.FunctionType):
             _check_importable(value)
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
@@ -194,22 +193,15 @@ class CallUnpickler(pickle.Unpickler):
         return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
 
 
-def _without_compiled(module: nn.Module) -> Any:
-    """The module's own reduction, without its compiled call, which a custom `__getstate__` may include.
+def _check_module(value: nn.Module) -> None:
+    """Check that torch pickles a module. It gives a parametrized one a class of its own.
 
     Raises:
-        NotHandedOver: the module is parametrized; torch gives it a class of its own and refuses to pickle it.
+        NotHandedOver: it does not.
     """
-    if "parametrizations" in module._modules:
-        name = f"a {type(module).__name__} cannot be handed over"
+    if "parametrizations" in value._modules:
+        name = f"a {type(value).__name__} cannot be handed over"
         raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
-    if COMPILED_CALL not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
-        return NotImplemented
-    reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    state = {name: value for name, value in reduced[2].items() if name != COMPILED_CALL}
-    return (*reduced[:2], state, *reduced[3:])
 
 
 def _check_importable(value: type | types.FunctionType) -> None:
