@@ -54,7 +54,7 @@ def work_and_stop(folder: Path) -> NoReturn:
 def serve(folder: Path, mode: str) -> None:
     if mode == "restless":
         work_and_stop(folder)
-    process = work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
+    work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
     fork = 0
     if mode == "fork":  # it keeps open what this process has open
         fork = os.fork()
