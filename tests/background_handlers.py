@@ -52,7 +52,7 @@ def make_library(setup: bytes) -> Callable[[bytes], bytes]:
         library = Path(folder, pickle.loads(order)[0].decode() + ".so")
         library.with_suffix(".begun").touch()
         if not library.exists():
-            subprocess.run(["g++", "-shared", "-o", library, os.environ["BACKGROUND_SOURCE"]], check=True)
+            subprocess.run(["gcc", "-shared", "-o", library, os.environ["BACKGROUND_SOURCE"]], check=True)
         files = (library.name,)
         return pickle.dumps(SimpleNamespace(path=library.name, files=files, reason="", is_precompiled=False))
 

@@ -11,16 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from compile_cache.background.child_main import encode, read_message
 from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
 
 log = logging.getLogger("compile_cache")
-_Result = TypeVar("_Result")
 
 # This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
@@ -33,7 +31,6 @@ main()
 _LOOK_S = 0.5
 # A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
 _END_S = 5.0
-_SENT_AT_ONCE_BYTES = 1 << 20
 _LOG_LIMIT_BYTES = 8 << 20
 _LOG_TAIL_BYTES = 16 << 10
 _LONGEST_LINE = 300
@@ -77,7 +74,7 @@ class CompilingProcess:
         self._log = log
         self._log_start = _bound(log)
         self._server = os.getpid()
-        self._unsent = bytearray(first)  # before the first order, which follows at once
+        self._unsent = first  # sent with the first order, which follows at once
         self._is_ready = False
         self._is_stopped = False
         self._answering = threading.RLock()
@@ -107,9 +104,8 @@ class CompilingProcess:
         with self._answering:
             if self._is_ready:
                 self._log_start = _bound(self._log)
-            self._unsent += encode(order)
             try:
-                is_error, body = self._exchange(time.monotonic() + timeout_s)
+                is_error, body = self._exchange(order, time.monotonic() + timeout_s)
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
@@ -146,11 +142,12 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _exchange(self, deadline: float) -> tuple[bool, bytes]:
-        """The next answer, and whether it is an error. Raises `TimeoutError` at the deadline; `EOFError` or an
+    def _exchange(self, order: bytes, deadline: float) -> tuple[bool, bytes]:
+        """Whether the answer is an error, and the answer. Raises `TimeoutError` at the deadline; `EOFError` or an
         `OSError` when the child is gone."""
-        while self._unsent:
-            self._patiently(self._send, deadline)
+        self._channel.settimeout(max(0.0, deadline - time.monotonic()))
+        self._channel.sendall(self._unsent + encode(order), socket.MSG_NOSIGNAL)
+        self._unsent = b""
         if not self._is_ready:
             is_error, body = self._read(deadline)
             if is_error:
@@ -160,25 +157,19 @@ class CompilingProcess:
             self._is_ready = True
         return self._read(deadline)
 
-    def _send(self) -> None:
-        sent = self._channel.send(self._unsent[:_SENT_AT_ONCE_BYTES], socket.MSG_NOSIGNAL)
-        del self._unsent[:sent]
-
     def _read(self, deadline: float) -> tuple[bool, bytes]:
-        return read_message(lambda most: self._patiently(lambda: self._channel.recv(most), deadline))
+        return read_message(lambda most: self._receive(most, deadline))
 
-    def _patiently(self, step: Callable[[], _Result], deadline: float) -> _Result:
-        """The result of `step`, which waits on the channel. It is repeated until the deadline or the child's end."""
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise TimeoutError
+    def _receive(self, most: int, deadline: float) -> bytes:
+        """Up to `most` bytes, once there are some before the deadline or the child's end."""
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self._channel.settimeout(min(_LOOK_S, remaining_s))
             try:
-                return step()
+                return self._channel.recv(most)
             except TimeoutError:
                 if not self.is_alive:
                     raise EOFError("the process has ended") from None
+        raise TimeoutError
 
     def _stop_dead(self) -> ProcessDied:
         """Reap a child that ended by itself, kill the processes it left, and say how it ended."""

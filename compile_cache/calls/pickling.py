@@ -121,9 +121,9 @@ def pickled(
     return file, pickler
 
 
-class Reductions:
-    """Reduces the objects that pickle would refuse, or would copy although they belong to this process, or although
-    the model may ask which object they are."""
+class CallPickler(pickle.Pickler):
+    """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
+    although the model may ask which object they are. `begin` comes first."""
 
     def begin(
         self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False
@@ -166,10 +166,6 @@ class Reductions:
         elif name := self.name(value):
             return find, (name,)
         return NotImplemented
-
-
-class CallPickler(Reductions, pickle.Pickler):
-    """Pickles a call. `begin` comes first."""
 
 
 _Kind = TypeVar("_Kind", bound=CallPickler)

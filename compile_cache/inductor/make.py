@@ -60,7 +60,7 @@ def is_beyond_limit(error: BaseException) -> bool:
     return _is_dynamos(error, _LIMIT_ERRORS)
 
 
-def _is_dynamos(error: Exception, names: tuple[str, ...]) -> bool:
+def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:
     """Whether this is one of the named errors of Dynamo, which this torch may not have."""
     return any(isinstance(error, getattr(torch._dynamo.exc, name, ())) for name in names)
 

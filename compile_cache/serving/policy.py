@@ -406,7 +406,7 @@ class Source:
         order = orders.pack(name, (module, args, kwargs), case.spec.open, self._rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
-        order.answer.add_done_callback(functools.partial(context.run, self._receive, case, name))
+        order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))
         return functools.partial(orders.submit, order)
 
     def order(self, case: Case, order: Callable[[], None] | Failure) -> None:
