@@ -17,8 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import compile_cache
-
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:
     """The handler of orders that `order` writes. `setup` comes back with each answer to `describe`."""
@@ -79,14 +77,6 @@ def make_once(setup: bytes) -> Callable[[bytes], bytes]:
     return make_pickled(b"")
 
 
-def make_of_place(setup: bytes) -> Callable[[bytes], bytes]:
-    """As `make`, with the setup of a real compiling process."""
-    settings, path = pickle.loads(setup)
-    assert type(settings).__name__ == "Settings"
-    assert os.path.isdir(path)
-    return make(b"")
-
-
 def _describe(setup: bytes) -> bytes:
     described = {
         "setup": setup.decode(),
@@ -96,7 +86,6 @@ def _describe(setup: bytes) -> bytes:
         "path": sys.path,
         "arguments": sys.argv[1:],
         "cwd": os.getcwd(),
-        "library": compile_cache.__file__,
         "environ": dict(os.environ),
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
         "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],

@@ -105,7 +105,7 @@ class CompilingProcess:
             if self._is_ready:
                 self._log_start = _bound(self._log)
             try:
-                is_error, body = self._exchange(order, time.monotonic() + timeout_s)
+                is_error, body = self._exchange(order, timeout_s)
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
@@ -142,10 +142,11 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _exchange(self, order: bytes, deadline: float) -> tuple[bool, bytes]:
-        """Whether the answer is an error, and the answer. Raises `TimeoutError` at the deadline; `EOFError` or an
+    def _exchange(self, order: bytes, timeout_s: float) -> tuple[bool, bytes]:
+        """Whether the answer is an error, and the answer. Raises `TimeoutError` after that time; `EOFError` or an
         `OSError` when the child is gone."""
-        self._channel.settimeout(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + timeout_s
+        self._channel.settimeout(timeout_s)
         self._channel.sendall(self._unsent + encode(order), socket.MSG_NOSIGNAL)
         self._unsent = b""
         if not self._is_ready:
