@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from compile_cache.inductor.toolchain import remember_toolchain
 from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.inductor.tuning import Pace, unread_files
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import scan_folder
+from compile_cache.storage.directory import compilers_folder, scan_folder
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
@@ -46,6 +47,8 @@ class _Maker:
         self._pace = Pace()
         self._pace.apply_to_inductor()
         self._path = Path(path)
+        # A killed compiler leaves its temporary files. The next boot empties this folder.
+        os.environ["TMPDIR"] = str(compilers_folder(self._path))
         remember_toolchain(self._path)
         self._settings = settings
         self._told = set(scan_folder(self._path))
