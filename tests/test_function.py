@@ -17,9 +17,21 @@ import torch
 import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from boots import run_boot, settings
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import (
+    activated,
+    artifacts,
+    boot,
+    build,
+    copied,
+    eager,
+    find,
+    loaded,
+    look_up,
+    only_report,
+    tensor,
+    warm_up,
+)
 from torch import nn
-from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
@@ -94,16 +106,6 @@ def test_next_boot_is_precompiled_and_traces_nothing(directory):
     assert (report.graphs, report.loaded, report.made, report.precompile_s) == (0, 1, 0, 0.0)
     assert report.relative_error <= report.tolerance
     close(output, eager(build(Block), tensor()))
-
-
-def test_a_load_makes_no_stack_traces_and_no_copy_of_the_function(directory, monkeypatch):
-    made = []
-    stacks = SimpleNamespace(extract_stack=lambda: made.append("stack trace") or [])
-    monkeypatch.setattr("torch._subclasses.fake_tensor.traceback", stacks)
-    monkeypatch.setattr(BundledAOTAutogradResult, "__reduce_ex__", lambda self, protocol: made.append("copy"))
-    block = build(Block)
-    warm_up(compiler := boot(directory, block), lambda: block(tensor()))
-    assert (only_report(compiler).step, made) == ("precompiled", [])
 
 
 def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(made, monkeypatch):
@@ -589,7 +591,7 @@ def test_gradients_are_recorded_as_in_eager(directory):
 
 def test_call_that_records_gradients_is_told_what_to_do(made):
     with torch.enable_grad():
-        reason = loaded(made).find(build(Block), (torch.ones(4, blocks.SIZE),), {})
+        reason = look_up(loaded(made), build(Block), torch.ones(4, blocks.SIZE))
     assert "torch.inference_mode()" in reason
 
 

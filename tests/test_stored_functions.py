@@ -15,8 +15,22 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import (
+    activated,
+    artifacts,
+    boot,
+    build,
+    copied,
+    eager,
+    find,
+    loaded,
+    look_up,
+    only_report,
+    tensor,
+    warm_up,
+)
 
+from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor import function as precompiled
 from compile_cache.inductor import stored_functions as stored_artifacts
@@ -228,7 +242,7 @@ def test_artifact_of_another_version_is_not_served(made, monkeypatch, package):
 )
 def test_artifact_of_other_settings_is_not_served(made, settings):
     with torch.inference_mode():
-        assert isinstance(loaded(made, settings).find(build(Block), (tensor(),), {}), str)
+        assert isinstance(look_up(loaded(made, settings), build(Block), tensor()), str)
 
 
 def test_artifact_of_another_inductor_option_is_not_served(made):
@@ -322,7 +336,7 @@ def prefetched(directory) -> Artifacts:
 def test_artifact_that_was_loaded_ahead_serves(made):
     ahead, block = prefetched(made), build(Block)
     with torch.inference_mode():
-        found = ahead.find(block, (tensor(),), {})
+        found = look_up(ahead, block, tensor())
         close(found(block, (tensor(),), {}), eager(build(Block), tensor()))
 
 
@@ -331,7 +345,7 @@ def test_what_is_replaced_after_an_artifact_was_loaded_ahead_is_noticed(made, mo
     ahead, block = prefetched(made), build(Block)
     monkeypatch.setattr(blocks, name, blocks.combine_otherwise if name == "combine" else 7.0)
     with torch.inference_mode():
-        assert isinstance(ahead.find(block, (tensor(),), {}), str)
+        assert isinstance(look_up(ahead, block, tensor()), str)
 
 
 def test_artifact_of_other_weights_serves(made):
@@ -356,10 +370,10 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
         for number in range(8):
             artifacts = Artifacts(Settings(), directory.path)
             path = artifacts.write_cached(*call, 1.5, f"reason {number}")
-            if record := artifacts.cached(*call):
+            if record := artifacts.cached(CallSpec.of(*call), *call):
                 found.append((record.path == path, record.reason))
                 artifacts.reject(path, "a stored graph was not found")
-                assert artifacts.cached(*call) is None
+                assert artifacts.cached(CallSpec.of(*call), *call) is None
         with pytest.raises(ArtifactError, match="others in each boot"):
             artifacts.write_cached(*call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]

@@ -25,8 +25,8 @@ from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
 from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
 from compile_cache.inductor.stored_functions import Artifacts
+from compile_cache.inductor.switches import configure_torch
 from compile_cache.inductor.toolchain import remember_toolchain
-from compile_cache.inductor.torch_settings import configure_torch
 from compile_cache.inductor.tuning import Pace, unread_files
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import compilers_folder, scan_folder

@@ -12,7 +12,13 @@ from typing import Any
 _precompiled: Counter[str] = Counter()
 # torch notes the time of each such step under a name with one of these endings. Its counters of measurements do not
 # serve: a lookup that finds a graph adds those of the graph's own compile, in another process.
-_MEASUREMENTS = ("benchmark_all_configs", "coordinate_descent_tuning", "_autotune", "_autotuning", "benchmark_fused_nodes")
+_MEASUREMENTS = (
+    "benchmark_all_configs",
+    "coordinate_descent_tuning",
+    "_autotune",
+    "_autotuning",
+    "benchmark_fused_nodes",
+)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -226,13 +227,9 @@ class Record:
             ArtifactError: `record` is invalid.
         """
         try:
-            guards = [RecordedGuard(**guard) for guard in record["guards"]]
-            sources, environ, host = (dict(record[name]) for name in ("sources", "environ", "host"))
-            modules, names = ([str(name) for name in record[field]] for field in ("modules", "globals"))
-            keys = str(record["torch_key"]), str(record["triton_key"])
-            return cls(sources, str(record["salt"]), environ, guards, modules, names, *keys, host)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ArtifactError(f"its record cannot be read: {error!r}") from error
+            return msgspec.convert(record, cls)
+        except msgspec.ValidationError as error:
+            raise ArtifactError(f"its record cannot be read: {error}") from error
 
     @property
     def is_imported(self) -> bool:

@@ -24,10 +24,10 @@ import torch._dynamo
 import torch._dynamo.utils
 from torch import nn
 
-from compile_cache.calls.spec import call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
-from compile_cache.inductor.torch_settings import configure_torch
+from compile_cache.inductor.switches import configure_torch
 
 if TYPE_CHECKING:
     from compile_cache.inductor.function import Precompiled
@@ -229,7 +229,7 @@ def _graphs_made(
     """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
     stores not every graph."""
     why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(*copies())):
+    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), *copies())):
         return Made(traced, record.path, reason=reason)
     try:
         if not serves:
@@ -285,7 +285,8 @@ def _dynamo_s() -> float:
 
 @contextlib.contextmanager
 def out_of_stored_files() -> Iterator[None]:
-    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
+    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing. torch has no
+    option for it: it looks a graph up and compiles it in one function.
 
     Raises:
         GraphNotStored: one is missing.

@@ -1,9 +1,10 @@
 """Remembers which vector instructions code may use, so that a warm boot on a CPU compiles and starts no test of them.
 
-Before torch loads C++ code, it compiles a test for each set of vector instructions, and loads it in a Python of its own:
-two seconds each. The answers are files of the cache directory like all others: `toolchain/<question>.json`. torch has
-an option for some of the sets only (`cpp.vec_isa_ok`), so its function is wrapped. torch 2.15 keeps a mark of its own,
-but only looks whether it exists, and a seeded version publishes the files that it has read.
+Before torch loads C++ code, it compiles a test for each set of vector instructions, and loads it in a Python of its
+own: two seconds each. The answers are files of the cache directory like all others: `toolchain/<question>.json`.
+
+torch's function is wrapped, because its option `cpp.vec_isa_ok` answers for some of the sets only. torch 2.15 keeps a
+mark of its own, but only looks whether it exists, and a seeded version publishes the files that it has read.
 
 torch also asks the compiler its version, which takes milliseconds.
 

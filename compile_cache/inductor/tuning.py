@@ -265,5 +265,5 @@ class Pace:
         benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
         if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
             benchmarking.set_gpu_benchmark_lock_context(self.measurement)
-        else:
+        else:  # torch 2.11 has no hook
             benchmarking.benchmarker.benchmark_gpu = self.measurement()(benchmarking.benchmarker.benchmark_gpu)

@@ -31,6 +31,7 @@ from compile_cache.storage.directory import CacheDirectory
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
+    from compile_cache.calls.spec import CallSpec
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.stored_functions import Artifacts
@@ -100,8 +101,8 @@ class Compiler:
             if self._is_open:
                 return
             self._is_open = True
+            from compile_cache.inductor.switches import configure_torch, is_switched_off
             from compile_cache.inductor.toolchain import remember_toolchain
-            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -128,12 +129,14 @@ class Compiler:
         self._configure()  # the call may have been ordered before torch's compiler was imported
         return self.artifacts.arrive(path)
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
+    def find(
+        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
             return ""
         self._configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, module, args, kwargs)
+        found = attempt(self.artifacts.find, spec, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
     def is_proved(self, path: str) -> bool:
@@ -213,7 +216,7 @@ class Compiler:
     def _configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.inductor.torch_settings import configure_torch
+            from compile_cache.inductor.switches import configure_torch
 
             configure_torch()
 

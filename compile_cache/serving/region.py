@@ -242,7 +242,7 @@ class Region:
     def _serve_new(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Serve a call of a case that this thread has claimed: by code of an earlier boot, else as the policy says."""
         compiler = self._compiler
-        artifacts, found = compiler.artifacts, compiler.find(module, args, kwargs)
+        artifacts, found = compiler.artifacts, compiler.find(case.spec, module, args, kwargs)
         if not isinstance(found, str):
             return self._serve_found(case, found, module, args, kwargs)
         policy = compiler.policy()
@@ -251,7 +251,9 @@ class Region:
             if found and self.report.settled == "cached":
                 self.report.explain(f"not precompiled: {found}")
             return answer
-        record = artifacts.cached(module, args, kwargs) if artifacts is not None and compiler.is_warming_up else None
+        record = None
+        if artifacts is not None and compiler.is_warming_up:
+            record = artifacts.cached(case.spec, module, args, kwargs)
         if record is not None and compiler.may_trace(record.seconds):
             log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
             return self._compare(case, module, args, kwargs, functools.partial(self._traced, record))
