@@ -62,14 +62,16 @@ _left_out = CompileCounts()
 
 def read_counts() -> CompileCounts:
     """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
-    return _torch_counts().since(_left_out)
+    counts = _torch_counts().since(_left_out)
+    counts.precompiled_loaded, counts.precompiled_made = _precompiled["loaded"], _precompiled["made"]
+    return counts
 
 
 def _torch_counts() -> CompileCounts:
-    counters = _of_torch("counters")
+    counters: Mapping[str, Mapping[str, Any]] = _of_torch("counters") or {}
     # One step copies the counters, because another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
-    timed = dict(_of_torch("compilation_time_metrics"))
+    timed = dict(_of_torch("compilation_time_metrics") or {})
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
@@ -79,19 +81,17 @@ def _torch_counts() -> CompileCounts:
         aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
         benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
-        precompiled_loaded=_precompiled["loaded"],
-        precompiled_made=_precompiled["made"],
     )
 
 
 def are_counted() -> bool:
     """Whether torch has the counters that this module reads."""
-    return bool(_of_torch("counters"))
+    return _of_torch("counters") is not None
 
 
-def _of_torch(name: str) -> Mapping[str, Any]:
-    """What torch counts under this name; nothing if this process has not imported torch's compiler."""
-    return getattr(sys.modules.get("torch._dynamo.utils"), name, {})
+def _of_torch(name: str) -> Any:
+    """What torch counts under this name; None if this process has not imported torch's compiler."""
+    return getattr(sys.modules.get("torch._dynamo.utils"), name, None)
 
 
 @contextlib.contextmanager
