@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
@@ -62,7 +63,12 @@ def only_report(compiler: Regions) -> RegionReport:
 def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
     """What a next boot finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
-        return loaded(directory).find(module, args, kwargs)
+        return look_up(loaded(directory), module, *args, **kwargs)
+
+
+def look_up(artifacts: Artifacts, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
+    """What these artifacts have for a call."""
+    return artifacts.find(CallSpec.of(module, args, kwargs), module, args, kwargs)
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
