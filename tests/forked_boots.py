@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+import second_processes
 import torch._inductor.compile_fx
 
 
@@ -43,4 +44,6 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     request = requested_boot()
     become(request)
+    second_processes.fork_parent()
+    importlib.import_module("compile_cache.background.child")._spawn = second_processes.fork
     importlib.import_module(request["program"]).main()
