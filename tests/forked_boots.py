@@ -31,9 +31,11 @@ def requested_boot() -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take the environment, the arguments and the output files of `request`."""
+    """Take the environment, the folder, the arguments and the output files of `request`."""
     os.environ.clear()
     os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    sys.path[:] = [request["folder"], *request["path"]]
     sys.argv[1:] = request["arguments"]
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

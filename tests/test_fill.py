@@ -96,7 +96,7 @@ def fill(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
     environ |= {"COMPILE_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
     if forked:
-        return run_boot(environ, str(project), *arguments, program="fill_project")
+        return run_boot(environ, "fill", *arguments, program="compile_cache.cli", folder=project)
     return subprocess.run(
         [*COMMAND, "fill", *arguments], cwd=project, env=environ, capture_output=True, text=True, timeout=500
     )
