@@ -112,10 +112,12 @@ def pytest_configure(config: pytest.Config) -> None:
     with replacing(wrapper) as file:
         os.fchmod(file.fileno(), 0o755)
         # Only what has an output: Inductor asks for the version in each process, and a Python takes longer to answer.
-        file.write(f"""#!/bin/sh
+        file.write(
+            f"""#!/bin/sh
 case "$*" in *" -o "*) exec {once} "$@" ;; esac
 exec {shlex.quote(compiler)} "$@"
-""".encode())
+""".encode()
+        )
     os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
 
 

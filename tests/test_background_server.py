@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ class Served:
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
-        return sum(self.answers, [])
+        return [prediction for predictions in self.answers for prediction in predictions]
 
 
 def metrics(prediction: dict[str, Any]) -> dict[str, Any]:
