@@ -11,9 +11,11 @@ from typing import Any
 
 import blocks
 import pytest
+import second_processes
 import torch
 from torch import nn
 
+from compile_cache.background import child
 from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
@@ -95,6 +97,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, "")
+        patch.setattr(child, "_spawn", second_processes.fork)
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
