@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def _input_class() -> type | None:
+def _input_class() -> Any:
     """The class of what Cog's `Input()` returns, which has no public name; None without Cog."""
     cog: Any = sys.modules.get("cog")
     return type(cog.Input()) if hasattr(cog, "Input") else None
