@@ -11,9 +11,11 @@ from typing import Any
 
 import blocks
 import pytest
+import second_processes
 import torch
 from torch import nn
 
+from compile_cache.background import child
 from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
@@ -95,11 +97,12 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, "")
+        patch.setattr(child, "_spawn", second_processes.fork)
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
             if backlog := _BOOTED.pop().policy.orders():
-                backlog.jobs.close()  # else its thread and its process last until this process ends
+                backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 
 

@@ -96,7 +96,7 @@ def fill(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
     environ |= {"COMPILE_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
     if forked:
-        return run_boot(environ, str(project), *arguments, program="fill_project")
+        return run_boot(environ, "fill", *arguments, program="compile_cache.cli", folder=project)
     return subprocess.run(
         [*COMMAND, "fill", *arguments], cwd=project, env=environ, capture_output=True, text=True, timeout=500
     )
@@ -248,7 +248,7 @@ def test_a_store_that_cannot_be_written_is_a_problem(tmp_path, incomplete):
 
 def test_a_model_that_the_predictor_does_not_read_is_a_problem(tmp_path):
     project = small_project(tmp_path, "class Predictor:\n    def setup(self):\n        pass\n")
-    done = fill(tmp_path, "--json", project=project, forked=False)
+    done = fill(tmp_path, "--json", project=project)
     assert done.returncode == 1
     assert [problem["what"] for problem in json.loads(done.stdout)["problems"]] == ["boot"]
 
@@ -257,7 +257,7 @@ def test_a_setup_that_fails_ends_the_command_with_its_traceback_and_a_line(tmp_p
     project = small_project(
         tmp_path, "class Predictor:\n    def setup(self):\n        raise ValueError('my mistake')\n"
     )
-    done = fill(tmp_path, project=project, forked=False)
+    done = fill(tmp_path, project=project)
     assert done.returncode == 1
     assert "in setup" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: predict.py:Predictor could not be set up")
@@ -271,7 +271,7 @@ def test_a_setup_that_fails_ends_the_command_with_its_traceback_and_a_line(tmp_p
     ],
 )
 def test_a_fill_that_could_not_fill_anything_does_not_begin(tmp_path, variables, said):
-    done = fill(tmp_path, project=small_project(tmp_path, "raise SystemError"), forked=False, **variables)
+    done = fill(tmp_path, project=small_project(tmp_path, "raise SystemError"), **variables)
     assert done.returncode == 1
     assert said in done.stderr
     assert "SystemError" not in done.stderr

@@ -1,4 +1,4 @@
-"""Tells which Triton kernels a warm boot reads, and paces measurements. The only adapter to Inductor's autotuner.
+"""Tells which Triton kernels a warm boot reads, and surrounds measurements. The only adapter to Inductor's autotuner.
 
 Autotuning compiles every candidate and uses one. Each candidate is stored twice, with all its intermediate code: as
 files of Triton's cache, and inside the FX-graph entries (Inductor's bundle). A warm boot needs only a part:
@@ -19,20 +19,13 @@ import functools
 import importlib
 import logging
 import sys
-import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 log = logging.getLogger("compile_cache")
-
-# The length of a pause, in lengths of the measurement before it.
-_PAUSE = 2.0
-# All pauses of one order: its time is limited (`_JOB_TIMEOUT_S` in background/orders.py).
-_MOST_S = 60.0
 
 _BINARIES = (".cubin", ".hsaco")
 # Folders of Triton's cache whose binaries this process put into FX-graph entries. A lookup asks for all of them.
@@ -232,38 +225,11 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
     return _load_cached_autotuning(dict(record), str(record.get("configs_hash")), configs, autotuner.inductor_meta)
 
 
-class Pace:
-    """Pauses after measurements on the GPU, so that predictions get most of it, in one order after another.
-
-    A GPU shares its time equally among processes, whatever their priority. While this process measures the candidates
-    for a kernel, predictions have half of the GPU.
-    """
-
-    def __init__(self) -> None:
-        self._measuring = threading.Lock()
-        self._left_s = _MOST_S
-
-    def begin_order(self) -> None:
-        """Let the pauses take a minute again."""
-        self._left_s = _MOST_S
-
-    @contextlib.contextmanager
-    def measurement(self) -> Iterator[None]:
-        """A measurement, and then a pause. A measurement inside another has no pause of its own."""
-        if self._measuring.locked():
-            yield
-            return
-        with self._measuring:
-            started = time.monotonic()
-            yield
-            pause_s = min(_PAUSE * (time.monotonic() - started), self._left_s)
-        self._left_s -= pause_s
-        time.sleep(pause_s)
-
-    def apply_to_inductor(self) -> None:
-        """Pause after each of Inductor's measurements on the GPU, from now on, in this process."""
-        benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
-        if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
-            benchmarking.set_gpu_benchmark_lock_context(self.measurement)
-        else:  # torch 2.11 has no hook
-            benchmarking.benchmarker.benchmark_gpu = self.measurement()(benchmarking.benchmarker.benchmark_gpu)
+def surround_measurements(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """From now on, let each of Inductor's measurements on the GPU in this process run in such a context."""
+    benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
+    if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
+        benchmarking.set_gpu_benchmark_lock_context(context)
+    else:  # torch 2.11 has no hook
+        decorate: Any = context()
+        benchmarking.benchmarker.benchmark_gpu = decorate(benchmarking.benchmarker.benchmark_gpu)
