@@ -126,8 +126,10 @@ class Artifacts:
             ArtifactError: the artifact is damaged, or does not belong here.
             OSError: the artifact cannot be read.
         """
-        function = self._functions.get(path) or self._ahead.pop(path, None) or _load(path, *self._read(path))
-        if difference := function.outdated():  # it may have been loaded long ago
+        if known := self._functions.get(path):
+            return known
+        function = self._ahead.pop(path, None) or _load(path, *self._read(path))
+        if difference := function.outdated():  # one that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
         return self._functions.setdefault(path, function)  # another thread may have been first
 
