@@ -473,13 +473,13 @@ def many() -> dict[str, Any]:
 
 def unrepeated() -> dict[str, Any]:
     """A server whose requests never repeat the warm-up's call, for longer than its code waits to be compared."""
-    from compile_cache.serving import compiler
+    from compile_cache.serving import regions
 
-    compiler._UNPROVED_S = 2.0
+    regions._UNPROVED_S = 2.0
     boot, (pair,) = begun("Wide")
     assert boot.wait_compiled(PATIENCE_S)
     pair.call(boot, rows=5)
-    time.sleep(compiler._UNPROVED_S)
+    time.sleep(regions._UNPROVED_S)
     return {"published": boot.wait_published(PATIENCE_S), **pair.told}
 
 
