@@ -185,7 +185,7 @@ _Result = TypeVar("_Result")
 class Failure:
     """The error that a step raised."""
 
-    error: Exception
+    error: BaseException
 
     @property
     def reason(self) -> str:

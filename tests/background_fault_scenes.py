@@ -41,7 +41,7 @@ def faulty() -> dict[str, Any]:
     jobs._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._compiler._orders.jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._regions.policy._orders.jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)
@@ -171,7 +171,7 @@ def not_started() -> dict[str, Any]:
         cache = Path(boot.report.cache_dir)
         cache.with_name("a").touch()
     assert boot.wait_compiled(PATIENCE_S)
-    told = {"regions": told_of(boot, model, (Wide,)), "unproved": sorted(boot._compiler.withheld)}
+    told = {"regions": told_of(boot, model, (Wide,)), "unproved": sorted(boot._regions.withheld)}
     served_alone(boot, model, Wide)
     return told | {"report": report(boot)}
 
@@ -185,7 +185,7 @@ def arriving() -> dict[str, Any]:
 
     def look_and_take(self: Workshop, paths: Any) -> None:
         path = next(path for path in paths if path.endswith(".aot"))
-        withheld["before_its_file"] = path in boot._compiler.withheld
+        withheld["before_its_file"] = path in boot._regions.withheld
         take(self, paths)
 
     Workshop.take = look_and_take
@@ -194,8 +194,8 @@ def arriving() -> dict[str, Any]:
 
         model = begun(boot, (Wide,))
     assert boot.wait_compiled(PATIENCE_S)
-    (path,) = boot._compiler._orders.arrived_s
-    withheld["before_its_call"] = path in boot._compiler.withheld
+    (path,) = boot._regions.policy._orders.arrived_s
+    withheld["before_its_call"] = path in boot._regions.withheld
     served_alone(boot, model, Wide)
-    withheld["after_its_call"] = path in boot._compiler.withheld
+    withheld["after_its_call"] = path in boot._regions.withheld
     return {"withheld": withheld}

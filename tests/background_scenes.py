@@ -183,7 +183,7 @@ def kinds() -> dict[str, Any]:
         made, _ = served(boot, calls[name])
         told["order"].append([name, made["served"]["Wide"]])
         assert boot.wait_compiled(PATIENCE_S)
-    region = boot._compiler.regions[Wide]
+    region = boot._regions.by_class[Wide]
     told["kept"] = len({case.spec for case in region.kinds})
     for number in range(6):
         with torch.inference_mode():
@@ -240,7 +240,7 @@ def late() -> dict[str, Any]:
 
         def call() -> None:
             predict(model, 4, Wide)
-            boot._compiler.hurry(time.monotonic())
+            boot._regions.hurry(time.monotonic())
             predict(model, 4, Other)
 
         boot.warm_up(call)

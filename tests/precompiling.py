@@ -17,13 +17,13 @@ from torch import nn
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving.compiler import Compiler
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 # The boots of an `activated` context, which ends with it.
-_BOOTED: list[Compiler] = []
+_BOOTED: list[Regions] = []
 
 
 def build(module_class: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
@@ -38,24 +38,24 @@ def tensor(*shape: int, seed: int = 1) -> torch.Tensor:
         return torch.randn(*(shape or (4, blocks.SIZE)), generator=torch.Generator().manual_seed(seed))
 
 
-def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Compiler:
+def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Regions:
     """A boot's compiler, as in a new process, whose regions are `modules`."""
     torch._dynamo.reset()
-    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
+    compiler = Regions(resolve_cold_start(settings or Settings()), directory)
     _BOOTED.append(compiler)
     for module in modules:
         compiler.compile(module)
     return compiler
 
 
-def warm_up(compiler: Compiler, call: Callable[[], Any]) -> Any:
+def warm_up(compiler: Regions, call: Callable[[], Any]) -> Any:
     """The answer to a call in the warm-up."""
     with torch.inference_mode(), compiler.watching():
         return call()
 
 
-def only_report(compiler: Compiler) -> RegionReport:
-    (region,) = compiler.regions.values()
+def only_report(compiler: Regions) -> RegionReport:
+    (region,) = compiler.by_class.values()
     return region.report
 
 
@@ -67,10 +67,10 @@ def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
-    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
-    assert compiler.artifacts is not None
+    compiler = Regions(resolve_cold_start(settings or Settings()), directory)
+    assert compiler.policy.artifacts is not None
     with compiler.watching():  # which takes note of torch's options
-        return compiler.artifacts
+        return compiler.policy.artifacts
 
 
 def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if backlog := _BOOTED.pop().orders():
+            if backlog := _BOOTED.pop().policy.orders():
                 backlog.jobs.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 

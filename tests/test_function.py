@@ -52,7 +52,7 @@ def made(tmp_path_factory):
             module = build(module_class)
             compiler.compile(module)
             warm_up(compiler, lambda module=module: module(tensor()))
-        steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.regions.values()}
+        steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
         assert steps == {
             "Block": ("cold", 1),
             "Layer": ("cold", 2),

@@ -58,7 +58,7 @@ _looking_up = threading.RLock()
 _HEAD_START_CYCLES = 10_000_000
 
 
-def is_beyond_limit(error: Exception) -> bool:
+def is_beyond_limit(error: BaseException) -> bool:
     """Whether torch refuses a graph because the function has too many."""
     return isinstance(error, _LIMIT_ERRORS)
 
@@ -148,13 +148,12 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph or graphs of `torch.compile` for some calls. A comparison may add some: it may compile them, if
-    `may_compile`, or take them out of stored files, if `may_trace`."""
+    """The graph or graphs of `torch.compile` for some calls. `tracing` gives the context in which a comparison may add
+    some: compile them, or take them out of stored files. It gives None if a comparison may add none."""
 
     graphs: Graphs
     is_whole: bool
-    may_compile: Callable[[], bool]
-    may_trace: Callable[[], bool]
+    tracing: Callable[[], contextlib.AbstractContextManager[None] | None]
     step: str = "compiled"
     path: str = ""
 
@@ -172,9 +171,9 @@ class Graph:
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
-        if not (self.may_compile() or self.may_trace()):
+        if (tracing := self.tracing()) is None:
             return self(module, args, kwargs)
-        with contextlib.nullcontext() if self.may_compile() else out_of_stored_files():
+        with tracing:
             return self.graphs.run(self.is_whole, module, args, kwargs)
 
 

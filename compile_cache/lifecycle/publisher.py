@@ -30,7 +30,7 @@ from compile_cache.storage.publish import MOST_PACKS, CompileCache
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
-    from compile_cache.serving.compiler import Compiler
+    from compile_cache.serving.regions import Regions
 
 log = logging.getLogger("compile_cache")
 
@@ -52,13 +52,13 @@ class Publisher:
     """
 
     def __init__(
-        self, cache: CompileCache, report: BootReport, settings: Settings, compiler: Compiler | None = None
+        self, cache: CompileCache, report: BootReport, settings: Settings, regions: Regions | None = None
     ) -> None:
         self._cache = cache
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
-        self._compiler = compiler
+        self._regions = regions
         self._creator = _creator()
         self._closing = threading.Event()
         self._marked_on = ""
@@ -94,8 +94,8 @@ class Publisher:
         again."""
         if self._thread.is_alive() and not self._closing.is_set():
             log_to_container()
-            if self._compiler is not None:
-                self._compiler.is_ending = True
+            if self._regions is not None:
+                self._regions.is_ending = True
             self._closing.set()
             self._thread.join(self._settings.exit_budget_s)
             if self._thread.is_alive():
@@ -128,13 +128,13 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        if self._compiler is None:
+        if self._regions is None:
             return self._staged_at != self._now()
-        is_changed = self._staged_at != self._now() or not self._withheld <= set(self._compiler.withheld)
-        return is_changed and not self._compiler.is_compiling
+        is_changed = self._staged_at != self._now() or not self._withheld <= set(self._regions.withheld)
+        return is_changed and not self._regions.is_compiling
 
     def _now(self) -> tuple[CompileCounts, object]:
-        return read_counts(), self._compiler.arrived if self._compiler else self.program_files
+        return read_counts(), self._regions.arrived if self._regions else self.program_files
 
     def _quiet_s(self) -> float:
         """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""
@@ -198,9 +198,9 @@ class Publisher:
 
     def _left_out(self) -> tuple[set[str], set[str]]:
         """The files that must not be published, and those that need not be."""
-        if self._compiler is None:
+        if self._regions is None:
             return set(), set()
-        return set(self._compiler.withheld), set(self._compiler.unread_files())
+        return set(self._regions.withheld), set(self._regions.unread_files())
 
     def _put_staged(self) -> None:
         """Upload the packs that are still missing in the store, most valuable first. Before each, list the store again.
