@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def faulty() -> dict[str, Any]:
     """Regions that fail in the second process, and two that do not."""
-    from compile_cache.background import queue as jobs
+    from compile_cache.background import queue
 
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Other, Wide
@@ -38,10 +38,10 @@ def faulty() -> dict[str, Any]:
         boot.compile(late)
     assert boot.wait_compiled(PATIENCE_S)
     told = {"first": told_of(boot, model, early)}
-    jobs._ATTEMPTS = 1
+    queue._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._regions.policy._orders.jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._regions.policy._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)
@@ -58,9 +58,9 @@ def begun_eager(*classes: type[nn.Module]) -> nn.Module:
 
 def faulty_again(*names: str) -> dict[str, Any]:
     """The next boot, of these blocks."""
-    from compile_cache.background import queue as jobs
+    from compile_cache.background import queue
 
-    jobs._ATTEMPTS = 1
+    queue._ATTEMPTS = 1
     with compile_cache.boot(MODEL) as boot:
         import background_blocks
         import faulty_blocks
@@ -91,11 +91,11 @@ def not_handed_over() -> dict[str, Any]:
 
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
-    from compile_cache.background.orders import Orders
     from compile_cache.lifecycle.preload import Preloading
+    from compile_cache.serving.policy import Policy
 
     places: dict[str, tuple[type, str]] = {
-        "take": (Orders, "_taken"),
+        "take": (Policy, "take"),
         "preload": (Preloading, "_run"),
     }
     begun_work = calls_torch_longer(*places[work])

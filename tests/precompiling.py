@@ -93,7 +93,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
         yield directory
         while _BOOTED:
             if backlog := _BOOTED.pop().policy.orders():
-                backlog.jobs.close()  # else its thread and its process last until this process ends
+                backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 
 

@@ -69,7 +69,7 @@ def test_the_server_itself_compiles_nothing(faulty):
 
 
 def test_a_crash_gets_one_more_try(faulty):
-    assert sum("job=Crashing" in line and "attempt=" in line for line in faulty.log.splitlines()) == 2
+    assert sum("call=Crashing" in line and "attempt=" in line for line in faulty.log.splitlines()) == 2
 
 
 def test_the_next_boot_tries_a_faulty_region_again_once(faulty, folder, tmp_path):

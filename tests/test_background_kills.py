@@ -50,7 +50,7 @@ def test_process_ends_with_a_server_that_exits(tmp_path, marked):
     with serve(tmp_path, marked, "exit") as server:
         said = server.stdout.read()
     assert server.returncode == 0
-    assert said == "at work 0\nalive: False\n"
+    assert said == "at work 0\n"
     wait_for(lambda: not marked.pids())
 
 
