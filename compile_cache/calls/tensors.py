@@ -274,7 +274,8 @@ def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:
     for layout in weights:  # each takes this much at most
         room_bytes = layout.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
         rooms[layout.device, layout.dtype].append(room_bytes)
-    return {key: _Buffer(_allocate(*key, min(sum(sizes), max(_WEIGHTS_BYTES, *sizes)))) for key, sizes in rooms.items()}
+    bytes_of = {key: min(sum(sizes), max(_WEIGHTS_BYTES, *sizes)) for key, sizes in rooms.items()}
+    return {(device, dtype): _Buffer(_allocate(device, dtype, size)) for (device, dtype), size in bytes_of.items()}
 
 
 def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffers: dict[Any, _Buffer]) -> MadeStorage:
