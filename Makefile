@@ -12,8 +12,9 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 # The folder where tests find torchao.
 QUANTIZE := $(VENV)/quantize
 
-# An hour as root. `make test` has a small part of it.
-SOAKS := "soak_publish.py --rounds 200" soak_fleet.py restore_link.py \
+# An hour. `make test` has a small part of it.
+SOAKS := "soak_publish.py --rounds 200" \
+  "soak_publish.py --calm --rounds 3 --processes 100 --store s3" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 
@@ -25,7 +26,7 @@ help:
 	@echo "make test        run the whole test suite"
 	@echo "make setup       the environment alone, in .venv"
 	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
-	@echo "make soak        servers and the store under load and faults, in full; needs root and iproute2"
+	@echo "make soak        servers and the store under load and faults, in full"
 	@echo "make lint        ruff"
 	@echo "make types       mypy"
 
@@ -43,6 +44,7 @@ container: $(READY)
 soak: $(READY)
 	@# The property tests, with other examples than in `make test`, and many more.
 	$(BIN)/python -m pytest -n auto -m hypothesis --hypothesis-profile=soak
+	KILLS=500 $(BIN)/python -m pytest tests/test_background_kills.py
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \

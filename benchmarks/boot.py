@@ -6,9 +6,9 @@
 
 Each boot is a fresh process of its checkout's code, with the store and the cache directory of its checkout. An eager
 boot that is not measured comes first, so that all others read the weights from the page cache; then a cold boot of each
-checkout, which fills its store; then rounds of eager and warm boots. Checkouts take turns at being first. --imports
-adds warm boots under Python's `-X importtime`, which only boot. A boot is added to --out as a JSON line when it is
-done. A call goes on where the last one stopped: it skips the boots that --out has. Exits with 1 if a check fails.
+checkout, which fills its store; then rounds of eager and warm boots. Checkouts take turns at being first. A boot is
+added to --out as a JSON line when it is done. A call goes on where the last one stopped: it skips the boots that --out
+has. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import argparse
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from fresh_boot import ROOT, Model, boot_environment, conclude, new_log, run_process
-from one_boot import READY
+from fresh_boot import (
+    ROOT,
+    Model,
+    add_line,
+    add_model_options,
+    boot_environment,
+    conclude,
+    new_log,
+    read_lines,
+    run_process,
+    within,
+)
 from table import markdown, spread
 
 # A boot as JSON: what one_boot.py printed, and which boot of the run it is.
@@ -52,7 +61,6 @@ _COLUMNS = (
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746)
 # Inductor's own modules, which are named by what is in them.
 _MADE = re.compile(r"c[a-z2-7]{50}")
-_IMPORT = re.compile(r"^import time:\s+(\d+) \|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +79,18 @@ class Checkout:
         """
         environ = boot_environment(self.work, kind, self.work / "store", self.root)
         environ |= {"MODEL": str(model.folder), "COMPILE_CACHE_COLD_START": "block", **model.variables}
-        command = [sys.executable, *(["-X", "importtime"] if kind == "imports" else [])]
-        command += [str(ROOT / "benchmarks" / "one_boot.py"), json.dumps({} if kind == "imports" else model.inputs)]
+        command = [sys.executable, str(ROOT / "benchmarks" / "one_boot.py"), json.dumps(model.inputs)]
         command += ["--steps", *map(str, args.steps), "--pairs", str(args.pairs)]
         log = new_log(self.work, kind)
         line = run_process(kind, command + ["--text"] * model.is_text, environ, log, args.timeout)
-        imported = read_imports(log) if kind == "imports" else {}
-        return {"checkout": self.name, "kind": kind, **json.loads(line), **imported}
-
-
-def read_imports(log: Path) -> dict[str, float]:
-    """How many modules `-X importtime` lists until READY, and the sum of their own seconds, on all threads."""
-    lines = log.read_text(errors="replace").partition(READY)[0].splitlines()
-    own_us = [int(found[1]) for line in lines if (found := _IMPORT.match(line))]
-    return {"imports": len(own_us), "imports_s": sum(own_us) / 1e6}
+        return {"checkout": self.name, "kind": kind, **json.loads(line)}
 
 
 def steps(args: Any) -> Iterator[tuple[str, str, int]]:
     """Checkout, kind and round of each boot, in order."""
     names = ["this", *(["other"] if args.against else [])]
     yield from ((name, "cold", 1) for name in names)
-    for number in range(1, max(args.eager, args.warm, args.imports) + 1):
+    for number in range(1, max(args.eager, args.warm) + 1):
         ordered = names if number % 2 else names[::-1]
         if number <= args.eager:
             yield "this", "eager", number
@@ -99,31 +98,22 @@ def steps(args: Any) -> Iterator[tuple[str, str, int]]:
             yield from ((name, "warm", number) for name in ordered)
             if args.cached:
                 yield "this", "cached", number
-        if number <= args.imports:
-            yield from ((name, "imports", number) for name in ordered)
 
 
 def run(model: Model, args: Any, done: list[Boot]) -> None:
     """Boot what is missing, as far as the time allows, and add it to `done`."""
-    begun, longest_s = time.monotonic(), 0.0
     checkouts = {"this": Checkout("this", ROOT, args.store / "this")}
     if args.against:
         checkouts["other"] = Checkout("other", args.against.resolve(), args.store / "other")
     known = {(boot["checkout"], boot["kind"], boot["round"]) for boot in done}
     left = [step for step in steps(args) if step not in known]
-    for name, kind, number in [("this", "eager", 0), *left] if left else []:
-        started = time.monotonic()
-        if started + longest_s > begun + args.limit_s:
-            print(f"no further boot: {args.limit_s:g} s are nearly over", flush=True)
-            return
+    for name, kind, number in within([("this", "eager", 0), *left] if left else [], args.limit_s):
         checkouts[name].work.mkdir(parents=True, exist_ok=True)
         boot = {"model": model.folder.name, "round": number, **checkouts[name].boot(kind, model, args)}
-        longest_s = max(longest_s, time.monotonic() - started)
         print(describe(boot), flush=True)
         if number:
             done.append(boot)
-            with args.out.open("a") as file:
-                file.write(json.dumps(boot) + "\n")
+            add_line(args.out, boot)
 
 
 def describe(boot: Boot) -> str:
@@ -235,17 +225,12 @@ def comparisons(boots: Sequence[Boot]) -> Iterator[str]:
         names = [{name for name in boots[-1]["modules"] if not _MADE.match(name)} for boots in (warm, other)]
         yield f"modules of this warm boot alone: {' '.join(sorted(names[0] - names[1])) or 'none'}"
         yield f"of the other alone: {' '.join(sorted(names[1] - names[0])) or 'none'}"
-    for name in ("this", "other"):
-        if imported := select(boots, name, "imports"):
-            counted, seconds = (spread([boot[key] for boot in imported]) for key in ("imports", "imports_s"))
-            yield f"-X importtime, {name}, until READY: {counted} imports, {seconds} s, n = {len(imported)}"
 
 
 def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
     """Every claim that has a yes or no."""
-    measured = [boot for boot in boots if boot["kind"] != "imports"]
-    warm = [boot for boot in boots if boot["kind"] in ("warm", "imports")]
-    eager, compiled = ([b for b in measured if (b["kind"] == "eager") == is_eager] for is_eager in (True, False))
+    warm = [boot for boot in boots if boot["kind"] == "warm"]
+    eager, compiled = ([b for b in boots if (b["kind"] == "eager") == is_eager] for is_eager in (True, False))
     regions = [[one for one in boot["report"]["regions"] if not one["is_left_eager"]] for boot in compiled]
     errors = [[float(region["relative_error"] or 0) / region["tolerance"] for region in found] for found in regions]
     return {
@@ -266,7 +251,7 @@ def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
         ),
         "eager boots answer alike, and compile nothing": len({boot["sha256"] for boot in eager}) == 1
         and not any(boot["report"]["counts"]["graphs"] for boot in eager),
-        "predictions compile nothing": not any(boot["graphs_after_ready"] for boot in measured),
+        "predictions compile nothing": not any(boot["graphs_after_ready"] for boot in boots),
         "no boot warns": not any(boot["report"]["warnings"] for boot in boots),
     }
 
@@ -274,18 +259,13 @@ def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
 def parse_arguments() -> Any:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given, which a CPU can boot")
-    parser.add_argument("--text", action="store_true", help="it is a language model")
+    add_model_options(parser)
     parser.add_argument("--against", type=Path, help="the other checkout")
-    parser.add_argument("--sizes", default="64x64", help="as 1024x1024,768x1024; all are warmed up, the first is drawn")
     parser.add_argument("--steps", type=int, nargs=2, default=(4, 12), help="a step takes their difference")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of random words")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--pairs", type=int, default=3, help="measurements of a step or a token in each boot")
     parser.add_argument("--warm", type=int, default=5, help="rounds of warm boots")
     parser.add_argument("--eager", type=int, help="rounds that begin with an eager boot; all if not given")
     parser.add_argument("--cached", action="store_true", help="also warm boots without precompiled regions")
-    parser.add_argument("--imports", type=int, default=0, help="warm boots of each checkout under -X importtime")
     parser.add_argument("--store", type=Path, required=True, help="folder of stores, cache directories and logs")
     parser.add_argument("--out", type=Path, help="file of all boots; boots.jsonl in the store's folder if not given")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one boot and its predictions")
@@ -301,8 +281,8 @@ def parse_arguments() -> Any:
 def main() -> None:
     """Boot what is missing, compare all, check."""
     args = parse_arguments()
-    model = Model.of(args, args.sizes)
-    boots = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    model = Model.of(args)
+    boots = read_lines(args.out)
     run(model, args, boots)
     if not boots:
         raise SystemExit("no boot yet")

@@ -15,10 +15,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compile_cache.errors import PackError, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import detect_environment
 from compile_cache.storage.directory import CacheDirectory, logical_key
@@ -27,6 +28,8 @@ from compile_cache.storage.pack.format import PACK_NAME, Pack
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.verify import verify_pack
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})
@@ -170,30 +173,30 @@ def restored_keys(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[
 
 @dataclass(slots=True)
 class Counts:
-    """Requests by method and kind of object, bytes put by kind of object, and failures by their words."""
+    """Requests by method and kind of object, and bytes put by kind of object."""
 
     requests: Counter[str] = field(default_factory=Counter)
     uploaded_bytes: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    last_s: float = field(default_factory=time.time)
-
-    def add(self, other: Counts) -> None:
-        """Count what `other` has counted as well."""
-        self.requests += other.requests
-        self.uploaded_bytes += other.uploaded_bytes
-        self.failures += other.failures
-        self.last_s = max(self.last_s, other.last_s)
 
 
-class WatchedStore:
-    """Another store, every call to which is one context of `watch`."""
+class CountingStore:
+    """Another store, and what was asked of it in `counts`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self.counts = Counts()
+        self._lock = threading.Lock()
 
-    def watch(self, method: str, name: str, content: Path | bytes = b"") -> AbstractContextManager[None]:
-        """What surrounds a call: its method, the object's name or prefix, and what it puts."""
-        raise NotImplementedError
+    @contextmanager
+    def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
+        """What surrounds a call: count the request when it ends; one that failed may have sent its bytes too."""
+        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.counts.requests[f"{method} {kind_of(name)}".strip()] += 1
+                self.counts.uploaded_bytes[kind_of(name)] += size_bytes
 
     @property
     def location(self) -> str:
@@ -221,30 +224,30 @@ class WatchedStore:
             self._store.delete(name)
 
 
-class CountingStore(WatchedStore):
-    """Another store, and what was asked of it in `counts`."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        super().__init__(store)
-        self.counts = Counts()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
-        """Count the request when it ends; one that failed may have sent its bytes too."""
-        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
-        kind = kind_of(name)
+def damaged(store: ObjectStore, packs: Iterable[StoredObject]) -> list[str]:
+    """A line for each pack that does not verify."""
+    found = []
+    for entry in packs:
         try:
-            yield
-        except BaseException as error:
-            with self._lock:
-                self.counts.failures[f"{method} {kind}: {type(error).__name__}"] += 1
-            raise
-        finally:
-            with self._lock:
-                self.counts.requests[f"{method} {kind}".strip()] += 1
-                self.counts.uploaded_bytes[kind] += size_bytes
-                self.counts.last_s = time.time()
+            verify_pack(store, entry.name, entry.size_bytes, Rules())
+        except (PackError, StoreError) as error:
+            found.append(f"{entry.name} does not verify: {error}")
+    return found
+
+
+def check_store(folder: Path, promised: set[tuple[str, str]]) -> list[str]:
+    """A line for each pack that does not verify, and for each file that is gone: its pack's folder and logical key are
+    `promised`, to which those that are there are added."""
+    store, found = LocalStore(folder), set[tuple[str, str]]()
+    packs = [entry for entry in store.list("") if kind_of(entry.name) == "pack"]
+    problems = damaged(store, packs)
+    for entry in packs:
+        with suppress(PackError, StoreError):
+            manifest = verify_pack(store, entry.name, entry.size_bytes, Rules()).manifest
+            found |= {(entry.name.rpartition("/")[0], file.key) for file in manifest.files}
+    problems += [f"{path} was published, and is gone" for _, path in sorted(promised - found)]
+    promised |= found
+    return problems
 
 
 def kind_of(name: str) -> str:

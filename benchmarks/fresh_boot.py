@@ -1,17 +1,23 @@
-"""A boot in a process of its own: its environment, its log, and what is asked of it. Imports no torch."""
+"""A boot in a process of its own: its environment, its log, what is asked of it, and the file of what came of it.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "a handwritten three"
@@ -19,48 +25,53 @@ SEED = 0
 _STEPS = 4
 # Of large language models; the caller's own variables come first.
 _TEXT_SIZES = {"CACHE_TOKENS": "2304", "PROMPT_BUCKETS": "128,2048"}
-_ADDER_PROMPTS = ("123+456=", "12+345=357 67+8=75 " * 3 + "123+456=")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What `Model.of` reads."""
+    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given, which a CPU can boot")
+    parser.add_argument("--text", action="store_true", help="it is a language model")
+    parser.add_argument("--sizes", default="64x64", help="as 1024x1024,768x1024; all are warmed up, the first is drawn")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of random words")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is booted: its folder, the variables that give its sizes, and the inputs of two requests. `new_inputs` are
-    of a size that nothing was warmed up for."""
+    """What is booted: its folder, the variables that give its sizes, and the inputs of a request."""
 
     folder: Path
     is_text: bool
     variables: Mapping[str, str]
     inputs: dict[str, Any]
-    new_inputs: dict[str, Any]
 
     @classmethod
-    def of(cls, args: Any, warm_up: str) -> Model:
-        """From a command line with `model`, `text`, `sizes`, `prompt` and `tokens`; a demo model if it names none."""
+    def of(cls, args: Any) -> Model:
+        """From a command line with `add_model_options`."""
         if args.text:
             return cls.of_text(args.model, args.prompt, args.tokens)
-        return cls.of_pictures(args.model, args.sizes, warm_up)
+        return cls.of_pictures(args.model, args.sizes)
 
     @classmethod
-    def of_pictures(cls, folder: Path | None, sizes: str, warm_up: str) -> Model:
-        """`sizes` as 1024x1024,768x1024: the first is drawn, and the last is the new one."""
-        numbers = [dict(zip(("width", "height"), map(int, size.split("x")), strict=True)) for size in sizes.split(",")]
-        inputs = {"prompt": PROMPT, "num_inference_steps": _STEPS, "seed": SEED}
-        variables = {"IMAGE_SIZES": sizes, "WARM_UP_SIZES": warm_up}
+    def of_pictures(cls, folder: Path | None, sizes: str) -> Model:
+        """`sizes` as 1024x1024,768x1024: the first is drawn."""
+        width, height = map(int, sizes.partition(",")[0].split("x"))
+        inputs = {"prompt": PROMPT, "num_inference_steps": _STEPS, "seed": SEED, "width": width, "height": height}
         folder = (folder or ROOT / "demo/flux-digits").resolve()
-        return cls(folder, False, variables, {**inputs, **numbers[0]}, {**inputs, **numbers[-1]})
+        return cls(folder, False, {"IMAGE_SIZES": sizes, "WARM_UP_SIZES": sizes}, inputs)
 
     @classmethod
     def of_text(cls, folder: Path | None, prompt: int, tokens: int) -> Model:
-        """Greedy answers of `tokens` to `prompt` tokens, and to twice as many. A small model has its own sizes."""
+        """A greedy answer of `tokens` to `prompt` tokens. A small model has its own sizes."""
         folder = (folder or ROOT / "demo/llama-adder").resolve()
         config = json.loads((folder / "config.json").read_text())
         positions = config["max_position_embeddings"]
         is_small = positions < int(_TEXT_SIZES["CACHE_TOKENS"])
         sizes = {"CACHE_TOKENS": str(positions), "PROMPT_BUCKETS": str(positions // 2)} if is_small else _TEXT_SIZES
-        short, long = _ADDER_PROMPTS if is_small else (made_up_text(config["vocab_size"], n * prompt) for n in (1, 2))
-        common = {"max_new_tokens": tokens, "temperature": 0.0, "seed": SEED}
+        text = "123+456=" if is_small else made_up_text(config["vocab_size"], prompt)
         variables = {name: os.environ.get(name, value) for name, value in sizes.items()}
-        return cls(folder, True, variables, {"prompt": short, **common}, {"prompt": long, **common})
+        inputs = {"prompt": text, "max_new_tokens": tokens, "temperature": 0.0, "seed": SEED}
+        return cls(folder, True, variables, inputs)
 
 
 def made_up_text(vocabulary: int, tokens: int) -> str:
@@ -132,6 +143,30 @@ def end(child: subprocess.Popen[Any]) -> None:
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def within(steps: Sequence[T], limit_s: float) -> Iterator[T]:
+    """The steps, as long as the next one ends within `limit_s` if it takes as long as the longest before it."""
+    begun, longest_s = time.monotonic(), 0.0
+    for step in steps:
+        started = time.monotonic()
+        if started + longest_s > begun + limit_s:
+            print(f"no further boot: {limit_s:g} s are nearly over", flush=True)
+            return
+        yield step
+        longest_s = max(longest_s, time.monotonic() - started)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON of each line; none if the file is not there."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def add_line(file: Path | None, record: Mapping[str, Any]) -> None:
+    """Add a line of JSON to the file, if there is one."""
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
 
 
 def conclude(results: Mapping[str, bool]) -> None:

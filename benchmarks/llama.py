@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,38 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 _SEED = 0
-# As published in huggingface.co/meta-llama/Llama-3.1-8B: 8.03 B parameters, 16.1 GB of bf16.
-LLAMA_3_1_8B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-TINY: dict[str, Any] = {
-    **LLAMA_3_1_8B,
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.16,  # 0.02 · √(4096 / 64): each layer does as much to its input as in the large one
-}
-
-
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "tiny": TINY}
+SHAPES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())["llamas"]
+TINY = SHAPES["tiny"] = SHAPES["llama-3.1-8b"] | SHAPES["tiny"]
 
 
 def device() -> str:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from statistics import median
 from typing import Any
-
-# Where `-X importtime` writes: what follows is imported after READY.
-READY = "== READY\n"
 
 
 def ask(predictor: Any, inputs: dict[str, Any], steps: tuple[int, int], pairs: int) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def ask(predictor: Any, inputs: dict[str, Any], steps: tuple[int, int], pairs: i
 def main() -> None:
     """Boot, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", help="JSON of a request; empty: boot only")
+    parser.add_argument("inputs", help="JSON of a request")
     parser.add_argument("--text", action="store_true")
     parser.add_argument("--steps", type=int, nargs=2, default=(4, 12))
     parser.add_argument("--pairs", type=int, default=3)
@@ -59,10 +55,8 @@ def main() -> None:
 
     predictor = TextPredictor() if args.text else Predictor()
     predictor.setup()
-    os.write(2, READY.encode())
     modules = sorted(sys.modules)
-    inputs = json.loads(args.inputs)
-    found = ask(predictor, inputs, tuple(args.steps), args.pairs) if inputs else {}
+    found = ask(predictor, json.loads(args.inputs), tuple(args.steps), args.pairs)
     from served import describe_machine
 
     report = json.loads(predictor.boot.report.to_json())

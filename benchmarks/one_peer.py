@@ -1,4 +1,4 @@
-"""One boot of one way, and what its server does then; writes a `PeerBoot` as JSON to a file. peers.py starts it.
+"""One boot of one way, and what its server does then; prints one JSON line. peers.py starts it.
 
 All ways load the model with the same code and serve with the same `run`. A peer's boot uses the library with the scope
 `off`, where it only keeps the time.
@@ -7,18 +7,15 @@ All ways load the model with the same code and serve with the same `run`. A peer
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-import signal
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer_keepers import make_keeper
-from peer_records import Asked, PeerBoot
-from peer_ways import BY_NAME, Way
+from peers import BY_NAME, Asked, Way
 from served import InProcess, describe_machine
 
 import compile_cache
@@ -28,6 +25,86 @@ from predict import Predictor, TextPredictor, without_collection
 
 _PATIENCE_S = 300.0
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
+
+
+class Keeper:
+    """How a peer keeps what it compiled: what its users would write, over a local folder. This one keeps nothing."""
+
+    def restore(self) -> None:
+        """Take what the store has; nothing if it is empty. Called before anything is compiled."""
+
+    def save(self) -> None:
+        """Store what was compiled. Called after the warm-up."""
+
+
+class Zipped(Keeper):
+    """The directory as one zip, stored again if it has other file names: fal's way, which compares names as well."""
+
+    def __init__(self, store: Path) -> None:
+        self._zip = store / "cache.zip"
+        self._directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        self._restored: frozenset[str] = frozenset()
+
+    def restore(self) -> None:
+        """Unpack the zip into the directory."""
+        if self._zip.exists():
+            shutil.unpack_archive(self._zip, self._directory)
+        self._restored = self._names()
+
+    def save(self) -> None:
+        """Replace the zip at once, so that no other boot reads a part of it."""
+        if self._names() != self._restored:
+            made = shutil.make_archive(str(self._zip.with_name("new")), "zip", self._directory)
+            os.replace(made, self._zip)
+
+    def _names(self) -> frozenset[str]:
+        return frozenset(str(path) for path in self._directory.rglob("*") if path.is_file())
+
+
+class MegaCache(Keeper):
+    """torch's own archive of its caches in one file. `is_saved` is False for a container that only loads a file which a
+    build step made."""
+
+    def __init__(self, store: Path, is_saved: bool) -> None:
+        self._file = store / "cache.ptcache"
+        self._is_saved = is_saved
+
+    def restore(self) -> None:
+        """Load the file into the directory.
+
+        Raises:
+            RuntimeError: torch does not take it.
+        """
+        if self._file.exists():
+            import torch
+
+            if torch.compiler.load_cache_artifacts(self._file.read_bytes()) is None:
+                raise RuntimeError(f"load_cache_artifacts takes nothing from {self._file.name}")
+
+    def save(self) -> None:
+        """Write the file, with what was loaded and what was compiled.
+
+        Raises:
+            RuntimeError: torch has nothing to store.
+        """
+        if self._is_saved:
+            import torch
+
+            artifacts = torch.compiler.save_cache_artifacts()
+            if artifacts is None:
+                raise RuntimeError("save_cache_artifacts has nothing to store")
+            new = self._file.with_name("new")
+            new.write_bytes(artifacts[0])
+            os.replace(new, self._file)
+
+
+def make_keeper(keeps: str, store: Path, is_build_step: bool) -> Keeper:
+    """The keeper of a way, by its name."""
+    if keeps == "zip":
+        return Zipped(store)
+    if keeps in ("mega", "committed"):
+        return MegaCache(store, is_saved=keeps == "mega" or is_build_step)
+    return Keeper()
 
 
 class PicturePeer(Predictor):
@@ -44,6 +121,7 @@ class PicturePeer(Predictor):
         model, revision = split_revision(settings.model)
         with compile_cache.boot(settings.model) as self.boot:
             with self.boot.timed("import"), without_collection():
+                from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
 
@@ -61,6 +139,7 @@ class PicturePeer(Predictor):
             with self.boot.timed("save"):
                 self._keeper.save()
             self.kernels_made = len(kernels() - restored)
+        self.lora_files = LoraFiles(Path(settings.lora_folder))  # which `run` asks for none
         self.files = PictureFiles()
 
 
@@ -136,33 +215,29 @@ def generate_arguments(compiles: str) -> dict[str, Any]:
     return {"cache_implementation": "static", "compile_config": config}
 
 
-def measure(asked: Asked) -> PeerBoot:
-    """Boot, and ask until the process is to be killed or everything was asked."""
+def measure(asked: Asked) -> dict[str, Any]:
+    """Boot, and ask: seconds, and until READY torch's lookups, loaded artifacts and new files of machine code.
+
+    `settled_s` is from READY until a second process has compiled everything.
+    """
     predictor = make_predictor(asked)
     predictor.setup()
     counts, report = predictor.boot.counts(), predictor.boot.report
-    boot = PeerBoot(
-        ready_s=report.process_s,
-        phases=dict(report.phases),
-        hits=counts.hits,
-        misses=counts.misses,
-        precompiled=counts.precompiled_loaded,
-        kernels_made=getattr(predictor, "kernels_made", report.counts.kernels_compiled),
-        machine={} if asked.killed_after else describe_machine(),  # it would take time between READY and the kill
-    )
-    if asked.killed_after == "ready":
-        return boot
     served = InProcess(predictor)
     first = served.answer(**asked.inputs)
-    boot = dataclasses.replace(boot, first_s=first.seconds, first_sha256=first.sha256)
-    if asked.killed_after == "request":
-        return boot
-    if asked.is_filling:
-        boot = dataclasses.replace(boot, settled_s=settle(predictor, served, asked))
-    later = tuple(served.answer(**asked.inputs).seconds for _ in range(asked.requests))
-    return dataclasses.replace(
-        boot, later_s=later, **(ask_new_size(predictor, served, asked) if asked.new_inputs else {})
-    )
+    return {
+        "ready_s": report.process_s,
+        "phases": dict(report.phases),
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "precompiled": counts.precompiled_loaded,
+        "kernels_made": getattr(predictor, "kernels_made", report.counts.kernels_compiled),
+        "first_s": first.seconds,
+        "first_sha256": first.sha256,
+        "settled_s": settle(predictor, served, asked) if asked.is_filling else None,
+        "later_s": [served.answer(**asked.inputs).seconds for _ in range(asked.requests)],
+        "machine": describe_machine(),
+    }
 
 
 def make_predictor(asked: Asked) -> Any:
@@ -192,27 +267,11 @@ def settle(predictor: Any, served: InProcess, asked: Asked) -> float | None:
     return settled_s
 
 
-def ask_new_size(predictor: Any, served: InProcess, asked: Asked) -> dict[str, Any]:
-    """A request of a size that nothing was warmed up for, and the same once more."""
-    before = predictor.boot.counts()
-    new_s = served.answer(**asked.new_inputs).seconds
-    graphs = predictor.boot.counts().since(before).graphs
-    return {"new_s": new_s, "new_graphs": graphs, "new_again_s": served.answer(**asked.new_inputs).seconds}
-
-
 def main() -> None:
-    """Boot, ask, write, and end; or be killed with its process group, as with a container."""
+    """Boot, ask, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("asked", help="JSON of `Asked`")
-    parser.add_argument("record", type=Path, help="file to write")
-    args = parser.parse_args()
-    asked = Asked(**json.loads(args.asked))
-    record = json.dumps(dataclasses.asdict(measure(asked)))
-    if asked.killed_after:
-        args.record.write_text(record)
-        os.killpg(0, signal.SIGKILL)
-    args.record.write_text(record)
-    print("done", flush=True)
+    print(json.dumps(measure(Asked(**json.loads(parser.parse_args().asked)))), flush=True)
 
 
 if __name__ == "__main__":

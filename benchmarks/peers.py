@@ -1,14 +1,18 @@
 """Ways to boot compiled, side by side in one run: eager, torch.compile, what others store of it, and this project.
 
     python benchmarks/peers.py --work /tmp/peers --out peers.jsonl --limit-s 1500
-    python benchmarks/peers.py --model /tmp/flux1 --sizes 1024x1024,768x1024 --work /tmp/peers --out peers.jsonl
+    python benchmarks/peers.py --model /tmp/flux1 --sizes 1024x1024 --work /tmp/peers --out peers.jsonl
     python benchmarks/peers.py --model /tmp/llama --text --work /tmp/peers --out peers.jsonl
     python benchmarks/peers.py --out peers.jsonl --tables --svg benchmarks/peers.svg
 
 Each boot is a process of its own with an empty cache directory and temporary folder, as in a new container. A cold
-boot begins with an empty store and is killed; the next boot takes what it has left, and fills the store. Warm boots
-begin with a copy of the filled store, an eager boot before each round of them. Every boot is added to --out as a JSON
-line when it is done. A call goes on where the last one stopped: it skips the boots that --out has.
+boot begins with an empty store and fills it. Warm boots begin with a copy of the filled store, an eager boot before
+each round of them. The first boot of a call is not measured. Every boot is added to --out as a JSON line when it is
+done. A call goes on where the last one stopped: it skips the boots that --out has.
+
+How each way works was read on 2026-11-22: fal 1.83.0 (`fal/toolkit/compilation.py`), b10-transfer 0.4.1, torch 2.13.0
+(`torch/compiler/_cache.py`), diffusers 0.42.1 (`compile_repeated_blocks`), and copies of Replicate's cog-flux-kontext
+(`generate_torch_compile_cache.py`, `predict.py`).
 """
 
 from __future__ import annotations
@@ -18,61 +22,100 @@ import dataclasses
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from fresh_boot import ROOT, Model, boot_environment, new_log, run_process
-from peer_records import COLD, NEXT, WARM, Asked, PeerBoot, Record, read_records
-from peer_table import describe, tables
-from peer_ways import BY_NAME, EAGER, WAYS, Way
+from fresh_boot import (
+    ROOT,
+    Model,
+    add_line,
+    add_model_options,
+    boot_environment,
+    new_log,
+    read_lines,
+    run_process,
+    within,
+)
+from table import markdown, percentile, spread
 
-_KILLS = ("ready", "request")
-# A boot that has less time left is not begun.
-_LEAST_S = 20.0
+EAGER, COLD, WARM = "eager", "cold", "warm"
+_COLUMNS = (
+    "way",
+    "n, cold / warm",
+    "cold READY, s",
+    "compiled after READY, s",
+    "warm READY, s",
+    "− eager, in pairs, s",
+    "stored, MB",
+    "first request, cold / warm, ms",
+    "later ones: p50 / p99, ms (n)",
+)
+_COLOURS = {COLD: "#b9c4ce", WARM: "#0b6e99", "ours": "#b4540a", "range": "#1f2328", EAGER: "#59636e"}
+_BAR = 0.36  # of the height of a row
+# A boot as JSON: which one of the run it is, and what one_peer.py measured (`boot`, None where it failed with `error`).
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One boot of a run. `fills` says that it leaves everything stored, and `asks_new` that it asks for a new size."""
+class Way:
+    """One way to boot.
 
-    way: Way
-    kind: str
-    round: int
-    killed_after: str = ""
-    fills: bool = False
-    asks_new: bool = False
-
-
-def steps(ways: Sequence[Way], cold: int, warm: int, new: int) -> Iterator[Step]:
-    """The boots in order: a cold one of each way and the one after it, the warm ones in turn, the other cold ones.
-
-    A way that stores nothing has cold boots alone, which are not killed, and an eager one warm boots alone. The first
-    `new` rounds ask for a new size.
+    `compiles` is what torch.compile is applied to: nothing, `whole`, `dynamic` (whole, for all sizes), `regional`, or
+    `ours`. `keeps` is how that is stored: nothing, `zip`, `mega`, `committed`, or `ours`.
     """
-    yield from _cold_round(ways, 1, new)
-    for number in range(1, warm + 1):
-        for way in ways:
-            if way.keeps or way.name == EAGER:
-                yield Step(way, WARM, number, asks_new=number <= new)
-    for number in range(2, cold + 1):
-        yield from _cold_round(ways, number, new)
+
+    name: str
+    title: str
+    compiles: str
+    keeps: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the library boots it."""
+        return self.compiles == "ours"
+
+    @property
+    def suits_text(self) -> bool:
+        """Whether it is for language models too: diffusers' regional compilation is for its own models."""
+        return self.compiles != "regional"
 
 
-def _cold_round(ways: Sequence[Way], number: int, new: int) -> Iterator[Step]:
-    for way in ways:
-        if way.keeps:
-            yield Step(way, COLD, number, killed_after=_killed_after(number))
-            yield Step(way, NEXT, number, fills=True)
-        elif way.compiles:
-            yield Step(way, COLD, number, asks_new=number <= new)
+WAYS = (
+    Way(EAGER, "eager", "", ""),
+    Way("compile", "`torch.compile`", "whole", ""),
+    Way("zip", "zip of the directory (fal, Baseten)", "whole", "zip"),
+    Way("mega", "Mega-Cache", "whole", "mega"),
+    Way("regional", "diffusers' regional compilation, zip", "regional", "zip"),
+    Way("committed", "committed cache file (Replicate)", "dynamic", "committed"),
+    Way("background", "this project, `background`", "ours", "ours"),
+    Way("block", "this project, `block`", "ours", "ours"),
+)
+BY_NAME = {way.name: way for way in WAYS}
 
 
-def _killed_after(number: int) -> str:
-    """Cold boots are killed in turn at READY and after the first request."""
-    return _KILLS[(number - 1) % len(_KILLS)]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one process does. A boot that is `is_filling` waits until everything is compiled and stored, and stands for
+    a build step too. `requests` follow the first one."""
+
+    way: str
+    is_text: bool
+    inputs: dict[str, Any]
+    requests: int
+    is_filling: bool
+
+
+def steps(ways: Sequence[Way], cold: int, warm: int) -> Iterator[tuple[Way, str, int]]:
+    """Way, kind and round of each boot, in order. A way that stores nothing has cold boots alone, and an eager one warm
+    boots alone."""
+    for number in range(1, max(cold, warm) + 1):
+        if number <= cold:
+            yield from ((way, COLD, number) for way in ways if way.compiles)
+        if number <= warm:
+            yield from ((way, WARM, number) for way in ways if way.keeps or way.name == EAGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,73 +127,37 @@ class Plan:
     requests: int
     timeout_s: float
 
-    @property
-    def name(self) -> str:
-        """The model's in the records."""
-        return self.model.folder.name
-
-    def run(self, step: Step, timeout_s: float) -> Record:
-        """One boot, in `timeout_s` at most. A failure is a record with its error."""
-        store = self._prepare_store(step)
-        asked = Asked(
-            step.way.name,
-            self.model.is_text,
-            self.model.inputs,
-            self.model.new_inputs if step.asks_new else None,
-            0 if step.fills else self.requests,
-            step.killed_after,
-            step.fills,
-        )
-        found_bytes = size_bytes(store)
-        log = new_log(self.work, f"{step.way.name}-{step.kind}")
-        boot, error = self._boot(asked, store, log, timeout_s)
-        if step.fills and boot is not None:
-            shutil.copytree(store, self.filled(step.way), dirs_exist_ok=True)
-        return Record(
-            self.name,
-            step.way.name,
-            step.kind,
-            step.round,
-            boot,
-            error,
-            step.killed_after,
-            found_bytes,
-            size_bytes(store),
-            str(log),
-        )
-
-    def store(self, way: Way) -> Path:
-        """The folder that boots of this way have as their store."""
-        return self.work / self.name / way.name / "store"
+    def run(self, way: Way, kind: str, number: int) -> Record:
+        """One boot. A failure is a record with its error."""
+        store, log = self._prepare_store(way, kind), new_log(self.work, f"{way.name}-{kind}")
+        is_filling = kind == COLD and bool(way.keeps)
+        asked = Asked(way.name, self.model.is_text, self.model.inputs, 0 if is_filling else self.requests, is_filling)
+        command = [sys.executable, str(ROOT / "benchmarks" / "one_peer.py"), json.dumps(dataclasses.asdict(asked))]
+        boot, error = None, ""
+        try:
+            boot = json.loads(
+                run_process(f"{way.name} {kind}", command, self._environment(way, store), log, self.timeout_s)
+            )
+        except SystemExit as failed:
+            error = str(failed).splitlines()[-1][:300]
+        if is_filling and boot:
+            shutil.copytree(store, self.filled(way), dirs_exist_ok=True)
+        stored_bytes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+        which = {"model": self.model.folder.name, "way": way.name, "kind": kind, "round": number}
+        return {**which, "boot": boot, "error": error, "stored_bytes": stored_bytes}
 
     def filled(self, way: Way) -> Path:
         """What warm boots of this way begin with, if it is there."""
-        return self.store(way).with_name("filled")
+        return self.work / self.model.folder.name / way.name / "filled"
 
-    def _prepare_store(self, step: Step) -> Path:
-        """The store's folder as this step finds it: empty, as the step before has left it, or filled."""
-        store = self.store(step.way)
-        if step.kind != NEXT:
-            shutil.rmtree(store, ignore_errors=True)
-        if step.kind == WARM and step.way.keeps:
-            shutil.copytree(self.filled(step.way), store)
+    def _prepare_store(self, way: Way, kind: str) -> Path:
+        """The folder that the boot has as its store: empty, or filled."""
+        store = self.filled(way).with_name("store")
+        shutil.rmtree(store, ignore_errors=True)
+        if kind == WARM and way.keeps:
+            shutil.copytree(self.filled(way), store)
         store.mkdir(parents=True, exist_ok=True)
         return store
-
-    def _boot(self, asked: Asked, store: Path, log: Path, timeout_s: float) -> tuple[PeerBoot | None, str]:
-        record = log.with_suffix(".json")
-        command = [sys.executable, str(ROOT / "benchmarks" / "one_peer.py")]
-        command += [json.dumps(dataclasses.asdict(asked)), str(record)]
-        begun = time.monotonic()
-        try:
-            run_process(asked.way, command, self._environment(BY_NAME[asked.way], store), log, timeout_s)
-        except SystemExit:
-            if time.monotonic() - begun >= timeout_s:
-                return None, f"took more than {timeout_s:.0f} s"
-            if not asked.killed_after or not record.exists():
-                return None, last_line(log)
-        measured = json.loads(record.read_text())
-        return PeerBoot(**{**measured, "later_s": tuple(measured["later_s"])}), ""
 
     def _environment(self, way: Way, store: Path) -> dict[str, str]:
         """The variables of a boot in a new container: what it leaves elsewhere than in the store is removed."""
@@ -166,74 +173,152 @@ class Plan:
         return environ | {name: str(folder) for name, folder in folders.items()}
 
 
-def size_bytes(folder: Path) -> int:
-    """Of all files below it."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def last_line(log: Path) -> str:
-    """The line with which a failed boot's log ends: the exception."""
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "ended without a word"
-
-
-def run(plan: Plan, wanted: Sequence[Step], done: Sequence[Record], limit_s: float) -> Iterator[Record]:
-    """Every step that is not done, as far as the time allows."""
-    begun = time.monotonic()
-    known = {record.step: record for record in done}
-    left = [step for step in wanted if (plan.name, step.way.name, step.kind, step.round) not in known]
-    # Ways whose store cannot be filled have a row with the error, and no warm boots.
-    failed = {record.way for record in done if record.kind == NEXT and record.boot is None}
-    for step, is_recorded in in_order(plan, left, failed):
-        remaining_s = begun + limit_s - time.monotonic()
-        if remaining_s < _LEAST_S:
-            print(f"no further boot: {limit_s:g} s are nearly over", flush=True)
-            return
-        record = plan.run(step, min(plan.timeout_s, remaining_s))
+def run(plan: Plan, wanted: Sequence[tuple[Way, str, int]], done: Sequence[Record], limit_s: float) -> Iterator[Record]:
+    """Every step that is not done, as far as the time allows. An eager boot before them fills the page cache. A warm
+    boot whose store is not there, as on a new machine, comes after a boot that fills it."""
+    known = {(record["model"], record["way"], record["kind"], record["round"]) for record in done}
+    left = [step for step in wanted if (plan.model.folder.name, step[0].name, *step[1:]) not in known]
+    for way, kind, number in within([(BY_NAME[EAGER], WARM, 0), *left] if left else [], limit_s):
+        if kind == WARM and way.keeps and not plan.filled(way).exists():
+            print(describe(plan.run(way, COLD, 0)), flush=True)
+        if kind == WARM and way.keeps and not plan.filled(way).exists():
+            continue  # its error was printed
+        record = plan.run(way, kind, number)
         print(describe(record), flush=True)
-        if record.boot is None and time.monotonic() - begun >= limit_s:
-            return  # it did not fail: the time of this call was over
-        if step.fills and record.boot is None:
-            failed.add(step.way.name)
-        if is_recorded:
+        if number:
             yield record
 
 
-def in_order(plan: Plan, left: Sequence[Step], failed: set[str]) -> Iterator[tuple[Step, bool]]:
-    """The steps, and whether they are recorded. An eager boot before them fills the page cache; in a new folder, such
-    as on a new machine, a cold one also has Python write the bytecode of torch's compiler. A boot whose store is not
-    there comes after the boot that makes it."""
-    if left and (plan.work / plan.name).exists():
-        yield Step(BY_NAME[EAGER], WARM, 0), False
-    elif left:
-        yield Step(BY_NAME["block"], COLD, 0), False
-    for step in left:
-        if step.kind == NEXT and not plan.store(step.way).exists():
-            yield Step(step.way, COLD, step.round, killed_after=_killed_after(step.round)), True
-        if step.kind == WARM and step.way.keeps and not plan.filled(step.way).exists():
-            if step.way.name not in failed:
-                yield Step(step.way, NEXT, 0, fills=True), False
-            if not plan.filled(step.way).exists():
-                continue
-        yield step, True
+def describe(record: Record) -> str:
+    """One line on one boot."""
+    name, boot = " ".join(str(record[key]) for key in ("model", "way", "kind", "round")), record["boot"]
+    if boot is None:
+        return f"{name}: {record['error']}"
+    phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in boot["phases"].items())
+    found = f"{boot['precompiled']} precompiled, {boot['hits']} hits, {boot['misses']} misses"
+    return (
+        f"{name}: READY after {boot['ready_s']:.2f} s ({phases}); {found}, {boot['kernels_made']} kernels made; first "
+        f"request {boot['first_s']:.2f} s; stored {record['stored_bytes'] / 1e6:.2f} MB"
+    )
+
+
+def tables(records: Sequence[Record]) -> str:
+    """A table for each model of the records, and the errors."""
+    parts = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        of_model = [record for record in records if record["model"] == model]
+        machine = next((record["boot"]["machine"] for record in of_model if record["boot"]), {})
+        present = [way for way in WAYS if any(record["way"] == way.name for record in of_model)]
+        errors = [f"{one['way']}, {one['kind']} {one['round']}: {one['error']}" for one in of_model if one["error"]]
+        table = markdown(_COLUMNS, (row(way, of_model) for way in present))
+        parts += [f"{model}, {machine}; median (least–greatest)", table, *errors]
+    return "\n\n".join(parts)
+
+
+def row(way: Way, records: Sequence[Record]) -> list[str]:
+    """One line on a way. Its later requests are those of its warm boots, or of its cold ones if it stores nothing."""
+    mine = [record for record in records if record["way"] == way.name]
+    cold, warm = (values(mine, kind, "ready_s") for kind in (COLD, WARM))
+    # In peers-h200.jsonl the cold boots were killed, and the next ones filled the store.
+    stored = {record["round"]: record["stored_bytes"] / 1e6 for record in mine if record["kind"] != WARM}
+    first_ms = (spread((s * 1e3 for s in values(mine, kind, "first_s")), 0) for kind in (COLD, WARM))
+    later_s = [seconds for each in values(mine, WARM if warm else COLD, "later_s") for seconds in each]
+    p50, p99 = (f"{percentile(later_s, percent) * 1e3:.0f}" if later_s else "–" for percent in (50, 99))
+    return [
+        way.title,
+        f"{len(cold)} / {len(warm)}",
+        spread(cold),
+        spread(compiled_later(mine), 1),
+        spread(warm),
+        "–" if way.name == EAGER else spread(paired(way.name, records)),
+        f"{median(stored.values()):.2f}" if stored and way.keeps else "0",
+        " / ".join(first_ms),
+        f"{p50} / {p99} ({len(later_s)})",
+    ]
+
+
+def values(records: Sequence[Record], kind: str, name: str) -> list[Any]:
+    """What was measured in the boots of a kind."""
+    boots = [record["boot"] for record in records if record["kind"] == kind and record["boot"]]
+    return [boot[name] for boot in boots if boot[name] is not None]
+
+
+def compiled_later(records: Sequence[Record]) -> list[float]:
+    """Seconds from READY until a second process had compiled everything, of each boot that found nothing."""
+    return [record["boot"]["settled_s"] for record in records if record["boot"] and record["boot"]["settled_s"]]
+
+
+def paired(way: str, records: Sequence[Record]) -> list[float]:
+    """Seconds to READY of each warm boot, less those of the eager boot of its round. A round without both has none."""
+    boots = [record for record in records if record["kind"] == WARM and record["boot"]]
+    ready = {(record["way"], record["round"]): record["boot"]["ready_s"] for record in boots}
+    rounds = [number for name, number in ready if name == way and (EAGER, number) in ready]
+    return [ready[way, number] - ready[EAGER, number] for number in rounds]
+
+
+def plot(records: Sequence[Record], file: Path) -> None:
+    """Draw seconds from process start to READY of each way, cold and warm, a panel for each model. The file's suffix
+    says whether as SVG or PNG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # The same records give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none", "font.family": "sans-serif"})
+    models = {
+        name: [one for one in records if one["model"] == name] for name in dict.fromkeys(r["model"] for r in records)
+    }
+    shown = {
+        name: [way for way in WAYS if any(one["way"] == way.name and one["kind"] in (COLD, WARM) for one in of_model)]
+        for name, of_model in models.items()
+    }
+    heights = [len(ways) for ways in shown.values()]
+    figure = Figure(figsize=(9, 0.9 + 0.48 * sum(heights) + 0.6 * len(models)), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(models), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for name, panel in zip(models, panels, strict=True):
+        _draw(panel, name, shown[name], models[name])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _draw(panel: Any, model: str, ways: Sequence[Way], records: Sequence[Record]) -> None:
+    for place, way in enumerate(ways):
+        mine = [record for record in records if record["way"] == way.name]
+        for shift, kind in ((-_BAR / 2, WARM), (_BAR / 2, COLD)):
+            if ready := values(mine, kind, "ready_s"):
+                _bar(panel, way, kind, place + shift, ready, compiled_later(mine) if kind == COLD else [])
+    if eager := values([record for record in records if record["way"] == EAGER], WARM, "ready_s"):
+        panel.axvline(median(eager), color=_COLOURS[EAGER], linewidth=1, linestyle="--", label="eager, median")
+    panel.set_yticks(range(len(ways)), [way.title.replace("`", "") for way in ways])
+    panel.invert_yaxis()
+    panel.margins(x=0.2, y=0.02)
+    panel.set_xlim(left=0)
+    panel.set_title(f"{model}: process start to READY, s", loc="left", fontsize=11, fontweight="bold")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _bar(panel: Any, way: Way, kind: str, place: float, ready: Sequence[float], later: Sequence[float]) -> None:
+    """A bar with its range, and in words its median, its number of boots and when a second process had compiled."""
+    middle = median(ready)
+    colour = _COLOURS["ours" if way.is_ours and kind == WARM else kind]
+    label = None if colour == _COLOURS["ours"] else {COLD: "cold, nothing stored", WARM: "warm"}[kind]
+    seen = panel.get_legend_handles_labels()[1]
+    panel.barh(place, middle, _BAR, color=colour, label=None if label in seen else label)
+    panel.hlines(place, min(ready), max(ready), color=_COLOURS["range"], linewidth=1)
+    after = f", compiled {median(later):.0f} s later" if later else ""
+    words = f"{middle:.1f} (n = {len(ready)}){after}"
+    panel.annotate(words, (max(ready), place), (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 def parse_arguments() -> Any:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model's folder; a demo model if not given")
-    parser.add_argument("--text", action="store_true", help="it is a language model")
-    parser.add_argument("--sizes", default="64x64,96x64", help="of pictures: the one that is drawn, and a new one")
-    parser.add_argument(
-        "--prompt", type=int, default=128, help="tokens of a prompt of random words; twice for a new size"
-    )
-    parser.add_argument("--tokens", type=int, default=64, help="the most tokens of an answer")
+    add_model_options(parser)
     parser.add_argument("--ways", default=",".join(way.name for way in WAYS), help="which ways, in this order")
     parser.add_argument("--work", type=Path, help="folder of stores, cache directories and logs")
     parser.add_argument("--out", type=Path, required=True, help="file to which each boot is added as a JSON line")
-    parser.add_argument("--cold", type=int, default=2, help="cold boots of each way, and as many after them")
+    parser.add_argument("--cold", type=int, default=2, help="cold boots of each way")
     parser.add_argument("--warm", type=int, default=5, help="warm boots of each way")
-    parser.add_argument("--new", type=int, default=1, help="rounds that ask for a new size")
     parser.add_argument("--requests", type=int, default=20, help="requests of each boot after the first one")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one boot and its requests")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds of everything")
@@ -248,19 +333,16 @@ def parse_arguments() -> Any:
 def main() -> None:
     """Boot what is missing, print the tables, draw the plot."""
     args = parse_arguments()
+    records = read_lines(args.out)
     if not args.tables:
-        plan = Plan(Model.of(args, args.sizes.partition(",")[0]), args.work.resolve(), args.requests, args.timeout)
+        plan = Plan(Model.of(args), args.work.resolve(), args.requests, args.timeout)
         plan.work.mkdir(parents=True, exist_ok=True)
         ways = [BY_NAME[name] for name in args.ways.split(",") if BY_NAME[name].suits_text or not args.text]
-        wanted = list(steps(ways, args.cold, args.warm, args.new))
-        for record in run(plan, wanted, read_records([args.out]), args.limit_s):
-            with args.out.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-    records = read_records([args.out])
+        for record in run(plan, list(steps(ways, args.cold, args.warm)), records, args.limit_s):
+            records.append(record)
+            add_line(args.out, record)
     print(f"\n{tables(records)}")
     if args.svg:
-        from peer_plot import plot
-
         plot(records, args.svg)
 
 

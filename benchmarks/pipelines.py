@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,7 @@ class Shape:
     encoder: dict[str, Any]
     vae: dict[str, Any]
     clip: dict[str, Any]
-    few: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    few: Sequence[dict[str, Any]] = ({}, {})
     max_shard_size: str = "5GB"
     checked_size: int = 256
 
@@ -142,7 +143,7 @@ def build_sd3(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
 def build_z_image(shape: Shape, tokenizers: Path) -> DiffusionPipeline:
     """Two blocks that refine the noise, two for the caption, and four for both. Each word of a prompt is a token."""
     network = ZImageTransformer2DModel(**shape.network)
-    qwen = Qwen3Config(vocab_size=_VOCABULARY, pad_token_id=0, bos_token_id=None, **shape.encoder)
+    qwen = Qwen3Config(**{"vocab_size": _VOCABULARY, **shape.encoder}, pad_token_id=0, bos_token_id=None)
     # The class leaves these two as they are in memory.
     nn.init.normal_(network.x_pad_token, std=0.02)
     nn.init.normal_(network.cap_pad_token, std=0.02)
@@ -181,130 +182,16 @@ def clip_config(sizes: dict[str, Any], activation: str) -> CLIPTextConfig:
     )
 
 
-def clip_sizes(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    """Of one tower of CLIP."""
-    return {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "projection_dim": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
+_BUILDERS = {"flux": build_flux, "sdxl": build_sdxl, "sd3": build_sd3, "z_image": build_z_image}
 
 
-_VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
-_TINY_VAE = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "sample_size": 64}
-_CLIP, _TINY_CLIP = clip_sizes(768, 3072, 12, 12), clip_sizes(32, 64, 2, 2)
-# As published in huggingface.co, file by file: black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-xl-base-1.0,
-# Tongyi-MAI/Z-Image-Turbo. z-image's blocks and text encoder are always few.
-SHAPES = {
-    "flux1": Shape(
-        build_flux,
-        network={"guidance_embeds": True, "axes_dims_rope": (16, 56, 56)},
-        encoder={"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64},
-        vae=_VAE,
-        clip=_CLIP,
-        few=({"num_layers": 4, "num_single_layers": 4}, {"num_layers": 2}),
-    ),
-    "sdxl": Shape(
-        build_sdxl,
-        network={
-            "sample_size": 128,
-            "block_out_channels": (320, 640, 1280),
-            "transformer_layers_per_block": (1, 2, 10),
-            "attention_head_dim": (5, 10, 20),
-            "cross_attention_dim": 2048,
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-        encoder=clip_sizes(1280, 5120, 32, 20),
-        vae=_VAE,
-        clip=_CLIP,
-        few=({"transformer_layers_per_block": (1, 1, 1)}, {"num_hidden_layers": 2}),
-        max_shard_size="10GB",
-    ),
-    "z-image": Shape(
-        build_z_image,
-        network={
-            "dim": 3840,
-            "n_layers": 4,
-            "n_heads": 30,
-            "n_kv_heads": 30,
-            "cap_feat_dim": 2560,
-            "axes_dims": [32, 48, 48],
-            "axes_lens": [1536, 512, 512],
-        },
-        encoder={
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-        },
-        vae=_VAE,
-        clip={},
-    ),
-    "tiny-sdxl": Shape(
-        build_sdxl,
-        network={
-            "sample_size": 8,
-            "block_out_channels": (32, 64, 128),
-            "transformer_layers_per_block": (1, 2, 3),
-            "attention_head_dim": (1, 2, 4),
-            "cross_attention_dim": 64,
-            "addition_time_embed_dim": 8,
-            "projection_class_embeddings_input_dim": 80,
-        },
-        encoder=_TINY_CLIP,
-        vae=_TINY_VAE,
-        clip=_TINY_CLIP,
-        max_shard_size="2MB",
-        checked_size=64,
-    ),
-    "tiny-sd3": Shape(
-        build_sd3,
-        network={
-            "sample_size": 8,
-            "num_layers": 4,
-            "attention_head_dim": 16,
-            "num_attention_heads": 4,
-            "joint_attention_dim": 64,
-            "caption_projection_dim": 64,
-            "pooled_projection_dim": 64,
-            "pos_embed_max_size": 48,
-        },
-        encoder={"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": _VOCABULARY},
-        vae=_TINY_VAE,
-        clip=_TINY_CLIP,
-        max_shard_size="2MB",
-        checked_size=64,
-    ),
-    "tiny-z-image": Shape(
-        build_z_image,
-        network={
-            "dim": 64,
-            "n_layers": 4,
-            "n_heads": 2,
-            "n_kv_heads": 2,
-            "cap_feat_dim": 32,
-            "axes_dims": [8, 12, 12],
-            "axes_lens": [1536, 512, 512],
-        },
-        encoder={
-            "hidden_size": 32,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-        },
-        vae=_TINY_VAE,
-        clip={},
-        max_shard_size="2MB",
-        checked_size=64,
-    ),
-}
+def read_shapes() -> dict[str, Shape]:
+    """Those of shapes.toml, by name."""
+    found = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())["pipelines"]
+    return {name: Shape(_BUILDERS[parts.pop("build")], **parts) for name, parts in found.items()}
+
+
+SHAPES = read_shapes()
 
 
 def build_pipeline(

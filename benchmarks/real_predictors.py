@@ -1,17 +1,17 @@
-"""Public Cog predictors with tiny random weights, in Cog's server: untouched, and three boots with a patch of ours.
+"""Public Cog predictors with random weights, in Cog's server: untouched, and three boots with a patch of ours.
 
     git clone https://github.com/lucataco/cog-SigLip checkouts/lucataco/cog-SigLip
     python benchmarks/real_predictors.py --checkouts checkouts --work /tmp/real --only siglip --out real.jsonl
     python benchmarks/real_predictors.py --out real.jsonl
     python benchmarks/real_predictors.py --full --checkouts checkouts --work /tmp/full --only z-image --out full.jsonl
 
-A predictor's files are read from its checkout at the commit that tiny_predictors.py names. They are changed so that
-they run on a CPU. `patches` has what an adopter changes. All boots use one cache directory, empty at first. The
-patched boots share a store, and the first one waits until all is compiled and published. The second command prints the
-table of all lines in `real.jsonl`.
+A predictor's files are read from its checkout at the commit that predictors.toml names. They are changed so that they
+run on a CPU. `patches` has what an adopter changes. All boots use one cache directory, empty at first. The patched
+boots share a store, and the first one waits until all is compiled and published. The second command prints the table
+of all lines in `real.jsonl`.
 
---full needs a GPU. It serves the predictors of full_predictors.py, with two patched boots, and reports the seconds of
-their requests.
+--full needs a GPU. It serves some predictors with weights of their published shapes and two patched boots, and reports
+the seconds of their requests.
 
 Exits with 1 if an answer differs from the untouched predictor's, if a boot is READY late, if a request waits for a
 compiler, if the last boot makes anything, or if patches are long.
@@ -30,7 +30,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+import wave
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -40,18 +42,18 @@ from statistics import median
 from typing import Any
 
 import numpy
-import processes
-from digit_server import with_tini
-from fresh_boot import ROOT, boot_environment, conclude, new_log, prepare
-from hard_predictors import wait_published
+from fresh_boot import ROOT, add_line, boot_environment, conclude, new_log, prepare, read_lines
 from PIL import Image
+from servers import MARK, wait_gone, with_tini
 from table import markdown
 
-PATCHES = ROOT / "benchmarks/patches"
-STUBS = ROOT / "benchmarks/stubs"
+BENCHMARKS = ROOT / "benchmarks"
+PREDICTORS: dict[str, dict[str, Any]] = tomllib.loads((BENCHMARKS / "predictors.toml").read_text())
 BOOTS = ("untouched", "first", "second", "third")
 _READY_S = 200.0
 _EXIT_S = 15.0
+# What could not be compared is published 60 s after it arrived.
+_PUBLISHED_S = 90.0
 _PAUSE_S = 0.5
 _COMPILING_PAUSE_S = 4.0  # what predictions leave to the second process, which has the lowest priority
 _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves from the next on
@@ -59,27 +61,85 @@ _STEADY = 2  # the last of them, which are timed
 _MADE = re.compile(r'background\.done .*reason=([^"\n]*)')
 _LATE, _LATE_S = 1.1, 2.0
 _MOST_LINES = 12
+_TOLERANCE = 1e-2
+_ON_CPU = [['"cuda"', '"cpu"'], ["'cuda'", "'cpu'"], ["torch.float16", "torch.float32"], ['variant="fp16",', ""]]
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """A public predictor, tiny or of full size: as predictors.toml says, with inputs in place of words for files."""
+
+    replaced: list[list[str]]
+    requests: list[dict[str, Any]]
+    weights: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, is_full: bool) -> Public:
+        """By its name."""
+        known = PREDICTORS[name]
+        replaced, requests = known.get("replace", []), known["requests"]
+        weights = {"device": "cpu", "dtype": "float32", "sizes": known.get("sizes", {})}
+        if is_full:
+            full = known["full"]
+            weights = {"device": "cuda", "dtype": full["dtype"], "sizes": full.get("sizes", {})}
+            requests = [{**requests[0], **each} for each in full["requests"]]
+            replaced = [*replaced, *full.get("replace", [])]
+        else:
+            replaced = [*_ON_CPU, *replaced, *known.get("small", [])]
+        inputs = [{key: file_for(value) for key, value in each.items()} for each in requests]
+        return cls(replaced, inputs, weights)
+
+    def text(self, source: str) -> str:
+        """A file of it as it is served."""
+        for old, new in self.replaced:
+            source = source.replace(old, new)
+        return source
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The denoising steps of each request; 0 if it does not say."""
+        return tuple(inputs.get("num_inference_steps", inputs.get("steps", 0)) for inputs in self.requests)
+
+
+def file_for(value: Any) -> Any:
+    """The data URL of noise for `picture 64 80` or `sound 2`; what else it is, it stays."""
+    kind, *sizes = str(value).split()
+    noise, file = numpy.random.default_rng(0), io.BytesIO()
+    if kind == "picture":
+        width, height = map(int, sizes)
+        pixels = noise.integers(0, 256, (height, width, 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(file, "png")
+        return data_url("image/png", file)
+    if kind == "sound":
+        with wave.open(file, "wb") as writer:
+            writer.setparams((1, 2, 16000, 0, "NONE", ""))
+            samples = noise.integers(-9000, 9000, 16000 * int(sizes[0]), dtype=numpy.int16)
+            writer.writeframes(samples.tobytes())
+        return data_url("audio/wav", file)
+    return value
+
+
+def data_url(kind: str, file: io.BytesIO) -> str:
+    """What is in the file, as an input of Cog's server."""
+    return f"data:{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """One boot. `regions` are those of its last report: name, step and reason. `served` has the steps of its last
-    predictions. `made` and `failed` count the jobs of the second process by whether they made code. `waited` counts
-    predictions that compiled or waited for it. `error` is the largest. `import_s` of `ready_s` imported the
-    predictor's file, with torch. `rounds` are the seconds of each request, as often as all were asked."""
+    """One boot. `served` has the steps of its last predictions. `made` and `failed` count the jobs of the second
+    process by whether they made code. `waited` counts predictions that compiled or waited for it. `error` is the
+    largest. `import_s` of `ready_s` imported the predictor's file, with torch. `rounds` are the seconds of each
+    request, as often as all were asked."""
 
     ready_s: float
     import_s: float = 0.0
     cached_s: float = 0.0
-    regions: tuple[tuple[str, str, str], ...] = ()
     served: tuple[str, ...] = ()
     made: int = 0
     failed: int = 0
     waited: int = 0
-    compiled_s: float = 0.0
     is_settled: bool = True
     error: float = 0.0
-    warnings: tuple[str, ...] = ()
     rounds: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -94,18 +154,14 @@ class Result:
     are those of each request."""
 
     name: str
-    kind: str
-    repository: str
     added: int
     removed: int
-    tolerance: float
     boots: dict[str, Boot]
     steps: tuple[int, ...] = ()
 
     @classmethod
-    def from_json(cls, line: str) -> Result:
-        """A line of the file of results."""
-        record = json.loads(line)
+    def of(cls, record: dict[str, Any]) -> Result:
+        """From a line of the file of results."""
         return cls(**{**record, "boots": {kind: Boot(**boot) for kind, boot in record["boots"].items()}})
 
 
@@ -135,43 +191,32 @@ def apart(found: Any, right: Any) -> float:
     return float(numpy.linalg.norm(found - right) / numpy.linalg.norm(right))
 
 
-def predictors(is_full: bool) -> Mapping[str, Any]:
-    """The table of them. Imports torch."""
-    if is_full:
-        from full_predictors import PREDICTORS as FULL
-
-        return FULL
-    from tiny_predictors import PREDICTORS
-
-    return PREDICTORS
-
-
 def write_predictor(name: str, checkouts: Path, work: Path, is_full: bool) -> tuple[int, int]:
     """Write the untouched and the patched predictor, with their weights; the patch's lines, added and removed.
 
     Raises:
         CalledProcessError: the checkout lacks the commit, or the patch does not fit.
     """
-    import torch
+    import predictor_models
 
-    public = predictors(is_full)[name]
+    known, public = PREDICTORS[name], Public.of(name, is_full)
+    files = known.get("files", ["predict.py"])
     plain, patched, original, changed = (work / part for part in ("untouched", "patched", "original", "changed"))
     for folder in (plain, original):
         folder.mkdir()
-    for file in public.files:
-        path = str(Path(public.folder) / file)
-        shown = ["git", "-C", str(checkouts / public.repository), "show", f"{public.commit}:{path}"]
-        (original / file).write_bytes(subprocess.run(shown, check=True, capture_output=True).stdout)
-    for file in public.files:
+    for file in files:
+        shown = f"{known['commit']}:{Path(known.get('folder', ''), file)}"
+        command = ["git", "-C", str(checkouts / known["repository"]), "show", shown]
+        (original / file).write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
         (plain / file).write_text(public.text((original / file).read_text()))
-    for stub in (*public.stubs, "observed.py"):
-        shutil.copy(STUBS / stub, plain / stub)
-    torch.manual_seed(0)
-    public.build(plain)
+    for stub in (*known.get("stubs", ()), "observed.py"):
+        shutil.copy(BENCHMARKS / "stubs" / stub, plain / stub)
+    predictor_models.build(name, plain, **public.weights)
     shutil.copytree(plain, patched, copy_function=os.link)
     shutil.copytree(original, changed)
-    subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / f"{name}.patch")], cwd=changed, check=True)
-    for file in public.files:
+    patch = str(BENCHMARKS / "patches" / f"{name}.patch")
+    subprocess.run(["git", "apply", "--unidiff-zero", patch], cwd=changed, check=True)
+    for file in files:
         prefix = "import observed\n" if file == "predict.py" else ""
         (patched / file).unlink()
         (patched / file).write_text(prefix + public.text((changed / file).read_text()))
@@ -198,7 +243,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
     metrics.touch()
     environ = boot_environment(work, kind, work / "store") | {
         "OBSERVED_METRICS": str(metrics),
-        processes.MARK: str(log),
+        MARK: str(log),
     }
     environ |= {"COMPILE_CACHE_COLD_START": "background", "COMPILE_CACHE_REPORT": f"{log}.json"}
     began = time.monotonic()
@@ -207,7 +252,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
         ready_s = time.monotonic() - began
         at_ready = [] if is_plain else json.loads(Path(f"{log}.json").read_text())["regions"]
         skipped = len(metrics.read_text().splitlines())
-        error, left, compiled_s = 0.0, args.rounds, 0.0
+        error, left = 0.0, _ROUNDS
         found, rounds = list[dict[str, Any]](), list[tuple[float, ...]]()
         while left and time.monotonic() < began + args.limit_s:
             seconds = ()
@@ -224,18 +269,16 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
             rounds.append(seconds)
             found = [json.loads(line) for line in metrics.read_text().splitlines()[skipped:]]
             is_idle = all(one["compile_cache.compiling"] == 0 for one in found[-len(requests) :])
-            compiled_s = compiled_s if is_idle else time.monotonic() - began - ready_s
             left -= is_idle
             time.sleep(_PAUSE_S if is_idle else _COMPILING_PAUSE_S)
         if not is_plain:
             wait_published(log)
         server.stop(signal.SIGTERM)
-        processes.wait_gone(str(log), _EXIT_S)
+        wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
     if is_plain:
         return Boot(ready_s, import_seconds(log), error=error, rounds=tuple(rounds))
     reasons = _MADE.findall(log.read_text())
     made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
-    report = json.loads(Path(f"{log}.json").read_text())
     served = {
         f"{region}: {steps}" for one in found[-len(requests) :] for region, steps in one["compile_cache.served"].items()
     }
@@ -243,29 +286,31 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
         ready_s,
         import_seconds(log),
         sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
-        tuple((region["name"], region["step"], region["reason"]) for region in report["regions"]),
         tuple(sorted(served)),
         made,
         len(reasons) - made,
         sum(bool(one["compile_cache.waited_s"] or one["compile_cache.compiled_now"]) for one in found),
-        compiled_s,
         not left,
         error,
-        tuple(report["warnings"]),
         tuple(rounds),
     )
 
 
+def wait_published(log: Path) -> None:
+    """Wait until a pack was put after the last job, for a while."""
+    deadline = time.monotonic() + _PUBLISHED_S
+    while (told := log.read_text()).rfind("publish.put") < told.rfind("background.done"):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_PAUSE_S)
+
+
 def import_seconds(log: Path) -> float:
     """How long Cog's worker imported the predictor's file."""
-    told = {line["fields"]["message"]: line["timestamp"] for line in map(json.loads, json_lines(log))}
+    lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"timestamp"'))
+    told = {line["fields"]["message"]: line["timestamp"] for line in lines}
     began, ended = (datetime.fromisoformat(told[message]) for message in ("Loading predictor", "Running setup"))
     return (ended - began).total_seconds()
-
-
-def json_lines(log: Path) -> list[str]:
-    """Cog's own lines of a log."""
-    return [line for line in log.read_text().splitlines() if line.startswith('{"timestamp"')]
 
 
 def check(results: Sequence[Result]) -> dict[str, bool]:
@@ -275,9 +320,10 @@ def check(results: Sequence[Result]) -> dict[str, bool]:
         plain, *patched = result.boots.values()
         limit_s = _LATE * plain.ready_s + _LATE_S - plain.import_s
         name, first, last = result.name, patched[0], patched[-1]
+        tolerance = PREDICTORS[name].get("tolerance", _TOLERANCE)
         claims |= {
-            f"{name}: answers are the untouched predictor's to {result.tolerance:g}": all(
-                found.error <= result.tolerance for found in patched
+            f"{name}: answers are the untouched predictor's to {tolerance:g}": all(
+                found.error <= tolerance for found in patched
             ),
             f"{name}: no request waits for a compiler": not any(found.waited for found in patched),
             f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what CACHED took": all(
@@ -293,17 +339,13 @@ def check(results: Sequence[Result]) -> dict[str, bool]:
 def row(result: Result) -> list[str]:
     """One line of the table."""
     plain, *patched = (result.boots[kind] for kind in BOOTS)
-    third = patched[-1]
     seconds = [f"{plain.ready_s - plain.import_s:.2f}"]
     seconds += [f"{found.ready_s - found.import_s - plain.ready_s + plain.import_s:+.2f}" for found in patched]
-    whole = ", ".join(f"{found.ready_s:.1f}" for found in (plain, *patched))
-    reasons = {name: f"; {reason}" for name, _, reason in third.regions if reason}
-    steps = [f"{served}{reasons.get(served.partition(':')[0], '')}" for served in third.served]
-    steps += [f"{name}: {step}{reasons.get(name, '')}" for name, step, _ in third.regions if step == "unused"]
     made = ", ".join(f"{found.made}/{found.failed}" for found in patched)
     error = max(found.error for found in patched)
+    kind, repository = (PREDICTORS[result.name][key] for key in ("kind", "repository"))
     lines = f"+{result.added} −{result.removed}"
-    return [result.kind, result.repository, lines, *seconds, whole, "<br>".join(steps), made, f"{error:.0e}"]
+    return [kind, repository, lines, *seconds, "<br>".join(patched[-1].served), made, f"{error:.0e}"]
 
 
 def timed_rows(result: Result) -> list[list[str]]:
@@ -324,40 +366,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkouts", type=Path, help="folder of clones, each in owner/name; without it, only prints")
     parser.add_argument("--work", type=Path, help="new folder for predictors, weights, stores and logs")
-    parser.add_argument("--only", action="append", help="these predictors alone")
+    parser.add_argument("--only", action="append", choices=PREDICTORS, help="these predictors alone")
     parser.add_argument("--out", type=Path, required=True, help="file of results, a line each")
     parser.add_argument("--full", action="store_true", help="full-size weights, on a GPU")
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="how often to ask after all is compiled")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds of a boot in which all is to be compiled")
     args = parser.parse_args()
     if args.checkouts is not None:
         serve(args)
-    last = {result.name: result for result in map(Result.from_json, args.out.read_text().splitlines())}
+    last = {result.name: result for result in map(Result.of, read_lines(args.out))}
     results = [result for name, result in last.items() if not args.only or name in args.only]
     if args.full:
         header = ("predictor", "boot", "READY, s", "but imports", "first requests, s", "last", "step, ms")
         rows = [line for result in results for line in timed_rows(result)]
         print(f"\n{markdown((*header, 'error', 'served by', 'made/failed'), rows)}\n")
     else:
-        header = ("kind", "predictor", "lines", "setup, s", "first", "second", "third", "READY, s")
+        header = ("kind", "predictor", "lines", "setup, s", "first", "second", "third")
         print(f"\n{markdown((*header, 'served by', 'made/failed', 'error'), map(row, results))}\n")
     conclude(check(results))
 
 
 def serve(args: Any) -> None:
     """Boot each predictor, and add its result to the file."""
-    table, folder = predictors(args.full), prepare(args.work)
-    for name in args.only or table:
-        public, work, answers, boots = table[name], folder / name, list[Any](), dict[str, Boot]()
+    folder = prepare(args.work)
+    for name in args.only or [name for name in PREDICTORS if not args.full or "full" in PREDICTORS[name]]:
+        public, work, answers, boots = Public.of(name, args.full), folder / name, list[Any](), dict[str, Boot]()
         work.mkdir()
         with ProcessPoolExecutor(1, get_context("spawn")) as builder:  # it leaves the GPU's memory
             lines = builder.submit(write_predictor, name, args.checkouts.resolve(), work, args.full).result()
         for kind in BOOTS[:3] if args.full else BOOTS:
             boots[kind] = boot(name, kind, work, public.requests, answers, args)
             print(name, kind, boots[kind], flush=True)
-        result = Result(name, public.kind, public.repository, *lines, public.tolerance, boots, public.steps)
-        with args.out.open("a") as out:
-            out.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+        add_line(args.out, asdict(Result(name, *lines, boots, public.steps)))
 
 
 if __name__ == "__main__":

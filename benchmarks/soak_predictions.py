@@ -19,6 +19,7 @@ is not precompiled.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import signal
@@ -27,28 +28,25 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import processes
-from digit_server import ANSWER_S, READY_S, SEEDS, SIZES, ask, begin, difference, make_references, pixels, start
-from fresh_boot import ROOT, end
+from containers import check_store
+from fresh_boot import boot_environment, end
+from servers import MARK, CogServer, command, compilers, kill, marked, parent, pixels, wait_gone, with_tini
 from table import markdown
 
-from compile_cache.errors import PackError, StoreError
-from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import verify_pack
-
-sys.path.append(str(ROOT / "demo"))
-
-from cog_server import CogServer
-
+# Width and height. The first is warmed up.
+SIZES = ((64, 64), (96, 64), (64, 96))
+SEEDS = 3
+READY_S = 180.0
+ANSWER_S = 60.0
 _LIVES = 10
 _PREDICTIONS = (5, 40)
 _LOADED = "stop in a prediction"
@@ -100,30 +98,31 @@ def make_life(chance: random.Random, breaks_off: bool = False) -> Life:
     )
 
 
-@dataclass(slots=True)
-class Epoch:
-    """The lives over one store. `promised` is what was published: the folder and logical key of each file."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    largest: int = 0
-    promised: set[tuple[str, str]] = field(default_factory=set)
-    violations: list[str] = field(default_factory=list)
-
-
 class Soak:
-    """Lives over one store, in a folder."""
+    """Lives over one store at a time. `promised` is what was published in it: the folder and logical key of each
+    file."""
 
-    def __init__(self, folder: Path, references: dict[tuple[int, int, int], Any], chance: random.Random) -> None:
+    def __init__(self, folder: Path, chance: random.Random) -> None:
         self._folder = folder
-        self._references = references
         self._chance = chance
         self.store = folder / "store"
-        self.store.mkdir(parents=True)
-        self.epoch = Epoch()
+        self.counts: Counter[str] = Counter()
+        self.largest = 0
+        self.promised: set[tuple[str, str]] = set()
+        self.violations: list[str] = []
+        with self._server(False, is_eager=True) as (server, _):
+            server.wait_ready(READY_S)
+            self._references = {(*size, n): pixels(draw(server, size, n)) for size in SIZES for n in range(SEEDS)}
+
+    def begin_store(self) -> None:
+        """Go on with an empty one."""
+        shutil.rmtree(self.store, ignore_errors=True)
+        self.store.mkdir()
+        self.promised.clear()
 
     def run(self, life: Life) -> None:
         """One server, from its start to its end, and the check of the store."""
-        self.epoch.counts["lives"] += 1
+        self.counts["lives"] += 1
         if life.store_fails == 0:
             self._set_store(is_there=False)
         with self._server(life.keeps_directory) as (server, mark):
@@ -132,18 +131,24 @@ class Soak:
                     self._wait_precompiled(server, False, life.breaks_off)
                 self._predict(server, mark, life)
         self._set_store(is_there=True)
-        left = processes.wait_gone(mark, _GONE_S)
-        self.epoch.violations += [f"process {pid} outlives its server: {processes.command(pid)!r}" for pid in left]
+        left = wait_gone(mark, _GONE_S)
+        self.violations += [f"process {pid} outlives its server: {command(pid)!r}" for pid in left]
         for pid in left:
-            processes.kill(pid, signal.SIGKILL)
-        check_store(self.store, self.epoch)
+            kill(pid, signal.SIGKILL)
+        self.violations += check_store(self.store, self.promised)
 
     @contextmanager
-    def _server(self, keeps_directory: bool) -> Iterator[tuple[CogServer, str]]:
-        mark = f"{self._folder}-{self.epoch.counts['lives']}"
+    def _server(self, keeps_directory: bool, is_eager: bool = False) -> Iterator[tuple[CogServer, str]]:
+        """A server that is not READY yet, and the mark of its processes."""
+        mark = f"{self._folder}-{self.counts['lives']}"
         if not keeps_directory:
             shutil.rmtree(self._folder / "directory", ignore_errors=True)
-        server = start(self._folder, False, self.store, mark)
+        sizes = [f"{width}x{height}" for width, height in SIZES]
+        environ = boot_environment(self._folder, "eager" if is_eager else "cold", self.store)
+        environ |= {"MODEL": "demo/flux-digits", "IMAGE_SIZES": ",".join(sizes), "WARM_UP_SIZES": sizes[0]}
+        environ |= {"COMPILE_CACHE_COLD_START": "background", MARK: mark}
+        server = with_tini("predict.py:Predictor", self._folder / f"{time.monotonic_ns()}.log", environ)
+        server.start()
         try:
             yield server, mark
         finally:
@@ -153,7 +158,7 @@ class Soak:
         try:
             server.wait_ready(READY_S)
         except (RuntimeError, OSError) as error:
-            self.epoch.violations.append(f"a server is not READY: {error}")
+            self.violations.append(f"a server is not READY: {error}")
             return False
         return True
 
@@ -172,63 +177,63 @@ class Soak:
             if life.breaks_off:
                 self._begin(server)()
             self.ask(server, self._chance.choice(SIZES), self._chance.randrange(SEEDS), doomed)
-            self.epoch.counts["asked"] += 1
+            self.counts["asked"] += 1
             time.sleep(self._chance.uniform(0, _MOST_PAUSE_S))
         self._end(server, mark, life.ending, doomed)
 
     def _end(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
-        self.epoch.counts[ending] += 1
+        self.counts[ending] += 1
         if ending in ("stop", _LOADED):
             if ending == _LOADED:
                 self._begin(server)
             try:
                 server.stop(signal.SIGTERM, ANSWER_S)
             except subprocess.TimeoutExpired:
-                self.epoch.violations.append("a server does not stop")
+                self.violations.append("a server does not stop")
             return
         doomed.wait(ANSWER_S)
         if ending == "kill worker":  # the server lives on without one
-            left = processes.wait_gone(mark, _GONE_S, but=(server.pid, server.process.pid))
-            self.epoch.violations += [f"process {pid} outlives its worker: {processes.command(pid)!r}" for pid in left]
+            left = wait_gone(mark, _GONE_S, but=(server.pid, server.process.pid))
+            self.violations += [f"process {pid} outlives its worker: {command(pid)!r}" for pid in left]
 
     def _begin(self, server: CogServer) -> Callable[[], None]:
         """Begin a prediction, and let a random time pass. What breaks it off."""
         way = self._chance.choice(["cancel", "hang up"])
-        self.epoch.counts[way] += 1
+        self.counts[way] += 1
         break_off = begin(server, self._chance.choice(SIZES), is_left=way == "hang up")
         time.sleep(self._chance.uniform(0, _MOST_BREAK_S))
         return break_off
 
     def _kill(self, server: CogServer, mark: str, ending: str, doomed: threading.Event) -> None:
         doomed.set()
-        workers = [pid for pid in processes.marked(mark) if processes.parent(pid) == server.pid]
+        workers = [pid for pid in marked(mark) if parent(pid) == server.pid]
         for pid in [server.pid] if ending == "kill server" else workers:
-            processes.kill(pid, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)
 
     def _kill_compilers(self, mark: str) -> None:
-        for pid in processes.compilers(mark):
-            self.epoch.counts["kill compiler"] += 1
-            processes.kill(pid, signal.SIGKILL)
+        for pid in compilers(mark):
+            self.counts["kill compiler"] += 1
+            kill(pid, signal.SIGKILL)
 
     def ask(self, server: CogServer, size: tuple[int, int], seed: int, doomed: threading.Event | None = None) -> bool:
         """One prediction, compared with eager; whether precompiled code served all of it. It may fail only if the
         server is `doomed`."""
         try:
-            answer = ask(server, size, seed)
+            answer = draw(server, size, seed)
         except (OSError, RuntimeError, ValueError) as error:
             if doomed is None or not doomed.is_set():
-                self.epoch.violations.append(f"a prediction failed: {error!r}; see {server.log}")
+                self.violations.append(f"a prediction failed: {error!r}; see {server.log}")
             return False
-        self.epoch.counts["predictions"] += 1
+        self.counts["predictions"] += 1
         apart = difference(pixels(answer), self._references[*size, seed])
-        self.epoch.largest = max(self.epoch.largest, apart)
+        self.largest = max(self.largest, apart)
         if apart > _MOST_DIFFERENCE:
-            self.epoch.violations.append(f"a picture is {apart} levels off: {size}, seed {seed}; see {server.log}")
+            self.violations.append(f"a picture is {apart} levels off: {size}, seed {seed}; see {server.log}")
         ours = answer["metrics"]["compile_cache"]
         steps = set((ours.get("served") or {}).values())
-        self.epoch.counts["precompiled" if steps == {"precompiled"} else "eager or both"] += 1
+        self.counts["precompiled" if steps == {"precompiled"} else "eager or both"] += 1
         if ours["compiled_now"] or ours["waited_s"]:
-            self.epoch.violations.append(f"a request waited for a compiler: {size}; see {server.log}")
+            self.violations.append(f"a request waited for a compiler: {size}; see {server.log}")
         return steps == {"precompiled"} and not ours["compiling"]
 
     def _set_store(self, is_there: bool) -> None:
@@ -238,7 +243,7 @@ class Soak:
             self.store.unlink()
             away.rename(self.store)
         elif not is_there and not away.exists():
-            self.epoch.counts["store failed"] += 1
+            self.counts["store failed"] += 1
             self.store.rename(away)
             self.store.write_text("out of reach")
 
@@ -246,12 +251,12 @@ class Soak:
         """Two lives with nothing wrong: one compiles what is missing; in the other, each kind is precompiled from its
         first prediction on."""
         for is_last in (False, True):
-            self.epoch.counts["lives"] += 1
+            self.counts["lives"] += 1
             with self._server(keeps_directory=False) as (server, mark):
                 if self._is_ready(server):
                     self._wait_precompiled(server, is_there=is_last)
                     self._end(server, mark, "stop", threading.Event())
-            check_store(self.store, self.epoch)
+            self.violations += check_store(self.store, self.promised)
 
     def _wait_precompiled(self, server: CogServer, is_there: bool, breaks_off: bool = False) -> None:
         """Ask for each size until it is precompiled; once, if its code `is_there`. With `breaks_off`, a request is
@@ -261,42 +266,56 @@ class Soak:
             while not self.ask(server, size, 0):
                 if time.monotonic() > deadline:
                     when = "at once" if is_there else "in time"
-                    self.epoch.violations.append(f"{size} is not precompiled {when}; see {server.log}")
+                    self.violations.append(f"{size} is not precompiled {when}; see {server.log}")
                     break
                 if breaks_off:
                     self._begin(server)()
                 time.sleep(_PATIENT_PAUSE_S if breaks_off else _MOST_PAUSE_S)
 
 
-def check_store(folder: Path, epoch: Epoch) -> None:
-    """Verify every pack, and that nothing is missing of what was there before."""
-    store = LocalStore(folder)
-    found: set[tuple[str, str]] = set()
-    for entry in store.list(""):
-        place, _, name = entry.name.rpartition("/")
-        if not PACK_NAME.fullmatch(name):
-            continue
-        try:
-            head = verify_pack(store, entry.name, entry.size_bytes, Rules())
-        except (PackError, StoreError) as error:
-            epoch.violations.append(f"{entry.name} does not verify: {error}")
-            continue
-        found |= {(place, file.key) for file in head.manifest.files}
-    epoch.violations += [f"{path} was published, and is gone" for _, path in sorted(epoch.promised - found)]
-    epoch.promised |= found
+def inputs(size: tuple[int, int], seed: int) -> dict[str, Any]:
+    """Of a request for a picture."""
+    picture = {"prompt": "a handwritten three", "num_inference_steps": 2, "output_format": "png"}
+    return {**picture, "width": size[0], "height": size[1], "seed": seed}
 
 
-def table(epochs: Sequence[Epoch]) -> str:
-    """A row for each store, and their sums."""
-    columns = ("predictions", "precompiled", "eager or both", "cancel", "hang up", "lives", "stop", _LOADED)
-    columns += ("kill server", "kill worker", "kill compiler", "store failed")
-    rows = [
-        [number, *(epoch.counts[name] for name in columns), len(epoch.promised), epoch.largest, len(epoch.violations)]
-        for number, epoch in enumerate(epochs, 1)
-    ]
-    sums = ["all", *(sum(int(row[column]) for row in rows) for column in range(1, len(columns) + 2))]
-    rows.append([*sums, max(epoch.largest for epoch in epochs), sum(len(epoch.violations) for epoch in epochs)])
-    return markdown(("store", *columns, "files", "largest difference", "violations"), rows)
+def draw(server: CogServer, size: tuple[int, int], seed: int) -> dict[str, Any]:
+    """The answer to a request for a picture.
+
+    Raises:
+        RuntimeError: it failed.
+        OSError: the server does not answer.
+    """
+    answer = server.predict(**inputs(size, seed))
+    if answer["status"] != "succeeded":
+        raise RuntimeError(f"the prediction {answer['status']}: {answer.get('error')}")
+    return answer
+
+
+def begin(server: CogServer, size: tuple[int, int], is_left: bool) -> Callable[[], None]:
+    """Begin a prediction. What breaks it off: its client hangs up if `is_left`, or cancels it.
+
+    Raises:
+        RuntimeError: the server stays busy.
+    """
+    server.wait_ready(ANSWER_S)
+    if is_left:
+        connection = HTTPConnection(server.url.removeprefix("http://"))
+        body = json.dumps({"input": inputs(size, 0)})
+        connection.request("POST", "/predictions", body, {"Content-Type": "application/json"})
+        return connection.close
+    identity = server.predict_later(**inputs(size, 0))["id"]
+
+    def cancel() -> None:
+        with suppress(urllib.error.HTTPError):  # it has ended
+            server.cancel(identity)
+
+    return cancel
+
+
+def difference(one: Any, other: Any) -> int:
+    """The largest of any pixel; 255 if the sizes differ."""
+    return int(abs(one - other).max()) if one.shape == other.shape else 255
 
 
 def main() -> int:
@@ -310,34 +329,31 @@ def main() -> int:
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit_s
     folder = Path(tempfile.mkdtemp(prefix="soak-predictions-"))
-    references = make_references(folder / "eager")
-    epochs: list[Epoch] = []
+    chance = random.Random(args.seed)
+    soak = Soak(folder, chance)
 
     def is_over() -> bool:
-        names = ("cancel", "hang up") if args.cancels else ("asked",)
-        done = sum(epoch.counts[name] for epoch in epochs for name in names)
-        return done >= (args.cancels or args.predictions) or time.monotonic() > deadline
+        done = soak.counts["cancel"] + soak.counts["hang up"] if args.cancels else soak.counts["asked"]
+        return done >= (args.cancels or args.predictions) or time.monotonic() > deadline or bool(soak.violations)
 
     while not is_over():
-        chance = random.Random(f"{args.seed} {len(epochs)}")
-        soak = Soak(folder / f"epoch-{len(epochs)}", references, chance)
-        epochs.append(soak.epoch)
+        soak.begin_store()
         for _ in range(args.lives):
             if not is_over():
                 soak.run(make_life(chance, bool(args.cancels)))
         soak.close()
-        print(table(epochs[-1:]).splitlines()[2], flush=True)
-        if soak.epoch.violations:
-            break
-    print(f"\n{table(epochs)}")
-    found = [line for epoch in epochs for line in epoch.violations]
-    print("\n".join([*found[:_MOST_LINES], f"{len(found)} violations"]))
-    if found:
+        print(dict(soak.counts), flush=True)
+    columns = ("predictions", "precompiled", "eager or both", "cancel", "hang up", "lives", "stop", _LOADED)
+    columns += ("kill server", "kill worker", "kill compiler", "store failed")
+    row = [*(soak.counts[name] for name in columns), soak.largest, len(soak.violations)]
+    print(f"\n{markdown((*columns, 'largest difference', 'violations'), [row])}")
+    print("\n".join(soak.violations[:_MOST_LINES]))
+    if soak.violations:
         print(f"kept for a look: {folder}")
     else:
         with suppress(OSError):
             shutil.rmtree(folder)
-    return 1 if found else 0
+    return 1 if soak.violations else 0
 
 
 if __name__ == "__main__":

@@ -1,47 +1,74 @@
 """Processes that publish overlapping sets of artifacts at once under one key, while some are killed.
 
     python benchmarks/soak_publish.py --rounds 200 --processes 32 --seed 0 --store local
+    python benchmarks/soak_publish.py --calm --rounds 1 --processes 100 --store s3
 
 Each process is a container with a cache directory of its own: it restores, writes what a compile would, with bytes
-and file names of its own under logical keys that all share, and publishes through a `Publisher`. It lives on over
-rounds, or boots anew. Some publish as containers do that are told to stop, without waiting for their turn; some
-merge, whatever others do. Some get SIGKILL, at a random moment or around a chosen request to the store, and
-some stall there.
+and file names of its own under logical keys that all share, publishes through a `Publisher`, and does so again. Some
+publish as containers do that are told to stop, without waiting for their turn; some merge, whatever others do. Some get
+SIGKILL, at a random moment or around a chosen request to the store, and some stall there.
 
 After each round a new container must restore every logical key that any publish that finished had, with the right
 content, and every pack listed must verify. Exits with 1 if anything is missing or wrong, or if less than half of the
 publishes finish.
+
+With `--calm`, nothing of that goes wrong: the processes of a round are a fleet that boots at once, and most of what
+they compile is the same. Exits with 1 too if more than five packs are left, or if more than three times what they
+compiled together was uploaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from containers import Artifact, graph, packs_in, restored_keys, s3_server
-from mortal_container import PATIENCE_S, Event, Moment, Turn, serve
+from containers import (
+    Artifact,
+    CountingStore,
+    compile_missing,
+    damaged,
+    files_in,
+    graph,
+    make_content,
+    open_cache,
+    packs_in,
+    restored_keys,
+    s3_server,
+)
 from table import markdown, spread
 
-from compile_cache.errors import PackError, StoreError
-from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import open_url
-from compile_cache.storage.verify import verify_pack
+from compile_cache.errors import StoreError
+from compile_cache.lifecycle import publisher
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import logical_key
+from compile_cache.storage.stores.base import ObjectStore, open_url
+from compile_cache.storage.stores.local import LocalStore
 
 LEAST_FINISHED = 0.5
+MOST_PACKS_LEFT, MOST_UPLOADED = 5, 3.0  # of a calm round
+# A publisher's pace, so that a round takes some seconds. In a fleet no prediction is disturbed by a merge.
+PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}
+CALM_PACE = {"_SPREAD_S": 1.0, "_MERGE_AFTER_S": 0.5}
+PATIENCE_S, CALM_PATIENCE_S = 60.0, 600.0
 _GRAPHS = 20
 _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
 _NEW_GRAPH_BYTES = (2 << 10, 4 << 10, 16 << 10)
@@ -56,75 +83,54 @@ _MOST_LINES = 50
 _FORK = get_context("fork")
 
 
-@dataclass(slots=True)
-class Round:
-    """One round's figures. `packs` are what it left, `incomplete` those restores that did without packs that vanished
-    while they read, `failures` what the store refused."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The `number`th that is just before or just after such a call to the store."""
 
+    calls: str
     number: int
-    published: int = 0
-    finished: int = 0
-    killed: int = 0
-    packs: int = 0
-    merges: int = 0
-    boots: int = 0
-    incomplete: int = 0
-    failures: int = 0
-    keys: int = 0
-    seconds: float = 0.0
-    check_s: float = 0.0
-    violations: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Worker:
-    """The parent's side of a process."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one process does once. One that `merges` does so whatever others do, and whatever its publisher decides."""
 
-    process: ForkProcess
-    connection: Connection
-    root: Path
-
-    def kill(self) -> None:
-        """End it as the kernel does when memory is short."""
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def base_artifacts() -> list[Artifact]:
-    """What processes compile in any round."""
-    return [a for n in range(_GRAPHS) for a in graph(f"graph {n}", random.Random(n).choice(_GRAPH_BYTES))]
+    seed: int
+    artifacts: tuple[Artifact, ...]
+    rewrites: bool = False
+    is_stopped: bool = False
+    merges: bool = False
+    death: Moment | None = None
+    stall: Moment | None = None
+    stall_s: float = 0.0
+    killed_after: float | None = None  # of the time that the round before took
+    is_calm: bool = False
 
 
-def make_turn(seed: int, round_number: int, number: int) -> Turn:
+def make_turn(seed: int, round_number: int, number: int, is_calm: bool = False) -> Turn:
     """What process `number` does: some of the artifacts of all rounds, and some of this round's own."""
     chance = random.Random(f"{seed} {round_number} {number}")
     size_bytes = random.Random(round_number).choice(_NEW_GRAPH_BYTES)
     new = graph(f"{seed} round {round_number}", size_bytes)[:_NEW_ARTIFACTS]
-    chosen = [*chance.sample(base_artifacts(), 10), *chance.sample(new, chance.randint(1, 2))]
-    death, killed_after = None, None
-    if chance.random() < _KILLED:
-        if chance.random() < 0.3:
-            killed_after = chance.random()
-        else:
-            death = make_moment(chance)
-    merges = chance.random() < _MERGES
-    stall = make_moment(chance) if chance.random() < _STALLED else None
+    base = [a for n in range(_GRAPHS) for a in graph(f"graph {n}", random.Random(n).choice(_GRAPH_BYTES))]
+    chosen = (*chance.sample(base, 10), *chance.sample(new, chance.randint(1, 2)))
+    if is_calm:
+        return Turn(chance.getrandbits(64), (*base, *chosen[-1:]), is_calm=True)
+    is_killed, at_once = chance.random() < _KILLED, chance.random() < 0.3
+    merges, stalls = chance.random() < _MERGES, chance.random() < _STALLED
+    stall = make_moment(chance) if stalls else None
     if merges and chance.random() < 0.5:
         stall = Moment("delete pack", chance.randint(1, _CALLS["delete pack"]))
     return Turn(
-        number,
-        round_number,
         chance.getrandbits(64),
-        tuple(chosen),
+        chosen,
         boots=chance.random() < 0.2,
         is_stopped=chance.random() < 0.25,
         merges=merges,
-        death=death,
+        death=make_moment(chance) if is_killed and not at_once else None,
         stall=stall,
         stall_s=chance.uniform(*_STALL_S),
-        killed_after=killed_after,
+        killed_after=chance.random() if is_killed and at_once else None,
     )
 
 
@@ -134,184 +140,256 @@ def make_moment(chance: random.Random) -> Moment:
     return Moment(calls, chance.randint(1, _CALLS[calls]))
 
 
+class MortalStore(CountingStore):
+    """Another store, in a process that stalls and dies when its turn says so."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self._turn: Turn | None = None
+        self._passed: Counter[str] = Counter()
+
+    def begin(self, turn: Turn | None) -> None:
+        """What is asked from now on belongs to `turn`."""
+        self._turn = turn
+        self._passed.clear()
+
+    @contextmanager
+    def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
+        """Mortal before and after the call."""
+        kinds = ("any", method, f"{method} {name.rpartition('.')[2]}")
+        self._pass(kinds)
+        with super().watch(method, name, content):
+            yield
+        self._pass(kinds)
+
+    def _pass(self, kinds: Sequence[str]) -> None:
+        if self._turn is None:
+            return
+        self._passed.update(kinds)
+        now = [Moment(kind, self._passed[kind]) for kind in kinds]
+        if self._turn.death in now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._turn.stall in now:
+            time.sleep(self._turn.stall_s)
+
+
+class Container:
+    """What lives in one process. It tells what happens in the lines of a file: `booted`, `incomplete` (that boot did
+    without a pack), `publishing`, `finished` with its logical keys, `merged`, `failed` (the store's fault), `wrong` (a
+    violation), and in the end `ended` with the bytes that it uploaded."""
+
+    def __init__(self, url: str, root: Path) -> None:
+        self._store = MortalStore(open_url(url))
+        self._told = root.with_suffix(".jsonl")
+        self._cache, self._directory = open_cache(self._store, root)
+
+    def live(self, turns: Sequence[Turn]) -> None:
+        """Boot in the first turn, publish in all, and end."""
+        for name, value in (CALM_PACE if turns[0].is_calm else PACE).items():
+            assert hasattr(publisher, name), name
+            setattr(publisher, name, value)
+        try:
+            self._store.begin(turns[0])
+            self._boot()
+            for turn in turns:
+                self._store.begin(turn)
+                self._publish(turn)
+        except StoreError as error:
+            self._say("failed", text=f"{type(error).__name__}: {error}")
+        except Exception:
+            self._say("wrong", text=traceback.format_exc())
+        self._say("ended", uploaded_bytes=sum(self._store.counts.uploaded_bytes.values()))
+        os._exit(0)  # publishers have registered exit hooks, and have nothing left
+
+    def _say(self, kind: str, keys: Iterable[str] = (), text: str = "", uploaded_bytes: int = 0) -> None:
+        told = {"kind": kind, "keys": sorted(keys), "text": text, "uploaded_bytes": uploaded_bytes}
+        with self._told.open("a") as file:
+            file.write(json.dumps(told) + "\n")
+
+    def _boot(self) -> None:
+        fetched = self._cache.fetch()
+        self._cache.install(fetched)
+        self._say("booted")
+        for pack in fetched.refused:
+            self._say("incomplete" if not pack.is_final else "wrong", text=f"{pack.name} is refused: {pack.reason}")
+
+    def _publish(self, turn: Turn) -> None:
+        folder, chance = self._directory.path, random.Random(turn.seed)
+        compile_missing(folder, turn.artifacts, turn.seed)
+        if turn.rewrites:  # in place, as Triton's autotuner does: it is published as one that replaces another
+            path = chance.choice(sorted(path for path in files_in(folder) if logical_key(path) == path))
+            (folder / path).write_bytes(make_content(path, 4 << 10, chance))
+        keys = {logical_key(path) for path in files_in(folder)}
+        self._say("publishing")
+        boot = BootReport()
+        report = boot.publish
+        running = publisher.Publisher(self._cache, boot, Settings(exit_budget_s=PATIENCE_S))
+        running.start()
+        if not turn.is_stopped:
+            if running.wait(PATIENCE_S) and not report.failures:
+                self._say("finished", keys)
+            # A merge that it has begun is stopped at some moment, but for that of a calm turn.
+            time.sleep(2.0 if turn.is_calm else chance.uniform(0.0, 0.5))
+        running.flush()
+        for failure in report.failures:
+            self._say("failed", text=failure)
+        if turn.is_stopped and running.wait(0.0) and not report.failures:
+            self._say("finished", keys)
+        if report.merged_packs:
+            self._say("merged")
+        for _ in range(2 if turn.merges else 0):  # the second finds packs that others are deleting
+            if self._cache.merge("a process").packs:
+                self._say("merged")
+
+
+@dataclass
+class Round:
+    """One round's figures: what its processes told, and how often; the packs that it left."""
+
+    number: int
+    told: Counter[str] = field(default_factory=Counter)
+    packs: int = 0
+    keys: int = 0
+    uploaded_bytes: int = 0
+    seconds: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+
 class Soak:
     """All rounds over one store, and what has been promised so far."""
 
-    def __init__(self, url: str, processes: int, seed: int, folder: Path) -> None:
+    def __init__(self, url: str, processes: int, seed: int, folder: Path, is_calm: bool = False) -> None:
         self._url = url
         self._processes = processes
         self._seed = seed
         self._folder = folder
-        self._workers: dict[int, Worker] = {}
-        self._forked = 0
+        self._is_calm = is_calm
         self._last_s = 0.5
         self.promised: set[str] = set()
-        self.failures: Counter[str] = Counter()
 
     def run_round(self, number: int) -> Round:
         """One round, and the check after it."""
-        done = Round(number)
-        started_s = time.monotonic()
-        kill_at_s: dict[int, float] = {}
-        for process in range(self._processes):
-            turn = make_turn(self._seed, number, process)
-            if process not in self._workers:
-                self._workers[process] = self._fork()
-            self._workers[process].connection.send(turn)
-            if turn.killed_after is not None:
-                kill_at_s[process] = started_s + turn.killed_after * self._last_s
-        self._follow(done, kill_at_s, started_s + PATIENCE_S)
+        done, started_s = Round(number), time.monotonic()
+        running = [self._start(number, process) for process in range(self._processes)]
+        timers = [
+            threading.Timer(turn.killed_after * self._last_s, child.kill)
+            for child, turn, _ in running
+            if turn.killed_after is not None
+        ]
+        for timer in timers:
+            timer.start()
+        deadline_s = started_s + (CALM_PATIENCE_S if self._is_calm else PATIENCE_S)
+        for child, _, root in running:
+            child.join(max(0.0, deadline_s - time.monotonic()))
+            if child.is_alive():
+                done.violations.append(f"{root.name} is not done")
+                child.kill()
+                child.join()
+            done.told["killed"] += child.exitcode == -signal.SIGKILL
+            self._hear(done, root.with_suffix(".jsonl"))
+            shutil.rmtree(root, ignore_errors=True)
+        for timer in timers:
+            timer.cancel()
         done.seconds = self._last_s = time.monotonic() - started_s
+        if self._is_calm:
+            self._check_calm(done)
         self.check(done)
-        done.keys = len(self.promised)
-        done.check_s = time.monotonic() - started_s - done.seconds
         return done
 
-    def _fork(self) -> Worker:
-        self._forked += 1
-        root = self._folder / f"process {self._forked}"
-        ours, theirs = _FORK.Pipe()
-        process = _FORK.Process(target=serve, args=(self._url, root, theirs), daemon=True)
-        process.start()
-        theirs.close()  # or later processes would keep it open, and nobody would see this one die
-        return Worker(process, ours, root)
+    def _start(self, number: int, process: int) -> tuple[ForkProcess, Turn, Path]:
+        """Start a process that has one turn or two. What it dies of comes in the last one."""
+        root = self._folder / f"round {number}" / f"process {process}"
+        root.parent.mkdir(exist_ok=True)
+        turn = make_turn(self._seed, number, process, self._is_calm)
+        turns = [turn]
+        if not self._is_calm and process % 2:
+            turns.insert(0, Turn(turn.seed + 1, turn.artifacts[::2]))
+        child = _FORK.Process(target=lambda: Container(self._url, root).live(turns), daemon=True)
+        child.start()
+        return child, turn, root
 
-    def _follow(self, done: Round, kill_at_s: dict[int, float], deadline_s: float) -> None:
-        """Hear all processes until they are done or dead, and kill those that are due."""
-        active = {worker.connection: process for process, worker in self._workers.items()}
-        doomed: set[int] = set()  # they may have said that they are done just before
-
-        def bury(connection: Connection) -> None:
-            process = active.pop(connection)
-            kill_at_s.pop(process, None)
-            self._workers.pop(process).kill()
-            done.killed += 1
-
-        while active:
-            now_s = time.monotonic()
-            for process in [process for process, at_s in kill_at_s.items() if at_s <= now_s]:
-                self._workers[process].process.kill()
-                doomed.add(process)
-                del kill_at_s[process]
-            if now_s > deadline_s:
-                done.violations += [f"process {process} is not done" for process in active.values()]
-                for connection in list(active):
-                    bury(connection)
-                return
-            due_s = min([deadline_s, *kill_at_s.values()])
-            for connection in wait(list(active), max(0.0, due_s - now_s)):
-                assert isinstance(connection, Connection)
-                try:
-                    event = connection.recv()
-                except (EOFError, OSError):
-                    bury(connection)
-                    continue
-                if event.kind == "done" and active[connection] not in doomed:
-                    kill_at_s.pop(active.pop(connection), None)
-                self._note(done, event)
-
-    def _note(self, done: Round, event: Event) -> None:
-        done.published += event.kind == "publishing"
-        done.finished += event.kind == "finished"
-        done.merges += event.kind == "merged"
-        done.boots += event.kind == "booted"
-        done.incomplete += event.kind == "incomplete"
-        done.failures += event.kind == "failed"
-        if event.kind == "failed":
-            self.failures[event.text.partition("/")[0]] += 1
-        if event.kind == "finished":
-            self.promised |= event.keys
-        if event.kind == "wrong":
-            done.violations.append(event.text)
+    def _hear(self, done: Round, file: Path) -> None:
+        for line in file.read_text().splitlines() if file.exists() else ():
+            with suppress(json.JSONDecodeError):  # it was killed while it wrote
+                event = json.loads(line)
+                done.told[event["kind"]] += 1
+                done.uploaded_bytes += event["uploaded_bytes"]
+                self.promised |= set(event["keys"])
+                done.violations += [event["text"]] * (event["kind"] == "wrong")
 
     def check(self, done: Round) -> None:
         """What the next container restores, and every pack by itself."""
-        store = open_url(self._url)
-        root = self._folder / "next"
+        store, root = open_url(self._url), self._folder / "next"
         shutil.rmtree(root, ignore_errors=True)
         keys, problems = restored_keys(store, root)
         done.violations += problems
         done.violations += [f"{key} was published, and cannot be restored" for key in sorted(self.promised - keys)]
-        packs = packs_in(store)
-        done.packs = len(packs)
-        for entry in packs:
-            try:
-                verify_pack(store, entry.name, entry.size_bytes, Rules())
-            except (PackError, StoreError) as error:
-                done.violations.append(f"{entry.name} does not verify: {error}")
+        done.violations += damaged(store, packs_in(store))
+        done.packs, done.keys = len(packs_in(store)), len(self.promised)
 
-    def close(self) -> None:
-        """End the processes that still live."""
-        for worker in self._workers.values():
-            worker.kill()
-        self._workers.clear()
-
-
-def soak(rounds: int, processes: int, seed: int, url: str, folder: Path) -> tuple[list[Round], Mapping[str, int]]:
-    """Run it, each round printed as a line of JSON. It ends with the first round that has a violation, so that the
-    store can be looked at as it was."""
-    results: list[Round] = []
-    running = Soak(url, processes, seed, folder)
-    try:
-        for number in range(rounds):
-            results.append(running.run_round(number))
-            print(json.dumps(asdict(results[-1])), flush=True)
-            if results[-1].violations:
-                break
-    finally:
-        running.close()
-    return results, running.failures
+    def _check_calm(self, done: Round) -> None:
+        """What a fleet left, once the next container has merged it, and what it uploaded."""
+        store = open_url(self._url)
+        following, _ = open_cache(store, self._folder / "following")
+        following.install(following.fetch())
+        following.merge("the next container")
+        turns = (make_turn(self._seed, done.number, process, True) for process in range(self._processes))
+        alone, directory = open_cache(LocalStore(self._folder / "nothing"), self._folder / "alone")
+        compile_missing(directory.path, {artifact for turn in turns for artifact in turn.artifacts}, 0)
+        uploaded = done.uploaded_bytes / sum(pack.stored_bytes for pack in alone.stage((), "alone"))
+        if len(packs_in(store)) > MOST_PACKS_LEFT or uploaded > MOST_UPLOADED:
+            done.violations.append(f"{len(packs_in(store))} packs are left, and {uploaded:.2f} caches were uploaded")
 
 
 def violations(results: Sequence[Round], seed: int) -> list[str]:
     """All that is not as it should be, a line each."""
     found = [f"seed {seed}, round {done.number}: {line}" for done in results for line in done.violations]
-    published, finished = sum(done.published for done in results), sum(done.finished for done in results)
+    published, finished = (sum(done.told[name] for done in results) for name in ("publishing", "finished"))
     if finished < LEAST_FINISHED * published or not finished:
         found.append(f"seed {seed}: of {published} publishes only {finished} finished")
     return found
 
 
-def table(results: Sequence[Round], store: str, processes: int, seed: int) -> str:
+def table(results: Sequence[Round], store: str) -> str:
     """The sums of all rounds."""
-    columns = ("published", "finished", "killed", "boots", "incomplete", "merges", "failures")
-    header = ["store", "rounds", "processes", "seed", *columns, "logical keys", "packs left", "violations", "round, s"]
+    told = ("publishing", "finished", "killed", "incomplete", "merged", "failed")
     row = [
         store,
         len(results),
-        processes,
-        seed,
-        *(sum(getattr(done, column) for done in results) for column in columns),
+        *(sum(done.told[name] for done in results) for name in told),
         results[-1].keys,
+        f"{sum(done.uploaded_bytes for done in results) / 1e6:.2f}",
         spread([done.packs for done in results], 0),
         sum(len(done.violations) for done in results),
         spread([done.seconds for done in results], 1),
     ]
+    header = ("store", "rounds", *told, "logical keys", "uploaded, MB", "packs left", "violations", "round, s")
     return markdown(header, [row])
 
 
 def main() -> int:
-    """Run all rounds; the exit code."""
+    """Run all rounds, each printed as a line of JSON; the exit code. The first round with a violation is the last, so
+    that the store can be looked at as it was."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--processes", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", choices=("local", "s3"), default="local")
+    parser.add_argument("--calm", action="store_true", help="nothing goes wrong")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-publish-"))
-    shape = (arguments.rounds, arguments.processes, arguments.seed)
-    if arguments.store == "local":
-        results, failures = soak(*shape, str(folder / "store"), folder)
-    else:
-        with s3_server("soak"):
-            results, failures = soak(*shape, "s3://soak/cache", folder)
-    print(table(results, arguments.store, arguments.processes, arguments.seed))
-    for text, count in failures.items():
-        print(f"{count} × {text}")
+    is_local = arguments.store == "local"
+    results: list[Round] = []
+    with nullcontext() if is_local else s3_server("soak"):
+        url = str(folder / "store") if is_local else "s3://soak/cache"
+        soak = Soak(url, arguments.processes, arguments.seed, folder, arguments.calm)
+        while len(results) < arguments.rounds and not (results and results[-1].violations):
+            results.append(soak.run_round(len(results)))
+            print(json.dumps(vars(results[-1])), flush=True)
+    print(table(results, arguments.store))
     found = violations(results, arguments.seed)
+    print("\n".join([*found[:_MOST_LINES], f"{len(found)} violations"]))
     if found:
-        print("\n".join(found[:_MOST_LINES]))
-        print(f"{len(found)} violations")
         print(f"kept for a look: {folder}")
     else:
         shutil.rmtree(folder)

@@ -11,19 +11,22 @@ from typing import Any
 
 import blocks
 import pytest
+import second_processes
 import torch
 from torch import nn
 
+from compile_cache.background import child
+from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving.compiler import Compiler
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, Outgoing
 
 # The boots of an `activated` context, which ends with it.
-_BOOTED: list[Compiler] = []
+_BOOTED: list[Regions] = []
 
 
 def build(module_class: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
@@ -38,41 +41,46 @@ def tensor(*shape: int, seed: int = 1) -> torch.Tensor:
         return torch.randn(*(shape or (4, blocks.SIZE)), generator=torch.Generator().manual_seed(seed))
 
 
-def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Compiler:
+def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Regions:
     """A boot's compiler, as in a new process, whose regions are `modules`."""
     torch._dynamo.reset()
     directory.outgoing = Outgoing(directory)
     directory.outgoing.expect(directory.scan())  # they were restored
-    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
+    compiler = Regions(resolve_cold_start(settings or Settings()), directory)
     _BOOTED.append(compiler)
     for module in modules:
         compiler.compile(module)
     return compiler
 
 
-def warm_up(compiler: Compiler, call: Callable[[], Any]) -> Any:
+def warm_up(compiler: Regions, call: Callable[[], Any]) -> Any:
     """The answer to a call in the warm-up."""
     with torch.inference_mode(), compiler.watching():
         return call()
 
 
-def only_report(compiler: Compiler) -> RegionReport:
-    (region,) = compiler.regions.values()
+def only_report(compiler: Regions) -> RegionReport:
+    (region,) = compiler.by_class.values()
     return region.report
 
 
 def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
     """What a next boot finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
-        return loaded(directory).find(module, args, kwargs)
+        return look_up(loaded(directory), module, *args, **kwargs)
+
+
+def look_up(artifacts: Artifacts, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
+    """What these artifacts have for a call."""
+    return artifacts.find(CallSpec.of(module, args, kwargs), module, args, kwargs)
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
-    compiler = Compiler(resolve_cold_start(settings or Settings()), directory)
-    assert compiler.artifacts is not None
+    compiler = Regions(resolve_cold_start(settings or Settings()), directory)
+    assert compiler.policy.artifacts is not None
     with compiler.watching():  # which takes note of torch's options
-        return compiler.artifacts
+        return compiler.policy.artifacts
 
 
 def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -91,11 +99,12 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, "")
+        patch.setattr(child, "_spawn", second_processes.fork)
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if backlog := _BOOTED.pop().orders():
-                backlog.jobs.close()  # else its thread and its process last until this process ends
+            if backlog := _BOOTED.pop().policy.orders():
+                backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 
 

@@ -1,26 +1,8 @@
-"""What benchmarks/boot.py plans and computes. The boots themselves take minutes and are not run here."""
+"""What benchmarks/boot.py computes. The boots themselves take minutes and are not run here."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-
-import pytest
-from boot import interval, pairs, read_imports, steps
-from one_boot import READY
-
-
-def planned(**given: object) -> list[tuple[str, str, int]]:
-    return list(steps(Namespace(**{"against": None, "eager": 0, "warm": 0, "cached": False, "imports": 0} | given)))
-
-
-def test_checkouts_take_turns_at_being_first():
-    warm = [step for step in planned(against="../before", eager=1, warm=2) if step[1] == "warm"]
-    assert warm == [("this", "warm", 1), ("other", "warm", 1), ("other", "warm", 2), ("this", "warm", 2)]
-
-
-def test_each_checkout_fills_its_store_first():
-    assert planned(against="../before", warm=1)[:2] == [("this", "cold", 1), ("other", "cold", 1)]
-    assert planned(warm=1) == [("this", "cold", 1), ("this", "warm", 1)]
+from boot import interval, pairs
 
 
 def test_the_interval_holds_the_mean_with_90_percent_by_students_t():
@@ -32,15 +14,3 @@ def test_the_interval_holds_the_mean_with_90_percent_by_students_t():
 def test_a_boot_without_its_counterpart_is_no_pair():
     ours, theirs = ([{"round": number, "value": number * scale} for number in (1, 2, 3)] for scale in (1.0, 10.0))
     assert pairs(ours, theirs[1:], lambda boot: boot["value"]) == [(2.0, 20.0), (3.0, 30.0)]
-
-
-@pytest.mark.parametrize("later", ["", "import time:       900 |        900 | imported_later\n"])
-def test_imports_count_until_ready(tmp_path, later):
-    log = tmp_path / "log"
-    log.write_text(
-        "import time: self [us] | cumulative | imported package\n"
-        "import time:       100 |        100 |   inner\n"
-        "READY is near\n"
-        f"import time:       200 |        300 | outer\n{READY}{later}"
-    )
-    assert read_imports(log) == {"imports": 2, "imports_s": pytest.approx(300e-6)}

@@ -99,11 +99,7 @@ def test_ls_as_json_is_one_document_of_versions_packs_and_records(run, local, ke
     assert [(pack["name"], pack["size_bytes"]) for pack in version["packs"]] == [(name, len(local.read(name)))]
     assert found.json["environments"][environment.digest]["gpu"] == environment.gpu
     assert found.err == ""
-
-
-def test_ls_of_an_empty_store_lists_nothing(run, root):
-    assert run("ls").out == f"0 versions, 0 packs, 0 bytes in {root}\n"
-    assert run("ls", "--json").json["versions"] == []
+    assert run("ls", "--store", "empty").out.startswith("0 versions, 0 packs, 0 bytes in ")
 
 
 def test_ls_reads_all_layers_and_names_one_that_fails_and_a_store_that_is_given_alone(
@@ -139,10 +135,10 @@ def test_nothing_in_a_store_reaches_the_terminal_as_a_command(run, local, key, e
     assert "[blink]creator" in said["show"].out
 
 
-@pytest.mark.parametrize("char", ["\x1b", "\n", "\x9b", "\u202e", "\ud800", "\x00"])
-def test_what_a_terminal_obeys_is_written_out_and_text_that_people_read_stays(char):
-    assert output.printable(f"a{char}b").isascii()
-    assert output.printable(f"a{char}b").isprintable()
+def test_what_a_terminal_obeys_is_written_out_and_text_that_people_read_stays():
+    for char in "\x1b\n\x9b\u202e\ud800\x00":
+        assert output.printable(f"a{char}b").isascii()
+        assert output.printable(f"a{char}b").isprintable()
     assert output.printable("torch 2.11.0 → 2.13.0, 模型 [bold]") == "torch 2.11.0 → 2.13.0, 模型 [bold]"
 
 
@@ -172,6 +168,7 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
         ("org--model/v1", "v1"),
         ("{digest}/org--model/v2/", "v1"),
         ("{digest}/org--model/v2", "v2"),
+        ("org--model/0123456789ab", "0123456789abcdef" * 2),
         ("{pack:.12}", "v10"),
         ("{pack}.pack", "v10"),
         ("{digest:.5}", None),
@@ -179,7 +176,10 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
         ("org--model/v2", None),
     ],
 )
-def test_a_version_is_named_in_full_or_by_a_beginning_that_no_other_has(run, filled, environment, text, shown):
+def test_a_version_is_named_in_full_or_by_a_beginning_that_no_other_has(
+    run, local, key, filled, environment, text, shown
+):
+    put_pack(local, replace(key, model_version="0123456789abcdef" * 2))
     found = run("show", text.format(digest=environment.digest, pack=digest_of(filled["v10"])))
     if shown is not None:
         assert found.lines[0] == f"org--model/{shown}"
@@ -188,12 +188,6 @@ def test_a_version_is_named_in_full_or_by_a_beginning_that_no_other_has(run, fil
     candidates = {line.strip() for line in found.err.splitlines()[1:]}
     assert f"{environment.digest}/org--model/v2" in candidates
     assert all(run("show", candidate).code == 0 for candidate in candidates)
-
-
-def test_the_beginning_of_a_version_that_ls_prints_is_enough(run, local, key):
-    put_pack(local, replace(key, model_version="0123456789abcdef" * 2))
-    assert run("ls").lines[1].split()[1] == "0123456789ab"
-    assert run("show", "org--model/0123456789ab").lines[0] == f"org--model/{'0123456789abcdef' * 2}"
 
 
 def test_a_slash_ends_a_models_name(run, local, key):
@@ -349,6 +343,7 @@ def test_prune_without_apply_says_what_would_go_and_removes_nothing(run, root, l
     assert found.lines[-2].startswith(f"would remove 1 version, {size}, from {root}")
     assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to remove them."
     assert run("prune", "--unused-days", "30", "--json").json["removed"] == []
+    assert run("prune", "--keep-versions", "2").out == f"nothing to remove from {root}\n"
     assert packs(local) == set(aged)
 
 
@@ -376,15 +371,6 @@ def test_prune_names_what_was_used_meanwhile(run, local, key, aged, monkeypatch)
     assert found.err.startswith("kept, because it was used or published meanwhile: ")
     assert found.lines[-1].startswith("removed 0 packs, ")
     assert packs(local) == set(aged)
-
-
-def test_prune_finds_nothing_to_do(run, root, aged):
-    assert run("prune", "--keep-versions", "2").out == f"nothing to remove from {root}\n"
-
-
-@pytest.mark.parametrize("arguments", [["--apply"], ["--keep-versions", "0"], ["--unused-days", "-1"]], ids=str)
-def test_prune_without_a_rule_that_makes_sense_is_a_usage_error(run, arguments):
-    assert run("prune", *arguments).code == 2
 
 
 def test_rm_deletes_versions_and_packs_that_are_named_and_no_others(run, local, key):
@@ -485,10 +471,9 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     assert explained_key(run) == restore._fetching.packs.key
 
 
-def test_explain_warns_where_nothing_is_restored_and_needs_a_model(run, variables):
+def test_explain_warns_where_nothing_is_restored(run, variables):
     variables.setenv("COMPILE_CACHE_SCOPE", "off")
     assert run("explain", MODEL).err.endswith("warning: COMPILE_CACHE_SCOPE=off, so a boot restores nothing\n")
-    assert run("explain").code == 2
 
 
 # keygen
@@ -567,8 +552,13 @@ def test_a_stores_secrets_are_never_printed(run, url, aws_variables, closed_port
     assert "restore" in done.err or "run.uncached" in done.err
 
 
-def test_an_unknown_command_is_a_usage_error(run):
-    assert run("frobnicate").code == 2
+@pytest.mark.parametrize(
+    "arguments",
+    ["frobnicate", "explain", "report", "copy x", "rm", "prune", "prune --keep-versions 0", "prune --unused-days -1"],
+)
+def test_what_is_no_command_is_a_usage_error(run, arguments):
+    found = run(*arguments.split())
+    assert (found.code, found.out) == (2, "")
 
 
 def test_a_time_that_cannot_be_is_said_to_be_impossible():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.spec import CallSpec, top_sizes
-from compile_cache.serving.kinds import GROWS, MOVES, Case, Kinds, Standing, State
+from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 
 
 class Code:
@@ -49,11 +49,12 @@ def serve(case: Case, module: nn.Module) -> None:
 def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
     for start in State:
         for end in State:
-            case = Case(CallSpec("", (), (), (), ()), (), nn.Identity(), start)
+            case = Case(CallSpec("", (), (), (), (), ()), nn.Identity(), start)
             assert case.move(end) is (end in MOVES[start])
             assert case.state is (end if end in MOVES[start] else start)
-    assert not MOVES[State.EAGER]
-    assert all(State.EAGER in MOVES[state] for state in State if state is not State.EAGER)
+    ends = {state for state in State if not MOVES[state]}
+    assert ends == {State.EAGER, State.GROWING}
+    assert all(State.EAGER in MOVES[state] for state in State if state not in ends)
     ends, found = {State.NEW}, {State.NEW}
     while ends := {end for state in ends for end in MOVES[state]} - found:
         found |= ends
@@ -120,14 +121,15 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     kinds, module = Kinds(), nn.Identity()
     for rows in (16, 24):
         case_of(kinds, module, torch.ones(rows, 4))
-    dynamic = kinds.opened(case_of(kinds, module, torch.ones(32, 4)))
-    assert dynamic.dynamic == ((0, 0),)
+    dynamic = case_of(kinds, module, torch.ones(32, 4))
+    kinds.leave_sizes_open(dynamic)
+    assert dynamic.spec.open == ((0, 0),)
     arrive(dynamic, Code(lambda x: x.shape[0] % 8 == 0))
     assert case_of(kinds, module, torch.ones(40, 4)) is dynamic
     assert case_of(kinds, module, torch.ones(32, 4)) is dynamic
     seventh = torch.ones(7, 4)
     own = case_of(kinds, module, seventh)
-    assert (own.dynamic, own.state) == ((), State.NEW)
+    assert (own.spec.open, own.state) == ((), State.NEW)
     assert case_of(kinds, module, seventh) is own
 
 
@@ -136,7 +138,8 @@ def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_le
     for width in (16, 32, 48, 64):
         module, tensor = nn.Linear(width, width), torch.ones(4, width)
         case = case_of(kinds, module, tensor)
-        assert kinds.opened(case) is case
+        kinds.leave_sizes_open(case)
+        assert not case.spec.open
 
 
 def test_an_instance_of_another_structure_makes_calls_of_another_kind():
@@ -178,9 +181,9 @@ def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instanc
 def test_calls_that_grow_are_eager_at_any_size_of_the_cache():
     kinds, module, x = Kinds(), nn.Identity(), torch.ones(1, 4)
     case = kinds.case(module, (x, torch.ones(5, 4)), {})
-    kinds.note_growing(case)
-    growing = kinds.case(module, (x, torch.ones(6, 4)), {})
-    assert (growing.state, growing.reason) == (State.EAGER, GROWS)
+    assert case.move(State.CLAIMED)
+    assert case.move(State.GROWING)
+    assert kinds.case(module, (x, torch.ones(6, 4)), {}) is case
     assert kinds.case(module, (torch.ones(2, 4), torch.ones(6, 4)), {}).state is State.NEW
 
 
@@ -191,8 +194,9 @@ def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_t
         case = kinds.case(module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {})
         if case.state is State.NEW:
             cases.add(case)
-            kinds.note_growing(case)
-        assert case.state in (State.NEW, State.EAGER)
+            assert case.move(State.CLAIMED)
+            assert case.move(State.GROWING)
+        assert case.state in (State.GROWING, State.EAGER)
     assert len(cases) <= 64
     assert len(list(kinds)) <= 64
 
@@ -205,7 +209,8 @@ def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
     for number in range(64):
         case_of(kinds, module, str(number)).move(State.CLAIMED)
     assert case.move(State.CLAIMED)
-    assert kinds.opened(case) is case
+    kinds.leave_sizes_open(case)
+    assert not case.spec.open
 
 
 def test_a_region_keeps_64_kinds():

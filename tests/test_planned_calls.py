@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,10 @@ from precompiling import activated, boot, build, only_report, warm_up
 from torch import nn
 from toy_model import CheatingBlock, NormBlock, WideBlock
 
-from compile_cache.background.orders import Order
+from compile_cache.background.queue import Order
 from compile_cache.errors import UnseenCallError
-from compile_cache.serving.compiler import Compiler
 from compile_cache.serving.moment import Moment
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -35,7 +34,7 @@ def rows(count: int) -> torch.Tensor:
         return torch.linspace(-1, 1, count * 16).view(count, 16)
 
 
-def background(directory: CacheDirectory, *modules: nn.Module, unseen: str = "background") -> Compiler:
+def background(directory: CacheDirectory, *modules: nn.Module, unseen: str = "background") -> Regions:
     """A boot whose second process has not begun: it begins at READY."""
     return boot(directory, *modules, settings=Settings(cold_start="background", unseen=unseen))
 
@@ -46,11 +45,11 @@ def predict(module: nn.Module, count: int) -> torch.Tensor:
         return output
 
 
-def orders(compiler: Compiler) -> list[Order]:
+def orders(compiler: Regions) -> list[Order]:
     """What waits for the second process."""
-    backlog = compiler.orders()
+    backlog = compiler.policy.orders()
     assert backlog is not None
-    return [pickle.loads(job.content) for job in backlog.jobs._queue]
+    return [order for *_, order in sorted(backlog.queue._orders.queue)]
 
 
 def test_where_unseen_calls_are_errors_those_of_the_warm_up_are_not(directory):
@@ -68,11 +67,11 @@ def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(di
     compiler = boot(directory, block, settings=Settings(cold_start=cold_start, unseen="block"))
     compiler.hurry(0.0)  # the setup's time is up
     warm_up(compiler, lambda: block(rows(4)))
-    (region,) = compiler.regions.values()
+    (region,) = compiler.by_class.values()
     predict(block, 4)
-    assert (region.served["compiled"], region.waited_s) == (0, 0)
+    assert (region.served["compiled"], region.trials.waited_s) == (0, 0)
     predict(block, 5)
-    assert region.waited_s > 0
+    assert region.trials.waited_s > 0
 
 
 def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_one(directory):
@@ -88,10 +87,10 @@ def test_new_code_is_taken_between_two_predictions(directory):
     good, bad = build(NormBlock), build(CheatingBlock)
     compiler = background(directory, good, bad)
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
-    moment, regions = compiler.moment, compiler.regions
+    moment, regions = compiler.policy.moment, compiler.by_class
     moment.begin()
-    compiler.release()
-    assert compiler.wait(PATIENCE_S)
+    compiler.policy.release()
+    assert compiler.policy.wait(PATIENCE_S)
     served = []
     for is_new in (False, True, True, False):
         if served:
@@ -156,11 +155,11 @@ def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     block = build(flagged_block.FlaggedBlock)
     compiler = background(directory, block)
     eager = warm_up(compiler, lambda: block(rows(4)))
-    compiler.release()
+    compiler.policy.release()
     for _ in range(4):
-        assert compiler.wait(PATIENCE_S)
+        assert compiler.policy.wait(PATIENCE_S)
         torch.testing.assert_close(predict(block, 4), eager)
-    assert compiler.waiting == 0
+    assert compiler.policy.waiting == 0
     report = only_report(compiler)
     assert (report.made, report.step) == (0, "eager")
     assert "IS_DOUBLED" in report.reason

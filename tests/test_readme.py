@@ -19,6 +19,7 @@ README = (PROJECT / "README.md").read_text()
 MODEL = "black-forest-labs/FLUX.1-schnell@<commit>"
 OWN_PREDICTOR = {
     '"cuda"': '"cpu"',
+    "torch.bfloat16": "torch.float32",
     "height=1024, width=1024": "height=64, width=64",
     "num_inference_steps=4": "num_inference_steps=2",
 }
@@ -55,7 +56,7 @@ def configuration(folder: Path, bucket: str) -> str:
 
 
 def write_own_predictor(folder: Path, bucket: str) -> None:
-    """As the README says: copy compile_cache/ beside your predict.py, and change five lines."""
+    """As the README says: copy compile_cache/ beside your predict.py, and add six lines."""
     shutil.copytree(PROJECT / "compile_cache", folder / "compile_cache")
     (folder / "predict.py").write_text(replaced(block("python", "compile_cache.boot"), OWN_PREDICTOR))
     (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')

@@ -27,7 +27,7 @@ from torch.nn.modules import module as module_hooks
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
-from compile_cache.serving.compiler import Compiler
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 
 close = torch.testing.assert_close
@@ -225,7 +225,7 @@ def test_a_call_beside_one_that_makes_code_waits_for_nothing_and_has_its_own_mad
         Pausing.others_answered.set()
         first.result()
     close(predict(module, tensor()), eager(build(Product), tensor()))
-    assert [region.report.graphs for region in compiler.regions.values()] == [1, 1], compiler.reports
+    assert [region.report.graphs for region in compiler.by_class.values()] == [1, 1], compiler.reports
 
 
 class Forking(Product):
@@ -280,7 +280,7 @@ def test_a_failed_compile_after_ready_demotes_calls_of_its_kind_alone(directory,
         with torch._dynamo.config.patch(error_on_recompile=True):
             close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
         assert "no space left" in only_report(compiler).reason
-        (region,) = compiler.regions.values()
+        (region,) = compiler.by_class.values()
         before = region.served["eager"]
         close(predict(module, tensor()), eager(build(Product), tensor()))
         assert region.served["eager"] == before, "the first kind is served as before"
@@ -367,7 +367,7 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
     compiler = boot(directory, again, settings=Settings(cold_start="background"))
     with torch._dynamo.config.patch(suppress_errors=suppressed):
         close(warm_up(compiler, lambda: again(tensor())), eager(build(kind), tensor()))
-    assert (only_report(compiler).step, compiler.waiting) == ("eager", 1)
+    assert (only_report(compiler).step, compiler.policy.waiting) == ("eager", 1)
 
 
 def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph_is(directory, monkeypatch):
@@ -379,7 +379,7 @@ def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph
     warm_up(compiler, lambda: [stored(tensor()), other(tensor())])
     close(predict(stored, tensor()), eager(build(Halved), tensor()))
     close(predict(other, tensor()), eager(build(Halved, 2.0), tensor()))
-    halved, idle = (region.report for region in compiler.regions.values())
+    halved, idle = (region.report for region in compiler.by_class.values())
     assert (halved.settled, halved.waiting) == ("cached", 1)
     assert "another torch.compile" not in idle.reason
 
@@ -395,7 +395,7 @@ def test_the_code_for_a_number_serves_it_again_after_another_number(directory):
     warm_up(compiler, lambda: module(tensor(), 0.5))
     for by in (2.0, 2.0):
         predict(module, tensor(), by)
-    served = next(iter(compiler.regions.values())).served
+    served = next(iter(compiler.by_class.values())).served
     before = served["eager"]
     close(predict(module, tensor(), 0.5), eager(build(Scaled), tensor(), 0.5))
     assert served["eager"] == before
@@ -495,7 +495,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
-    assert compiler.outgoing.withheld
+    assert compiler.policy.outgoing.withheld
     assert not list(directory.path.rglob("*.compared"))
 
 
@@ -510,7 +510,7 @@ def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_insta
         "compile_cache.serving.comparison.compare", lambda *answers: compared.append(answers) or compare(*answers)
     )
     one, another = build(Product), build(Product)
-    compiler = Compiler(resolve_cold_start(Settings()), directory, is_hit)
+    compiler = Regions(resolve_cold_start(Settings()), directory, is_hit)
     for instance in (one, another):
         compiler.compile(instance)
     warm_up(compiler, lambda: [one(tensor()), another(tensor())])
@@ -524,7 +524,7 @@ def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compare
 
     module = build(Product)
     compiler = boot(shared, module, settings=CACHED)
-    (region,) = compiler.regions.values()
+    (region,) = compiler.by_class.values()
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "vector_norm", exhausted)
         close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
@@ -569,7 +569,7 @@ def test_a_torch_without_a_private_name_costs_the_precompiled_step_alone(directo
 def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, monkeypatch):
     module = build(Product)
     compiler = boot(directory, module, settings=CACHED)
-    monkeypatch.setattr("compile_cache.inductor.counters._torch_counters", lambda: None)
+    monkeypatch.setattr("compile_cache.inductor.counters._of_torch", lambda name: None)
     close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
     assert only_report(compiler).step == "cold"
     assert "is unknown whether" in only_report(compiler).reason
@@ -577,7 +577,7 @@ def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, 
 
 def test_a_function_is_refused_by_name(shared):
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not predict"):
-        Compiler(resolve_cold_start(CACHED), shared).compile(predict)  # type: ignore[arg-type]
+        Regions(resolve_cold_start(CACHED), shared).compile(predict)  # type: ignore[arg-type]
 
 
 class Encoding(Product):

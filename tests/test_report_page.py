@@ -195,6 +195,21 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
     assert "Later work that is not drawn: 1 span." in page().text
 
 
+@pytest.mark.parametrize(
+    ("regions", "said"),
+    [
+        ([], "Nothing was given to compile."),
+        ([RegionReport("Block", 1, "eager", waiting=2)], "2 kinds of calls were served eager: a second process"),
+        ([RegionReport("Block", 1, "cold", made=1)], "Not everything came from the cache: 1 function compiled"),
+        ([RegionReport("Block", 1, "cold")], "Not everything came from the cache: the regions say why."),
+    ],
+)
+def test_the_page_says_in_a_sentence_how_a_boot_went(run, page, tmp_path, regions, said):
+    BootReport(scope="regional", ready_s=1.0, regions=regions).write(tmp_path / "report.json")
+    run(tmp_path / "report.json")
+    assert said in page().text
+
+
 def test_spans_that_overlap_are_in_rows_of_their_own():
     report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
     (rows,) = lanes_of(report).values()

@@ -6,7 +6,7 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 
-from compile_cache.calls.spec import CallSpec, numbers_of, overlaps, why_eager, with_plain_strides
+from compile_cache.calls.spec import CallSpec, overlaps, why_eager, with_plain_strides
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,8 +77,11 @@ def test_kinds_of_calls_differ_by_shape_type_flag_and_training_and_not_by_number
 
 
 def test_numbers_are_told_apart_by_type_and_nan_is_one_number():
-    assert len({numbers_of((value,), {}) for value in (1, 1.0, 2, float("nan"), float("nan"))}) == 4
-    assert numbers_of((True, "1", None, torch.ones(1)), {}) == ()
+    assert (
+        len({CallSpec.of(nn.Identity(), (value,), {}).numbers for value in (1, 1.0, 2, float("nan"), float("nan"))})
+        == 4
+    )
+    assert CallSpec.of(nn.Identity(), (True, "1", None, torch.ones(1)), {}).numbers == ()
 
 
 def test_inputs_that_share_memory_are_another_kind():

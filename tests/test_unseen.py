@@ -12,13 +12,13 @@ from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.background.queue import Done
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
+from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import region
-from compile_cache.serving.compiler import Compiler
+from compile_cache.serving import trial
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 
 BLOCK = Settings(cold_start="block", unseen="block")
@@ -41,13 +41,13 @@ def answer(block: Product, rows: int) -> torch.Tensor:
         return block(tensor(rows, 16))
 
 
-def functions_of(compiler: Compiler) -> list[str]:
+def functions_of(compiler: Regions) -> list[str]:
     """The paths of all functions that were handed over."""
-    return [path for path in compiler.outgoing.ready(is_ending=True) if path.endswith(".aot")]
+    return [path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".aot")]
 
 
-def served(compiler: Compiler) -> dict[str, int]:
-    (region,) = compiler.regions.values()
+def served(compiler: Regions) -> dict[str, int]:
+    (region,) = compiler.by_class.values()
     return dict(region.served)
 
 
@@ -57,13 +57,13 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request(late):
     torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2}
-    assert compiler.waiting == 1
+    assert compiler.policy.waiting == 1
 
 
 def test_what_the_setup_had_no_time_for_is_precompiled_soon(late):
     block, compiler = late
-    compiler.release()
-    assert compiler.wait(600)
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
     for _ in range(2):
         torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
     assert served(compiler) == {"eager": 2, "precompiled": 1}
@@ -72,10 +72,10 @@ def test_what_the_setup_had_no_time_for_is_precompiled_soon(late):
 
 def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
     block, compiler = late
-    (region,) = compiler.regions.values()
+    (region,) = compiler.by_class.values()
     for _ in range(2):
         torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
-        assert region.waited_s > 0
+        assert region.trials.waited_s > 0
     assert served(compiler) == {"eager": 2, "precompiled": 1}
 
 
@@ -86,8 +86,8 @@ def many(tmp_path):
         blocks = [build(Product) for _ in range(6)]
         compiler = boot(directory, *blocks, settings=BACKGROUND)
         warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
-        compiler.release()
-        assert compiler.wait(600)
+        compiler.policy.release()
+        assert compiler.policy.wait(600)
         yield blocks, compiler
 
 
@@ -99,17 +99,17 @@ def answer_all(blocks: list[Product], rows: int = 4) -> None:
 def test_a_prediction_compares_all_instances_and_the_next_one_is_served(many):
     blocks, compiler = many
     for expected in ({"eager": 12}, {"eager": 12, "precompiled": 6}):
-        compiler.moment.begin()
+        compiler.policy.moment.begin()
         for block in blocks:
             answer(block, 4)
-        compiler.moment.end(is_complete=True, had_new_code=False)
+        compiler.policy.moment.end(is_complete=True, had_new_code=False)
         assert served(compiler) == expected
 
 
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)
-    outgoing = compiler.outgoing
+    outgoing = compiler.policy.outgoing
     answer_all(blocks[:5])
     assert path not in outgoing.ready()
     at_the_end = outgoing.ready(is_ending=True)
@@ -152,7 +152,7 @@ def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(tmp_path, settin
         compiler, before = boot(directory, block, settings=settings), read_counts()
         given = [make() for make in inputs]
         warm_up(compiler, lambda: [block(tensor(4, 16), *given) for _ in range(3)])
-        assert read_counts().since(before).graphs == compiler.waiting == 0
+        assert read_counts().since(before).graphs == compiler.policy.waiting == 0
         assert served(compiler) == {"eager": 3}
         assert "larger" in only_report(compiler).reason
 
@@ -172,11 +172,11 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path
         block = build(Adaptable)
         compiler = boot(directory, block, settings=BACKGROUND)
         warm_up(compiler, lambda: block(tensor(4, 16)))
-        compiler.release()
-        assert compiler.wait(600)
+        compiler.policy.release()
+        assert compiler.policy.wait(600)
         block.adapter = nn.Parameter(torch.eye(16))
         answer(block, 4)
-        assert compiler.wait(600)  # for the adapter's code
+        assert compiler.policy.wait(600)  # for the adapter's code
         block.adapter = None
         for _ in range(4):
             torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
@@ -199,11 +199,11 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_
         block = build(Scaled)
         compiler = boot(directory, block, settings=BACKGROUND)
         warm_up(compiler, lambda: block(tensor(4, 16)))
-        compiler.release()
-        assert compiler.wait(600)
+        compiler.policy.release()
+        assert compiler.policy.wait(600)
         block.scale = 2.0
         answer(block, 4)
-        assert compiler.wait(600)
+        assert compiler.policy.wait(600)
         for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
             block.scale = scale
             torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
@@ -213,7 +213,7 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_
         for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before
             block.scale = scale
             answer(block, 4)
-            assert compiler.wait(600)
+            assert compiler.policy.wait(600)
         for scale in (1.0, 2.0) * 2:
             block.scale = scale
             torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
@@ -234,11 +234,11 @@ def test_calls_that_this_process_has_compiled_stay_compiled_while_others_are_com
         blocks = [build(BreakingIfTold) for _ in range(6)]
         compiler = boot(directory, *blocks, settings=Settings(cold_start="block", unseen="background"))
         warm_up(compiler, lambda: [block(tensor(4, 16), True) for block in blocks])
-        compiler.release()
+        compiler.policy.release()
         with torch.inference_mode():
             for block in blocks:
                 block(tensor(4, 16), False)
-            assert compiler.wait(600)
+            assert compiler.policy.wait(600)
             blocks[0](tensor(4, 16), False)
             before = served(compiler)
             for block in blocks:
@@ -260,14 +260,14 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(tmp_pat
             block = build(Breaking)
             compiler = boot(directory, block, settings=BACKGROUND)
             warm_up(compiler, lambda block=block: block(tensor(4, 16)))
-            assert compiler.waiting == 1
-            compiler.release()
-            assert compiler.wait(600)
+            assert compiler.policy.waiting == 1
+            compiler.policy.release()
+            assert compiler.policy.wait(600)
             answer(block, 4)
-            assert compiler.waiting == 0
+            assert compiler.policy.waiting == 0
             assert only_report(compiler).step == "eager"
             assert "a branch depends on the values of tensors" in only_report(compiler).reason
-            compiler.orders().jobs.close()
+            compiler.policy.orders().queue.close()
         block = build(Breaking)
         compiler = boot(directory, block, settings=BLOCK)
         warm_up(compiler, lambda: block(tensor(4, 16)))
@@ -282,7 +282,7 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
     with activated(tmp_path) as directory:
         block = build(Product)
         compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
-        compiler.open()
+        compiler.policy.open()
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
         warm_up(compiler, lambda: block(tensor(4, 16)))
@@ -330,24 +330,24 @@ def varied(tmp_path):
 
 def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
     block, compiler = varied
-    assert compiler.waiting == 3  # two sizes, and the graph that fits the others too
-    compiler.release()
-    assert compiler.wait(600)
+    assert compiler.policy.waiting == 3  # two sizes, and the graph that fits the others too
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
     before = read_counts()
     for rows in (4, 5, 6, 7, 8, 9):
         torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 5 + 3, "precompiled": 3}
-    assert compiler.waiting == 0
+    assert compiler.policy.waiting == 0
 
 
 def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
     block, compiler = varied
-    jobs = compiler.orders().jobs
-    jobs._finish(jobs._queue.pop(), Done("open", None, "no graph fits all sizes", 0.0, 1, True))
+    *_, order = max(compiler.policy.orders().queue._orders.queue)
+    order.answer.set_result(Answer(reason="no graph fits all sizes"))
     answer(block, 7)
     answer(block, 8)
-    assert compiler.waiting == 4
+    assert compiler.policy.waiting == 5  # the queue itself still has that order
 
 
 class Cancelled(BaseException):
@@ -355,13 +355,13 @@ class Cancelled(BaseException):
 
 
 def cancel_next_call(monkeypatch) -> None:
-    real = region.call_region
+    real = trial.call_region
 
     def cancel(*_):
-        monkeypatch.setattr(region, "call_region", real)
+        monkeypatch.setattr(trial, "call_region", real)
         raise Cancelled
 
-    monkeypatch.setattr(region, "call_region", cancel)
+    monkeypatch.setattr(trial, "call_region", cancel)
 
 
 def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
@@ -373,38 +373,39 @@ def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
         with pytest.raises(Cancelled):
             answer(block, 5)
         answer(block, 5)
-        assert compiler.waiting == only_report(compiler).waiting == 2
+        assert compiler.policy.waiting == only_report(compiler).waiting == 2
 
 
 def test_sizes_do_not_wait_for_an_open_graph_that_was_dropped(varied):
     block, compiler = varied
-    compiler.release()
-    assert compiler.wait(600)
-    (region,) = compiler.regions.values()
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    (region,) = compiler.by_class.values()
     answer(block, 6)
-    (case,) = (case for case in region.kinds if case.dynamic)
-    region._drop(case, "it differs")
+    (case,) = (case for case in region.kinds if case.spec.open)
+    region.source.drop(case, "it differs")
     answer(block, 8)
     answer(block, 9)
-    assert compiler.waiting == 2
+    assert compiler.policy.waiting == 2
 
 
 def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
     _, compiler = varied
     pauses: list[float] = []
-    monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
-    compiler.orders().jobs._give_up("no process can be started")
+    monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
+    for *_, order in compiler.policy.orders().queue._orders.queue:
+        order.answer.set_result(Answer(reason="no process can be started"))
     assert not pauses
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
 def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp_path, monkeypatch, counts, slept):
     with activated(tmp_path) as directory:
-        backlog = boot(directory, build(Product), settings=BACKGROUND).orders()
+        compiler = boot(directory, build(Product), settings=BACKGROUND)
         calls, pauses = iter(counts), []
-        monkeypatch.setattr(backlog, "_calls", lambda: next(calls))
-        monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
-        backlog.wait_for_gap()
+        monkeypatch.setattr(compiler.policy, "_calls", lambda: next(calls))
+        monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
+        compiler.policy._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
 

@@ -5,12 +5,13 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ _FORWARD = operator.attrgetter("forward")
 # Where a module keeps its compiled call.
 COMPILED_CALL = "_compiled_call_impl"
 _MOST_SIZES_SHOWN = 6
+_NUMBERS = (int, float, complex)
 
 
 class TensorSpec(NamedTuple):
@@ -71,8 +73,11 @@ class CallSpec:
     """A kind of call of a class: the nesting of its inputs, its tensors without values, its other inputs, the tensors
     that overlap, the module's `structure`, and the modes of torch.
 
-    Numbers do not count, because each call may have others: see `numbers_of`. The modes that matter in another process
-    are parts of an artifact's name: see `Artifacts`.
+    `numbers` has the call's numbers as text, because NaN is not equal to itself, and 1 is equal to 1.0 and True. They
+    are no part of the kind: each call may have others. `open` has the (tensor, dimension) pairs whose sizes code for
+    the kind leaves open; it is no part of the kind either.
+
+    The modes that matter in another process are parts of an artifact's name: see `Artifacts`.
     """
 
     nesting: str
@@ -80,6 +85,8 @@ class CallSpec:
     overlaps: tuple[int | str, ...]
     structure: tuple[Any, ...]
     modes: tuple[Hashable, ...]
+    numbers: tuple[str, ...] = field(compare=False)
+    open: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
@@ -88,7 +95,8 @@ class CallSpec:
         first: dict[int, int] = {}
         described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
         buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values())
-        return cls(str(spec), described, overlaps([*leaves, *buffers]), structure(module), modes())
+        numbers = tuple(repr(leaf) for leaf in leaves if isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool))
+        return cls(str(spec), described, overlaps([*leaves, *buffers]), structure(module), modes(), numbers)
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -137,21 +145,12 @@ def _described(leaf: Any, first: int) -> TensorSpec | str:
         strides = tuple([stride for size, stride in zip(shape, strides, strict=False) if size != 1])
         flags = leaf.requires_grad, leaf.is_inference(), leaf.is_conj(), leaf.is_neg()
         return TensorSpec(shape, strides, type(leaf), leaf.dtype, leaf.device, leaf.layout, flags, first)
-    if type(leaf) in (int, float, complex):
+    if type(leaf) in _NUMBERS:
         return class_name(type(leaf))
     try:
         return str(describe(leaf))
     except NotDescribedError:
         return f"object {class_name(type(leaf))}"
-
-
-def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The numbers among a call's inputs, as text: NaN is not equal to itself, and 1 is equal to 1.0 and True."""
-    return tuple(
-        repr(leaf)
-        for leaf in pytree.tree_leaves((args, kwargs))
-        if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
-    )
 
 
 def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
@@ -186,7 +185,7 @@ def _like(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         flags = value.requires_grad, value.is_inference()
         return kind, value.dtype, value.shape, value.stride(), value.device, flags
-    if kind in (int, float, complex, bool, str, bytes, type(None)):
+    if kind in (*_NUMBERS, bool, str, bytes, type(None)):
         return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
     if isinstance(value, list | tuple):
         return kind, likeness(value)
@@ -295,8 +294,10 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 class Parts:
     """The parts of a module that had no hooks, and the `forwards` of their classes. Every call checks them again.
-    torch has four guards for each part
-    instead, which would take a third of a function's loading time, and its graphs ignore a hook that is added later."""
+
+    torch has four guards for each part instead, which would take a third of a function's loading time. Its graphs
+    ignore a hook that is added later, and a class's new `forward`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         parts = parts_of(module)
@@ -311,6 +312,7 @@ class Parts:
         self._buffered = tuple(part._buffers for part in parts if part._buffers)
         self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
         self._hooks = HOOKS * len(parts)
+        self._hook_dicts = tuple(filter(lambda found: found is not None, map(dict.get, self._hooked, self._hooks)))
 
     @property
     def buffers(self) -> list[torch.Tensor | None]:
@@ -325,8 +327,16 @@ class Parts:
             all(map(operator.is_, holders, self._holders))
             and all(map(operator.is_, children, self._children))
             and not any(map(dict.get, self._hooked, self._hooks))
-            and all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
+            and self._have_their_forwards()
         )
+
+    def are_unhooked_still(self) -> bool:
+        """The same for parts that were looked at in this prediction, in a third of the time: a part, or a dictionary of
+        hooks, that was replaced since is not seen."""
+        return not any(self._hook_dicts) and self._have_their_forwards()
+
+    def _have_their_forwards(self) -> bool:
+        return all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
 
 
 def _name(module: nn.Module, part: nn.Module) -> str:
@@ -382,9 +392,16 @@ def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
+class _CompiledCall(functools.partial[Any]):
+    """A module's compiled call. It is pickled as None, also where a custom `__getstate__` includes it."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `call(*args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
-    module._compiled_call_impl = call
+    """Let `call(module, *args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
+    module._compiled_call_impl = _CompiledCall(call, module)
 
 
 def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

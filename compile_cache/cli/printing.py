@@ -151,7 +151,7 @@ def print_content(packs: Sequence[VerifiedPack], with_files: bool) -> None:
 
 def print_removed(store: ObjectStore, removed: Sequence[StoredObject]) -> None:
     """Print the packs that were removed."""
-    packs = [entry for entry in removed if entry.size_bytes]
+    packs = [entry for entry in removed if entry.name.endswith(".pack")]
     for pack in packs:
         print_line(f"removed {pack.name}")
     size = size_text(sum(pack.size_bytes for pack in packs))

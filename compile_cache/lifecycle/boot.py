@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
-    from compile_cache.serving.compiler import Compiler
+    from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
@@ -100,11 +100,11 @@ class Boot:
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: Preloading | None = None
-        self._compiler: Compiler | None = None
+        self._regions: Regions | None = None
         self._demoted: set[str] = set()
         self._counted_before = read_counts()
         self._preparing = threading.RLock()
-        self._has_tried_compiler = False
+        self._has_tried_regions = False
         self._publisher: Publisher | None = None
         keep_worker_alive_on_interrupt()
         name_user(environ)
@@ -146,14 +146,14 @@ class Boot:
             if self._restore is not None:
                 self._restore.abandon()
             return
-        if self._compiler is None:
+        if self._regions is None:
             self._join()
         self._complete_report()
         with self._degrading("start publishing"):
             self._start_publishing()
-        if self._compiler is not None:
+        if self._regions is not None:
             with self._degrading("compile in the background"):
-                self._compiler.release()
+                self._regions.policy.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -175,12 +175,12 @@ class Boot:
         """
         if self._preloading is not None or not self._has_precompiled():
             return
-        compiler = self._prepared_compiler()
-        if compiler is not None and compiler.artifacts is not None:
+        regions = self._prepared_regions()
+        if regions is not None and regions.policy.artifacts is not None:
             from compile_cache.lifecycle.preload import Preloading
 
             with self._degrading("load precompiled regions ahead"):
-                preloading = Preloading(compiler.artifacts.prefetch)
+                preloading = Preloading(regions.policy.artifacts.prefetch)
                 preloading.start()
                 self._preloading = preloading
 
@@ -209,25 +209,25 @@ class Boot:
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
                 self._preloading.wait()
-            compiler = self._prepared_compiler()
-            if compiler is not None:
-                compiler.compile(module, whole, shares_weights)
-                self.report.regions = compiler.reports
+            regions = self._prepared_regions()
+            if regions is not None:
+                regions.compile(module, whole, shares_weights)
+                self.report.regions = regions.reports
 
-    def _prepared_compiler(self) -> Compiler | None:
-        """The compiler of this boot, with its imports done; None if it cannot be set up.
+    def _prepared_regions(self) -> Regions | None:
+        """The regions of this boot, with their imports done; None if it cannot be set up.
 
         One try only: after a failed import of torch's compiler, the next one fails for another reason.
         """
         with self._preparing:
-            if not self._has_tried_compiler and self._directory is not None:
-                self._has_tried_compiler = True
+            if not self._has_tried_regions and self._directory is not None:
+                self._has_tried_regions = True
                 with self._degrading("set up compilation; serving eager"):
-                    from compile_cache.serving.compiler import Compiler
+                    from compile_cache.serving.regions import Regions
 
                     is_hit = self.report.restore.outcome == "hit"
-                    self._compiler = Compiler(self._settings, self._directory, is_hit)
-            return self._compiler
+                    self._regions = Regions(self._settings, self._directory, is_hit)
+            return self._regions
 
     def _has_precompiled(self) -> bool:
         """Whether the restore has ended, and brought precompiled regions."""
@@ -249,13 +249,13 @@ class Boot:
         """
         from compile_cache.lifecycle.warm_up import call_as_cog
 
-        if self._compiler is not None and self._settings.setup_budget_s:
+        if self._regions is not None and self._settings.setup_budget_s:
             age_s = time.perf_counter() - self._started
-            self._compiler.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
+            self._regions.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
-                with self._compiler.watching() if self._compiler else contextlib.nullcontext():
+                with self._regions.watching() if self._regions else contextlib.nullcontext():
                     call_as_cog(call, inputs)
                 after = read_counts()
                 if after.misses == before.misses:
@@ -264,22 +264,22 @@ class Boot:
 
     def prediction(self) -> Prediction:
         """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
-        return Prediction(self.report, self._compiler)
+        return Prediction(self.report, self._regions)
 
     def count_again(self, served: Mapping[str, Mapping[str, int]]) -> None:
         """Add the calls that `Prediction.served` counted once more, after a replay of their recording, such as a CUDA
         graph."""
-        for region in self._compiler.regions.values() if self._compiler else ():
+        for region in self._regions.by_class.values() if self._regions else ():
             region.served.update(served.get(region.report.name, {}))
 
     @property
     def waiting(self) -> int:
         """How many kinds of calls are served eager until the second process has compiled them."""
-        return self._compiler.waiting if self._compiler else 0
+        return self._regions.policy.waiting if self._regions else 0
 
     def wait_compiled(self, timeout_s: float) -> bool:
         """Wait until the second process has answered for every call so far; False after `timeout_s`."""
-        return self._compiler is None or self._compiler.wait(timeout_s)
+        return self._regions is None or self._regions.policy.wait(timeout_s)
 
     def name_demoted(self) -> None:
         """Log each region that is served eager for good, once, with the reason."""
@@ -329,7 +329,7 @@ class Boot:
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation
-        for warning in self._compiler.left_eager_warnings() if self._compiler else ():
+        for warning in self._regions.left_eager_warnings() if self._regions else ():
             self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
         with self._degrading("count what was compiled"):
@@ -359,7 +359,7 @@ class Boot:
             return
         from compile_cache.lifecycle.publisher import Publisher
 
-        self._publisher = Publisher(publication, self.report, self._settings, self._compiler)
+        self._publisher = Publisher(publication, self.report, self._settings, self._regions)
         self._publisher.start()
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.boot_report import BootReport
 
 if TYPE_CHECKING:
-    from compile_cache.serving.compiler import Compiler
+    from compile_cache.serving.regions import Regions
 
 
 class Prediction:
@@ -23,9 +23,9 @@ class Prediction:
     own inputs, and records them again.
     """
 
-    def __init__(self, report: BootReport, compiler: Compiler | None) -> None:
+    def __init__(self, report: BootReport, regions: Regions | None) -> None:
         self._report = report
-        self._compiler = compiler
+        self._regions = regions
         self.has_new_code = False
         self.count_from_now()
 
@@ -36,15 +36,15 @@ class Prediction:
         self._waited_s = self._waiting_s()
 
     def __enter__(self) -> Prediction:
-        if self._compiler is not None:
-            self.has_new_code = self._compiler.moment.begin()
+        if self._regions is not None:
+            self.has_new_code = self._regions.policy.moment.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._compiler is not None:
-            self._compiler.moment.end(is_complete=kind is None, had_new_code=self.has_new_code)
+        if self._regions is not None:
+            self._regions.policy.moment.end(is_complete=kind is None, had_new_code=self.has_new_code)
 
     def metrics(self) -> dict[str, Any]:
         """Values by metric name, for `record_metric`. Four are added to the boot's own:
@@ -59,7 +59,7 @@ class Prediction:
             "compile_cache.served": {name: _words(steps) for name, steps in self.served().items()},
             "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
             "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
-            "compile_cache.compiling": self._compiler.waiting if self._compiler else 0,
+            "compile_cache.compiling": self._regions.policy.waiting if self._regions else 0,
         }
 
     def served(self) -> dict[str, Counter[str]]:
@@ -68,11 +68,11 @@ class Prediction:
         return {name: steps for name, steps in served.items() if steps}
 
     def _serving(self) -> dict[str, Counter[str]]:
-        regions = self._compiler.regions.values() if self._compiler else ()
+        regions = self._regions.by_class.values() if self._regions else ()
         return {region.report.name: Counter(region.served) for region in regions}
 
     def _waiting_s(self) -> float:
-        return sum(region.waited_s for region in self._compiler.regions.values()) if self._compiler else 0.0
+        return sum(region.trials.waited_s for region in self._regions.by_class.values()) if self._regions else 0.0
 
 
 def _words(calls: Counter[str]) -> str:

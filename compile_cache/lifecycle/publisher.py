@@ -29,7 +29,7 @@ from compile_cache.storage.publish import MOST_PACKS, Publication
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
-    from compile_cache.serving.compiler import Compiler
+    from compile_cache.serving.regions import Regions
 
 log = logging.getLogger("compile_cache")
 
@@ -46,20 +46,20 @@ _CREATOR = f"compile_cache {VERSION}"
 
 class Publisher:
     """Publishes for one boot, or one program, what is handed over to `directory.outgoing`. `start` begins at READY and
-    registers the exit hook. `compiler` hands over the files that no case made.
+    registers the exit hook. `regions` hands over the files that no case made.
 
     Each attempt updates and writes `report`.
     """
 
     def __init__(
-        self, publication: Publication, report: BootReport, settings: Settings, compiler: Compiler | None = None
+        self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
     ) -> None:
         self._publication = publication
         self._outgoing = publication.directory.outgoing
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
-        self._compiler = compiler
+        self._regions = regions
         self._closing = threading.Event()
         self._marked_on = ""
         self._merge_at: float | None = None
@@ -121,7 +121,7 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        has_others = self._compiler is not None and self._compiler.has_others
+        has_others = self._regions is not None and self._regions.has_others
         return has_others or self._staged_files != self._outgoing.ready(self._closing.is_set())
 
     def _tend(self) -> None:
@@ -165,10 +165,10 @@ class Publisher:
 
     def _stage(self) -> None:
         self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again
-        if self._compiler is not None:
-            self._compiler.hand_over_others()
+        if self._regions is not None:
+            self._regions.hand_over_others()
         ready = self._outgoing.ready(self._closing.is_set())
-        unread = self._compiler.unread_files(ready) if self._compiler is not None else set()
+        unread = self._regions.unread_files(ready) if self._regions is not None else set()
         with noted("publish", "pack"):
             files = {path: record for path, record in ready.items() if path not in unread}
             staged = self._publication.stage(files, _CREATOR)

@@ -1,16 +1,40 @@
-"""The processes of a server: which live, by a mark in their environment."""
+"""Real Cog servers, and their processes: which live, by a mark in their environment."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import shutil
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy
+from fresh_boot import ROOT
+from PIL import Image
+
+sys.path.append(str(ROOT / "demo"))
+
+from cog_server import CogServer, files
 
 MARK = "SOAK_LIFE"
 _COMPILER = b"compile_cache.background.child_main"
 _LOOK_S = 0.05
+
+
+def with_tini(predictor: str, log: Path, environ: Mapping[str, str], project: Path = ROOT) -> CogServer:
+    """A server as it runs in a container, under tini where that is installed; not started. It dies with tini."""
+    wrapper = ("tini", "-s", "-p", "SIGKILL", "--") if shutil.which("tini") else ()
+    return CogServer(predictor, log, environ, project, wrapper)
+
+
+def pixels(answer: Mapping[str, Any]) -> Any:
+    """The picture of a server's answer: [height, width, 3], from 0 to 255."""
+    with Image.open(io.BytesIO(files(answer)[0])) as image:
+        return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
 
 
 def marked(mark: str) -> list[int]:

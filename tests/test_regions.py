@@ -15,7 +15,7 @@ from compile_cache.errors import NotAModuleError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
-from compile_cache.serving.compiler import Compiler, find_regions
+from compile_cache.serving.regions import Regions, find_regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
@@ -34,14 +34,14 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(directory):
-    return Compiler(resolve_cold_start(Settings()), directory)
+    return Regions(resolve_cold_start(Settings()), directory)
 
 
-def warm_up(compiler: Compiler, call) -> dict[str, str]:
+def warm_up(compiler: Regions, call) -> dict[str, str]:
     """Run `call` watched; each region's step afterwards."""
     with compiler.watching():
         call()
-    return {region.report.name: region.report.step for region in compiler.regions.values()}
+    return {region.report.name: region.report.step for region in compiler.by_class.values()}
 
 
 def close(expected: list[float]):
@@ -49,8 +49,8 @@ def close(expected: list[float]):
     return pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def only_report(compiler: Compiler):
-    (region,) = compiler.regions.values()
+def only_report(compiler: Regions):
+    (region,) = compiler.by_class.values()
     return region.report
 
 
@@ -146,7 +146,7 @@ def test_instances_of_a_class_share_one_graph(compiler):
 
 @pytest.mark.parametrize(("is_dynamic", "graphs"), [(True, 1), (False, 2)])
 def test_dynamic_shapes_compile_one_graph_for_all_sizes_and_static_ones_one_for_each(directory, is_dynamic, graphs):
-    compiler = Compiler(resolve_cold_start(Settings(dynamic=is_dynamic)), directory)
+    compiler = Regions(resolve_cold_start(Settings(dynamic=is_dynamic)), directory)
     model = Root(NormBlock).eval()
     compiler.compile(model)
     warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
@@ -178,8 +178,8 @@ def test_region_that_computes_something_else_answers_as_eager_from_the_first_cal
     assert steps == {"WideBlock": "cold", "CheatingBlock": "eager"}
     assert answers == [close(expected)]
     assert run(model) == close(expected)
-    assert compiler.outgoing.withheld
-    assert compiler.outgoing.withheld < stored(directory.path).keys()
+    assert compiler.policy.outgoing.withheld
+    assert compiler.policy.outgoing.withheld < stored(directory.path).keys()
 
 
 def test_models_own_error_passes_through_and_demotes_nothing(compiler):

@@ -1,0 +1,255 @@
+"""What a boot does with calls of new kinds: finds stored code, makes code, traces stored graphs, or orders code.
+
+All regions share one `Policy`. This module imports torch, and is itself imported only when a boot has torch. It imports
+no compiler before code is found, made or ordered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compile_cache.errors import (
+    ArtifactError,
+    Failure,
+    attempt,
+)
+from compile_cache.inductor.function_file import has_artifacts
+from compile_cache.serving.moment import Moment
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.timeline import noted
+
+if TYPE_CHECKING:
+    from compile_cache.background.orders import Orders
+    from compile_cache.calls.spec import CallSpec
+    from compile_cache.inductor.function import Precompiled
+    from compile_cache.inductor.make import Answer, Graphs
+    from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
+
+log = logging.getLogger("compile_cache")
+
+# The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
+_TRACING_S = 15.0
+_COMPILER_S = 3.0
+# Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
+# in which no region is called, between two predictions or while the GPU works, but not for long.
+_GAP_S = 0.1
+_LONGEST_WAIT_S = 2.0
+
+
+class Policy:
+    """What the regions of a boot share. `moment` says when new code is taken.
+
+    `artifacts` is None until torch's compiler is imported, and if nothing may be compiled ahead of time. The compiler
+    is imported at once; if a second process compiles and nothing was restored, when the first artifact arrives.
+    `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
+    `why_no_orders` says why nothing can be ordered from the second process; empty if it can.
+    """
+
+    def __init__(
+        self, settings: Settings, directory: CacheDirectory, is_hit: bool, calls: Callable[[], int] = int
+    ) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._is_hit = is_hit
+        self._calls = calls
+        self.moment = Moment()
+        # Held while this process makes or compares code: torch compiles for one thread at a time.
+        self.making = threading.Lock()
+        self.artifacts: Artifacts | None = None
+        self.compiles_until_s: float | None = None
+        self.why_no_orders = "" if settings.precompile else "nothing may be compiled ahead of time"
+        self.why_not_precompiled = ""
+        self._tracing_s = _TRACING_S
+        self._orders: Orders | None = None
+        self._is_released = False
+        self._opening = threading.Lock()
+        self._is_open = False
+        self.outgoing = directory.outgoing
+        if settings.cold_start == "block" or has_artifacts(directory.scan()):
+            self.open()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether calls are the warm-up's."""
+        return self.compiles_until_s is not None
+
+    def for_new_kinds(self) -> str:
+        """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
+        if self.compiles_until_s is None:
+            return self._settings.unseen
+        return "background" if time.monotonic() > self.compiles_until_s else self._settings.cold_start
+
+    def open(self) -> None:
+        """Import torch's compiler, once, and find artifacts from now on."""
+        with self._opening:
+            if self._is_open:
+                return
+            self._is_open = True
+            from compile_cache.inductor.switches import configure_torch, is_switched_off
+            from compile_cache.inductor.toolchain import remember_toolchain
+
+            configure_torch()
+            remember_toolchain(self._directory.path)
+            if self._settings.precompile and not is_switched_off():
+                self._open_artifacts()
+
+    def _open_artifacts(self) -> None:
+        """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
+        try:
+            from compile_cache.inductor.stored_functions import Artifacts
+        except (ImportError, AttributeError) as error:
+            self.why_not_precompiled = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+            log.warning("No precompiled regions in this boot: %s", self.why_not_precompiled)
+        else:
+            self.artifacts = Artifacts(self._settings, self._directory.path)
+
+    def configure(self) -> None:
+        """Make torch's settings in this thread, if the compiler is imported."""
+        if self._is_open:
+            from compile_cache.inductor.switches import configure_torch
+
+            configure_torch()
+
+    def find(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> Precompiled | str:
+        """The function for this call; why there is none otherwise, empty if none is wanted."""
+        if self.artifacts is None:
+            return ""
+        self.configure()  # an artifact's name depends on these settings
+        found = attempt(self.artifacts.find, spec, module, args, kwargs)
+        if isinstance(found, Failure):
+            return found.reason
+        if not isinstance(found, str):
+            self.outgoing.use(found.path)
+            self.outgoing.use(type(module).__name__)
+        return found
+
+    def is_proved(self, path: str) -> bool:
+        """Whether an earlier boot of this very version has compared a function on all instances."""
+        return self._is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
+
+    def mark_compared(self, path: str) -> None:
+        """Note for later boots that a function was compared on all instances, and let it be published."""
+        marked = attempt(self.artifacts.mark_compared, path) if self.artifacts is not None else ""
+        self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
+        self.outgoing.release(path)
+
+    def reject(self, path: str, reason: str) -> None:
+        """Use a record no more in this boot, and do not publish it."""
+        self.outgoing.withdraw(path)
+        if self.artifacts is not None:
+            self.artifacts.reject(path, reason)
+
+    def record_to_trace(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
+        """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
+        if self.artifacts is None or not self.is_warming_up:
+            return None
+        record = self.artifacts.cached(spec, module, args, kwargs)
+        if record is not None:
+            self.outgoing.use(record.path)
+            self.outgoing.use(type(module).__name__)
+        return record
+
+    def may_trace(self, seconds: float) -> bool:
+        """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
+        return seconds + _COMPILER_S * (self._tracing_s == _TRACING_S) <= self._tracing_s
+
+    def note_traced(self, seconds: float) -> None:
+        """Take seconds from what the setup may spend on tracing."""
+        self._tracing_s -= seconds + _COMPILER_S * (self._tracing_s == _TRACING_S)
+
+    def graphs(self, name: str) -> Graphs:
+        """A maker of graphs for one class. Imports torch's compiler."""
+        self.open()
+        from compile_cache.inductor.make import Graphs
+
+        return Graphs(name, self._settings.mode, self._settings.dynamic)
+
+    @property
+    def may_add_graphs(self) -> bool:
+        """Whether a call that no graph fits may get one: here, or out of stored files."""
+        return self.is_warming_up or self.for_new_kinds() == "block"
+
+    def tracing(self) -> contextlib.AbstractContextManager[None] | None:
+        """The context in which a call that is compared may get graphs now; None if it may get none."""
+        from compile_cache.inductor.make import out_of_stored_files
+
+        if not self.may_add_graphs:
+            return None
+        return contextlib.nullcontext() if self.for_new_kinds() == "block" else out_of_stored_files()
+
+    def orders(self) -> Orders | None:
+        """The calls for the second process; None if there can be none, and `why_no_orders`."""
+        if self._orders is None and not self.why_no_orders:
+            from compile_cache.background.orders import Orders
+
+            with self._opening:
+                if self._orders is None:
+                    self._orders = Orders(self._settings, self._directory)
+                    if self._is_released:
+                        self._orders.queue.release()
+        return self._orders
+
+    def take(self, name: str, answer: Answer) -> Answer:
+        """The second process's answer for a call, with its files in the cache directory and its function loaded."""
+        taken = attempt(self._taken, name, answer) if answer.files else answer
+        if isinstance(taken, Failure):
+            log.warning("background.not_taken call=%s error=%s", name, taken.reason)
+            return replace(answer, path="", files=(), reason=f"its artifact cannot be used: {taken.reason}")
+        return taken
+
+    def _taken(self, name: str, answer: Answer) -> Answer:
+        orders = self.orders()
+        if orders is None:
+            raise ArtifactError(self.why_no_orders)
+        self._wait_for_gap()
+        if not answer.is_precompiled:  # the files of graphs
+            orders.take(answer)
+            return answer
+        with noted("second process", f"{name}: load"):
+            self.open()
+            orders.take(answer)
+            if self.artifacts is None:
+                raise ArtifactError(self.why_not_precompiled or "torch.compile is switched off, or cannot be imported")
+            self.configure()  # the call may have been ordered before torch's compiler was imported
+            return replace(answer, function=self.artifacts.arrive(answer.path))
+
+    def _wait_for_gap(self) -> None:
+        """Wait until no region was called for a moment, or for 2 s."""
+        calls = self._calls()
+        for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
+            time.sleep(_GAP_S)
+            before, calls = calls, self._calls()
+            if calls == before:
+                return
+
+    def release(self) -> None:
+        """Let the second process begin. Called at READY."""
+        with self._opening:
+            self._is_released = True
+            if self._orders is not None:
+                self._orders.queue.release()
+
+    @property
+    def waiting(self) -> int:
+        """How many calls the second process has not answered yet."""
+        return self._orders.queue.waiting if self._orders else 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the second process has answered every call; False after `timeout_s`."""
+        return self._orders is None or self._orders.queue.wait(timeout_s)
+
+    def order_nothing(self, reason: str) -> None:
+        """In a fork of this process: forget the second process, and what other threads hold."""
+        self.why_no_orders, self._orders = reason, None
+        self.making, self._opening = threading.Lock(), threading.Lock()
+        self.moment.forget_threads()

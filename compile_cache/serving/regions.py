@@ -1,0 +1,199 @@
+"""The regions of a boot: finds the repeated blocks of a model by class, and surrounds the warm-up.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from compile_cache.errors import NotAModuleError
+from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.inductor.tuning import unread_files
+from compile_cache.serving.moment import LOCK
+from compile_cache.serving.policy import Policy
+from compile_cache.serving.region import Region
+from compile_cache.serving.region_report import RegionReport
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
+
+_FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
+
+
+class Regions:
+    """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up. `policy` is what they share.
+
+    `is_hit`: the artifacts come from this very version of the model.
+    """
+
+    def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
+        self._settings = settings
+        self._directory = directory
+        self.policy = Policy(settings, directory, is_hit, self._count_calls)
+        self.by_class: dict[type[nn.Module], Region] = {}
+        self._others_at: CompileCounts | None = None
+        self._left_eager: dict[str, RegionReport] = {}
+        self._deadline_s = math.inf
+        _all.add(self)
+
+    def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
+        """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With
+        `shares_weights`, the second process maps the same parameters.
+
+        Raises:
+            NotAModuleError: `root` is not a module, but a function, for example; or it is TorchScript.
+        """
+        if not isinstance(root, nn.Module):
+            name = getattr(root, "__qualname__", repr(root))
+            raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}. Pass the module that it calls.")
+        if isinstance(root, torch.jit.ScriptModule):
+            raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
+        self.policy.configure()
+        for module in find_regions(root, "whole" if whole else self._settings.scope):
+            if (name := type(module).__name__) in self._settings.leave_eager:
+                reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
+                left = RegionReport(name, 0, step="eager", reason=reason, is_left_eager=True)
+                self._left_eager.setdefault(name, left).instances += 1
+            else:
+                region = self._region(type(module))
+                region.source.shares_weights = shares_weights
+                region.adopt(module)
+
+    def _region(self, module_class: type[nn.Module]) -> Region:
+        if module_class not in self.by_class:
+            report = RegionReport(name=module_class.__name__, instances=0)
+            self.by_class[module_class] = Region(report, self.policy, len(self.by_class))
+            if self.policy.why_not_precompiled:
+                report.note_not_precompiled(self.policy.why_not_precompiled)
+        return self.by_class[module_class]
+
+    @property
+    def reports(self) -> list[RegionReport]:
+        """A report for each class; the classes that are left eager come last."""
+        return [*(region.report for region in self.by_class.values()), *self._left_eager.values()]
+
+    def left_eager_warnings(self) -> list[str]:
+        """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
+        classes = ", ".join(sorted({report.name for report in self.reports})) or "none"
+        return [
+            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
+            for name in self._settings.leave_eager
+            if name not in self._left_eager
+        ]
+
+    def _count_calls(self) -> int:
+        return sum(sum(dict(region.served).values()) for region in list(self.by_class.values()))
+
+    def hurry(self, deadline_s: float) -> None:
+        """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
+        self._deadline_s = deadline_s
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the context lasts, calls are the warm-up's."""
+        policy = self.policy
+        policy.configure()
+        if policy.artifacts is not None:
+            policy.artifacts.forget_options()
+        policy.compiles_until_s = self._deadline_s
+        others = self._graphs_of_others()
+        try:
+            yield
+        finally:
+            policy.moment.pass_by()
+            policy.compiles_until_s = None
+            for region in self.by_class.values():
+                region.end_warm_up(self._graphs_of_others() > others)
+
+    def _graphs_of_others(self) -> int:
+        """How many graphs torch has compiled or found for other code than the regions'."""
+        return read_counts().graphs - sum(region.report.graphs for region in self.by_class.values())
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a thread makes code now, so that files may be half-written."""
+        return self.policy.making.locked()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
+        return self._others_at != read_counts() and not self.is_compiling
+
+    def hand_over_others(self) -> None:
+        """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
+        toolchain. Not while a case makes files."""
+        if self.policy.making.acquire(blocking=False):
+            try:
+                self._others_at = read_counts()
+                self.policy.outgoing.hand_over(self.policy.outgoing.appeared())
+            finally:
+                self.policy.making.release()
+
+    def unread_files(self, paths: Iterable[str]) -> set[str]:
+        """Those that no warm boot will read: candidates that autotuning did not choose."""
+        return unread_files(paths)
+
+    def forget_second_process(self) -> None:
+        """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""
+        self.policy.order_nothing(_FORKED)
+        for region in list(self.by_class.values()):
+            region.source.give_up_orders(_FORKED)
+
+
+# All of this process. A fork has none of its threads.
+_all: weakref.WeakSet[Regions] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    LOCK.release()
+    for regions in list(_all):
+        regions.forget_second_process()
+
+
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork)
+
+
+def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:
+    """The modules to compile: all instances of the repeated block classes, none inside another.
+
+    `root` itself is compiled if the scope is `whole` or nothing repeats. diffusers (`_repeated_blocks`) or transformers
+    (`_no_split_modules`, where embeddings may stand beside the blocks) name the classes; else they are the classes with
+    several instances in one `ModuleList`.
+    """
+    if scope == "whole":
+        return [root]
+    counts = Counter(type(module) for module in root.modules())
+    blocks = getattr(root, "_repeated_blocks", None)
+    named = set(blocks or getattr(root, "_no_split_modules", None) or ())
+    classes = {kind for kind in counts if kind.__name__ in named}
+    if not blocks:
+        classes = {kind for kind in classes if counts[kind] > 1} or classes or _listed_classes(root)
+    return list(_outermost(root, classes)) or [root]
+
+
+def _listed_classes(root: nn.Module) -> set[type[nn.Module]]:
+    """Classes that have children and several instances in one `ModuleList`. A list of plain layers is no block, nor is
+    one of lists, which nothing calls."""
+    found = set()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList):
+            classes = [type(child) for child in module if any(True for _ in child.children())]
+            classes = [kind for kind in classes if not issubclass(kind, nn.ModuleList | nn.ModuleDict)]
+            found |= {kind for kind in classes if classes.count(kind) > 1}
+    return found
+
+
+def _outermost(module: nn.Module, classes: set[type[nn.Module]]) -> Iterator[nn.Module]:
+    if type(module) in classes:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, classes)

@@ -1,0 +1,201 @@
+"""A trial: eager answers a call, and the case's code runs on a copy of it. What follows is decided here.
+
+This module imports torch, and is itself imported only when a boot has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compile_cache.calls.shadow import Shadow
+from compile_cache.calls.spec import call_region, reachable_sizes
+from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
+from compile_cache.inductor.counters import read_counts
+from compile_cache.serving.comparison import Comparison
+from compile_cache.serving.kinds import Case, Standing, State
+from compile_cache.serving.moment import LOCK
+from compile_cache.serving.policy import Policy
+from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.source import GROWS, Source
+from compile_cache.timeline import note
+
+if TYPE_CHECKING:
+    from compile_cache.serving.kinds import Code
+
+log = logging.getLogger("compile_cache")
+
+
+class Trials:
+    """The trials of one region's code, and what passes them: code that serves, from the next moment on.
+
+    `served` counts the region's calls by step. `waited_s` is the time that requests waited for the compiler.
+    """
+
+    def __init__(self, report: RegionReport, policy: Policy, source: Source, instances: Iterable[nn.Module]) -> None:
+        self._report = report
+        self._policy = policy
+        self._source = source
+        self._instances = instances
+        self.served: Counter[str] = Counter()
+        self.waited_s = 0.0
+
+    def hold(
+        self, case: Case, module: nn.Module, args: Any, kwargs: Any, maker: Callable[[Shadow], Code] | None = None
+    ) -> Any:
+        """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
+        trial cannot end, nothing is concluded, and a later call repeats it."""
+        policy, started = self._policy, time.perf_counter()
+        comparison = None
+        # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
+        if policy.making.acquire(blocking=False):
+            before, noted = read_counts(), self._report.graphs
+            try:
+                comparison = self._begin(case, module, args, kwargs)
+                answer = self._hold(case, comparison, module, args, kwargs, maker) if comparison else None
+            finally:
+                self._report.graphs = noted + read_counts().since(before).graphs
+                policy.making.release()
+        if comparison is None:
+            return self.serve_eager(module, args, kwargs)
+        seconds = time.perf_counter() - started
+        if maker is None:
+            self._report.compile_s += seconds
+            note("regions", f"{self._report.name}: compare", started)
+        else:
+            policy.moment.pass_by()
+        if not policy.is_warming_up and read_counts().graphs > before.graphs:
+            self.waited_s += seconds
+            log.warning(
+                "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
+                "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
+                self._report.name,
+                seconds,
+            )
+        return answer
+
+    def serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Serve a call by the model's own code."""
+        self.served["eager"] += 1
+        return call_region(module, args, kwargs)
+
+    def _begin(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
+        """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
+        given up."""
+        if not case.may_compare(self._policy.moment.begun):
+            return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return None
+        try:
+            return Comparison(module, args, kwargs)
+        except NotHandedOver as error:
+            self._source.give_up(case, f"it cannot be compared with eager: {error}")
+        except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
+            self._put_off(case, error)
+        return None
+
+    def _hold(
+        self,
+        case: Case,
+        comparison: Comparison,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        maker: Callable[[Shadow], Code] | None,
+    ) -> Any:
+        sizes = reachable_sizes(module, args, kwargs) if maker else []
+        self.served["eager"] += 1
+        try:
+            answer = comparison.eager()
+        except (MemoryError, torch.OutOfMemoryError) as error:  # beside the copy
+            self._put_off(case, error)
+            raise
+        except Exception:  # the model's own
+            raise
+        except BaseException as error:  # a cancel
+            self._put_off(case, error)
+            raise
+        if maker is not None:
+            if grows(sizes, module, args, kwargs):
+                self._source.give_up(case, GROWS, State.GROWING)
+            else:
+                self._source.make(case, maker, comparison.pristine)
+        code = case.code
+        # Of code that was just made, only the copy was asked whether it fits.
+        if code is not None and not (maker and code.misfit(module, args, kwargs)):
+            self._judge(case, code, module, comparison)
+        return answer
+
+    def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
+        """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
+        error of graphs, as one of this instance alone."""
+        try:
+            with self._policy.moment.alone() if comparison.drew else contextlib.nullcontext(True) as is_alone:
+                if not is_alone:
+                    raise ArtifactError("other predictions would see the generators of random numbers set back")
+                check = comparison.check(code.try_out)
+        except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
+            self._put_off(case, error)
+        except NoGraph:
+            case.miss(module)
+        except NotHandedOver as error:  # it says what the call changes
+            self._source.give_up(case, str(error))
+        except Exception as error:
+            log.info("region.failed region=%s error=%r", self._report.name, error, exc_info=error)
+            if code.path:
+                self._source.drop(case, Failure(error).reason)
+            else:  # the graphs of the other instances are right
+                self._report.explain(f"eager for an instance: {Failure(error).reason}")
+                case.miss(module)
+        else:
+            self._report.note_error(check.error, check.tolerance)
+            if check.passed:
+                self.let_serve(case, module)
+            else:
+                self._source.drop(case, check.difference)
+
+    def let_serve(self, case: Case, module: nn.Module) -> None:
+        """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
+        is taken at once, for all instances."""
+        with LOCK:
+            is_proved = case.state is State.PROVED
+            case.standings.update(dict.fromkeys(self._instances if is_proved else (module,), Standing.SERVES))
+        self._source.release(case)
+        if is_proved:
+            self._take(case)
+        else:
+            self._policy.moment.note(case, lambda: self._take(case))
+
+    def _take(self, case: Case) -> bool:
+        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
+        at once."""
+        if not case.has_passed:
+            return case.state is State.ARRIVED
+        self._source.release(case)
+        if case.code is not None and case.code.step != "precompiled":
+            case.move(State.CACHED)
+        elif case.move(State.PRECOMPILED):
+            self._report.take_step("precompiled")
+        return False
+
+    def _put_off(self, case: Case, error: BaseException) -> None:
+        reason, moment = f"not compared with eager: {Failure(error).reason}", self._policy.moment
+        if case.put_off(moment.begun):
+            # Predictors that replay recorded calls make no other call until there is something new.
+            moment.note((case, "again"), lambda: not case.may_compare(moment.begun))
+        else:
+            self._source.give_up(case, reason)
+        log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
+
+
+def grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call that could reach tensors of these `sizes` has changed one, as a cache that grows."""
+    now = reachable_sizes(module, args, kwargs)
+    return len(now) == len(sizes) and now != sizes
