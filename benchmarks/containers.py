@@ -22,12 +22,13 @@ from pathlib import Path
 from compile_cache.errors import PackError, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import detect_environment
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory, logical_key
 from compile_cache.storage.pack.format import PACK_NAME
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules, verify_pack
+from compile_cache.storage.verify import verify_pack
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})

@@ -15,9 +15,9 @@ CompileCacheError
 ├── StateNotTaken            the server is in a state that another process cannot have
 ├── StateNotMade             the compiling process cannot get the server's state
 ├── ProcessDied              the compiling process ended before it answered
-│   └── ProcessNotReady      it ended, or took too long, before its first job
-├── JobTimedOut              the compiling process did not answer in time, and was ended
-├── JobFailed                the compiling process answered that the job raised an error
+│   └── ProcessNotReady      it ended, or took too long, before its first order
+├── OrderTimedOut            the compiling process did not answer in time, and was ended
+├── OrderFailed              the compiling process answered that the order raised an error
 ├── NoGraph                  no graph of this process fits a call
 │   └── GraphNotStored       a graph is missing in the stored files
 └── StoreError               a request to the object store failed
@@ -126,18 +126,18 @@ class ProcessDied(CompileCacheError):
 
 
 class ProcessNotReady(ProcessDied):
-    """The compiling process ended, or took too long, before its first job. No job is to blame."""
+    """The compiling process ended, or took too long, before its first order. No order is to blame."""
 
 
-class JobTimedOut(CompileCacheError):
+class OrderTimedOut(CompileCacheError):
     """The compiling process did not answer in time. It was ended, with all processes that it had started."""
 
 
-class JobFailed(CompileCacheError):
-    """The job raised an error in the compiling process, which lives on.
+class OrderFailed(CompileCacheError):
+    """The order raised an error in the compiling process, which lives on.
 
     `error_type` has the error's module, unless it is built in. `may_succeed_afresh`: memory ran out, or the GPU's
-    context is broken, so a new process may do the same job.
+    context is broken, so a new process may make the same order.
     """
 
     def __init__(self, error_type: str, message: str, may_succeed_afresh: bool) -> None:

@@ -12,9 +12,7 @@ from background_scenes import (
     MODEL,
     PATIENCE_S,
     begun,
-    difference,
     report,
-    served,
     served_alone,
     told_of,
 )
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 def faulty() -> dict[str, Any]:
     """Regions that fail in the second process, and two that do not."""
-    from compile_cache.background import queue as jobs
+    from compile_cache.background import queue
 
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Other, Wide
@@ -38,10 +36,10 @@ def faulty() -> dict[str, Any]:
         boot.compile(late)
     assert boot.wait_compiled(PATIENCE_S)
     told = {"first": told_of(boot, model, early)}
-    jobs._ATTEMPTS = 1
+    queue._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._regions.policy._orders.jobs._job_timeout_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._regions.policy._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)
@@ -58,9 +56,9 @@ def begun_eager(*classes: type[nn.Module]) -> nn.Module:
 
 def faulty_again(*names: str) -> dict[str, Any]:
     """The next boot, of these blocks."""
-    from compile_cache.background import queue as jobs
+    from compile_cache.background import queue
 
-    jobs._ATTEMPTS = 1
+    queue._ATTEMPTS = 1
     with compile_cache.boot(MODEL) as boot:
         import background_blocks
         import faulty_blocks
@@ -91,11 +89,11 @@ def not_handed_over() -> dict[str, Any]:
 
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
-    from compile_cache.background.orders import Orders
     from compile_cache.lifecycle.preload import Preloading
+    from compile_cache.serving.policy import Policy
 
     places: dict[str, tuple[type, str]] = {
-        "take": (Orders, "_taken"),
+        "take": (Policy, "take"),
         "preload": (Preloading, "_run"),
     }
     begun_work = calls_torch_longer(*places[work])
@@ -139,27 +137,6 @@ def killed() -> dict[str, Any]:
     while True:
         predict(model)
         boot.wait_compiled(0.05)
-
-
-def short() -> dict[str, Any]:
-    """Memory runs out on the copy of a call, when an artifact is compared for the first time."""
-    import torch
-    from background_blocks import inputs
-    from faulty_blocks import SHORTAGES, Guarded
-
-    with compile_cache.boot(MODEL) as boot:
-        model = Guarded().eval()
-        boot.compile(model, whole=True)
-        boot.warm_up(torch.inference_mode()(lambda: model(inputs())))
-    assert boot.wait_compiled(PATIENCE_S)
-    SHORTAGES.extend(["", "no memory"])
-    told: dict[str, Any] = {"steps": [], "differences": []}
-    with torch.inference_mode():
-        for _ in range(3):
-            made, output = served(boot, lambda: model(inputs()))
-            told["steps"].append(made["served"]["Guarded"])
-            told["differences"].append(difference(output, model._call_impl(inputs())))
-    return told | {"left": SHORTAGES, "report": report(boot)}
 
 
 def not_started() -> dict[str, Any]:

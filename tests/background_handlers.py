@@ -1,4 +1,4 @@
-"""Handlers for a compiling process: jobs that work, fail, crash, hang and leave processes behind."""
+"""Handlers for a compiling process: orders that work, fail, crash, hang and leave processes behind."""
 
 from __future__ import annotations
 
@@ -14,22 +14,54 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import compile_cache
 
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:
-    """The handler of jobs that `job` writes. `setup` comes back with each answer to `describe`."""
+    """The handler of orders that `order` writes. `setup` comes back with each answer to `describe`."""
 
-    def do(job: bytes) -> bytes:
-        told = json.loads(job)
-        return _JOBS[told.pop("name")](setup=setup, **told)
+    def answer(order: bytes) -> bytes:
+        told = json.loads(order)
+        return _ORDERS[told.pop("name")](setup=setup, **told)
 
-    return do
+    return answer
 
 
-def job(name: str, **arguments: Any) -> bytes:
+def make_pickled(setup: bytes) -> Callable[[bytes], bytes]:
+    """As `make`, for the queue, which pickles: the answer is a `content` that has no `reason`."""
+    answer = make(setup)
+    return lambda order: pickle.dumps(SimpleNamespace(content=answer(pickle.loads(order)[0]), reason=""))
+
+
+def build_source(folder: Path) -> Path:
+    """The source of a library of some megabytes, which the linker takes a while to write."""
+    (folder / "content").write_bytes(os.urandom(8 << 20))
+    source = folder / "library.s"
+    source.write_text(f'.data\n.incbin "{folder / "content"}"\n.section .note.GNU-stack,"",@progbits\n')
+    return source
+
+
+def make_library(setup: bytes) -> Callable[[bytes], bytes]:
+    """Builds the library that an order names, as torch does: in place, unless it exists."""
+    _, folder = pickle.loads(setup)
+
+    def answer(order: bytes) -> bytes:
+        library = Path(folder, pickle.loads(order)[0].decode() + ".so")
+        library.with_suffix(".begun").touch()
+        if not library.exists():
+            subprocess.run(["gcc", "-shared", "-o", library, os.environ["BACKGROUND_SOURCE"]], check=True)
+        files = (library.name,)
+        return pickle.dumps(SimpleNamespace(path=library.name, files=files, reason="", is_precompiled=False))
+
+    return answer
+
+
+def make_nonsense(setup: bytes) -> Callable[[bytes], bytes]:
+    return lambda order: b"no pickle"
+
+
+def order(name: str, **arguments: Any) -> bytes:
     return json.dumps({"name": name, **arguments}).encode()
 
 
@@ -38,7 +70,7 @@ def make_nothing(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def make_crash(setup: bytes) -> Callable[[bytes], bytes]:
-    print("crashing before the first job")
+    print("crashing before the first order")
     os.abort()
 
 
@@ -46,15 +78,7 @@ def make_once(setup: bytes) -> Callable[[bytes], bytes]:
     """As `make` with no setup, but crashes where the folder `setup` has no file `tried` yet."""
     if _is_first_time(setup.decode()):
         os.abort()
-    return make(b"")
-
-
-def make_of_place(setup: bytes) -> Callable[[bytes], bytes]:
-    """As `make`, with the setup of a real compiling process."""
-    settings, path = pickle.loads(setup)
-    assert type(settings).__name__ == "Settings"
-    assert os.path.isdir(path)
-    return make(b"")
+    return make_pickled(b"")
 
 
 def _describe(setup: bytes) -> bytes:
@@ -66,7 +90,6 @@ def _describe(setup: bytes) -> bytes:
         "path": sys.path,
         "arguments": sys.argv[1:],
         "cwd": os.getcwd(),
-        "library": compile_cache.__file__,
         "environ": dict(os.environ),
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
         "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
@@ -173,7 +196,7 @@ def _is_first_time(folder: str) -> bool:
     return is_first
 
 
-_JOBS: dict[str, Callable[..., bytes]] = {
+_ORDERS: dict[str, Callable[..., bytes]] = {
     "describe": _describe,
     "echo": _echo,
     "speak": _speak,

@@ -7,7 +7,6 @@ It prints a line when its process is at work. After SECONDS it kills itself.
 
 from __future__ import annotations
 
-import atexit
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from background_handlers import job
+from background_handlers import order
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import ProcessDied
@@ -26,10 +25,10 @@ from compile_cache.errors import ProcessDied
 HOUR_S = 3600.0
 
 
-def work(folder: Path, job_name: str, **arguments: int) -> CompilingProcess:
+def work(folder: Path, order_name: str, **arguments: int) -> CompilingProcess:
     """Hand over a job that never ends, on another thread, and wait until it has begun."""
     process = CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ)
-    content = job(job_name, folder=str(folder), **arguments)
+    content = order(order_name, folder=str(folder), **arguments)
     threading.Thread(target=attempt, args=(process, content), daemon=True).start()
     while not (folder / "hangs").exists():
         time.sleep(0.01)
@@ -38,7 +37,7 @@ def work(folder: Path, job_name: str, **arguments: int) -> CompilingProcess:
 
 def attempt(process: CompilingProcess, content: bytes) -> None:
     with suppress(ProcessDied):
-        process.do(content, HOUR_S)
+        process.answer(content, HOUR_S)
 
 
 def work_and_stop(folder: Path) -> NoReturn:
@@ -55,9 +54,7 @@ def work_and_stop(folder: Path) -> NoReturn:
 def serve(folder: Path, mode: str) -> None:
     if mode == "restless":
         work_and_stop(folder)
-    # Registered first, so it runs after the process's own exit hook.
-    atexit.register(lambda: print(f"alive: {process.is_alive}"))
-    process = work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
+    work(folder, "hold_the_lock" if mode == "hold_the_lock" else "hang")
     fork = 0
     if mode == "fork":  # it keeps open what this process has open
         fork = os.fork()

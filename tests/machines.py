@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched
 from compile_cache.storage.pack.format import Pack
+from compile_cache.storage.publish import CompileCache
 
 
 @dataclass(frozen=True)

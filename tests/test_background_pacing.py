@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
-from compile_cache.background.child_work import start_making
-from compile_cache.inductor import tuning as autotuner
-from compile_cache.inductor.tuning import Pace
+from compile_cache.background import child_work
+from compile_cache.background.child_work import Pace, start_making
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13
@@ -38,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(autotuner, "time", clock)
+    monkeypatch.setattr(child_work, "time", clock)
     return clock
 
 
@@ -54,39 +53,21 @@ def making(request, monkeypatch, tmp_path) -> Iterator[Callable[[bytes], bytes]]
     set_hook(None)
 
 
-def test_pause_is_twice_as_long_as_the_measurement(clock):
-    with Pace().measurement():
-        clock.now += 0.25
-    assert clock.pauses == [0.5]
-
-
-def test_measurement_inside_another_has_no_pause_of_its_own(clock):
+def test_pause_is_twice_as_long_as_the_measurement_and_all_of_an_order_take_a_minute_at_most(clock):
+    """A measurement inside another has no pause of its own."""
     pace = Pace()
-    with pace.measurement():
-        clock.now += 1.0
+    for seconds in (0.25, 1.0, 25.0, 25.0):
         with pace.measurement():
-            clock.now += 0.5
-    assert clock.pauses == [3.0]
-
-
-def test_failed_measurement_does_not_stop_the_next_one_s_pause(clock):
-    pace = Pace()
+            clock.now += seconds
+            with pace.measurement():
+                clock.now += 0.5
+    assert clock.pauses == [1.5, 3.0, 51.0, 4.5]
+    pace.begin_order()
     with pytest.raises(RuntimeError), pace.measurement():
         raise RuntimeError("out of shared memory")
-    with pace.measurement():
+    with pace.measurement():  # a failed one does not stop the next one's pause
         clock.now += 1.0
-    assert clock.pauses == [2.0]
-
-
-def test_pauses_of_an_order_take_a_minute_at_most(clock):
-    pace = Pace()
-    for _ in range(3):
-        with pace.measurement():
-            clock.now += 25.0
-    pace.begin_order()
-    with pace.measurement():
-        clock.now += 1.0
-    assert clock.pauses == [50.0, 10.0, 0.0, 2.0]
+    assert clock.pauses[4:] == [2.0]
 
 
 def test_inductor_s_measurements_are_paced(clock, making):
@@ -104,7 +85,7 @@ def test_inductor_s_measurements_are_paced(clock, making):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []
-    monkeypatch.setattr(autotuner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    monkeypatch.setattr(child_work, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
     numbers = torch.zeros(1 << 20, device="cuda")
     for _ in range(2):
         benchmarking.benchmarker.benchmark(lambda: numbers.add_(1), device="cuda")

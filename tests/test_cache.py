@@ -18,14 +18,15 @@ from machines import Machine
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import environment_from_record
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.fetch import PacksOfKey, fetch
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -258,7 +259,7 @@ def test_the_most_valuable_files_come_first(local, machine):
 
 
 def test_much_is_published_as_several_packs_the_most_valuable_first(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.ledger._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.storage.publish._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"{number}.json": b"rest" * 1000 for number in range(4)})
     first.write({"b.so": b"kernel" * 1000, "fxgraph/ab/fabc/one": b"graph" * 1000})
@@ -701,7 +702,7 @@ def test_of_another_version_only_what_was_read_is_published_and_then_it_is_not_n
     old, new, last = machine(store), machine(store, key=replace(key, model_version="2")), None
     old.write(COLD)
     old.publish()
-    fetched = replace(new.cache.for_version(key).fetch(), seeded_from="version-1")
+    fetched = replace(fetch(PacksOfKey(store, key, Rules()), new.directory.inbox), seeded_from="version-1")
     new.cache.install(fetched)
     (new.directory.path / "fxgraph/ab/fabc/one").read_bytes()
     new.write({"new.so": b"new"})
@@ -848,7 +849,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.ledger._SMALLEST_PART_BYTES", 3000)
+    monkeypatch.setattr("compile_cache.storage.publish._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
     first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
     first.write({f"{number}.so": os.urandom(2000) for number in range(5)})

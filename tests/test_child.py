@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
 
 
 @pytest.fixture
@@ -45,45 +45,39 @@ def start(tmp_path, marked) -> Iterator[Callable[..., CompilingProcess]]:
 
 
 def describe(process: CompilingProcess) -> dict:
-    return json.loads(process.do(job("describe"), PATIENCE_S))
+    return json.loads(process.answer(order("describe"), PATIENCE_S))
 
 
-def test_process_does_one_job_after_another(start):
-    process = start(setup=b"made of this")
-    first, second = describe(process), describe(process)
-    assert first["setup"] == "made of this"
-    assert first["pid"] == second["pid"] == process.pid
+def test_process_has_the_servers_path_and_folder_and_gives_way_to_everybody(start, tmp_path, marked, monkeypatch):
+    """It has none of the server's files, and a crash of it leaves no core file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "no:such:folder"))
+    monkeypatch.setenv("BACKGROUND_SECRET", "of the server alone")
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
+    try:
+        with (tmp_path / "kept open").open("w") as file:
+            os.set_inheritable(file.fileno(), True)
+            process = start(setup=b"made of this")
+            told = describe(process)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+    assert (told["setup"], told["path"], told["cwd"]) == ("made of this", sys.path, str(tmp_path))
+    assert told["environ"].items() >= marked.environ.items()
+    assert "BACKGROUND_SECRET" not in told["environ"]
+    assert told["niceness"] == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert told["group"] == told["pid"] == process.pid != os.getpgrp()
+    assert (told["arguments"], told["has_torch"], told["core_limit"]) == ([], False, 0)
+    assert str(tmp_path / "kept open") not in told["open"].values()
+    assert [told["open"][number] for number in "012"] == ["/dev/null", *[str(tmp_path / "log")] * 2]
+    assert describe(process)["pid"] == process.pid  # it answers one order after another
     assert process.is_alive
 
 
 def test_answers_and_setups_may_be_larger_than_a_channel(start):
     process = start(setup=b"s" * (8 << 20))
-    assert len(process.do(job("echo", size=32 << 20), PATIENCE_S)) == 32 << 20
+    assert len(process.answer(order("echo", size=32 << 20), PATIENCE_S)) == 32 << 20
     assert len(describe(process)["setup"]) == 8 << 20
-
-
-def test_process_has_the_servers_path_and_folder_and_gives_way_to_everybody(start, tmp_path, marked, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path / "no:such:folder"))
-    told = describe(start())
-    assert told["path"] == sys.path
-    assert told["cwd"] == str(tmp_path)
-    assert told["environ"].items() >= marked.environ.items()
-    assert told["niceness"] == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    assert told["group"] == told["pid"] != os.getpgrp()
-    assert told["arguments"] == []
-    assert not told["has_torch"]
-
-
-def test_process_sees_only_the_variables_that_it_was_given(tmp_path, monkeypatch):
-    monkeypatch.setenv("BACKGROUND_SECRET", "1")
-    process = CompilingProcess.start("background_handlers:make", b"", tmp_path / "log", {"ONE": "1"})
-    try:
-        environ = describe(process)["environ"]
-    finally:
-        process.stop()
-    assert environ["ONE"] == "1"
-    assert "BACKGROUND_SECRET" not in environ
 
 
 def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alone(tmp_path):
@@ -102,7 +96,7 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     from pathlib import Path
     from compile_cache.background.child import CompilingProcess
     process = CompilingProcess.start("handlers_of_predictor:make", b"", Path("log"), {{}})
-    print(process.do(b"", {PATIENCE_S}).decode())
+    print(process.answer(b"", {PATIENCE_S}).decode())
     """
     server = [sys.executable, "-P", "-c", textwrap.dedent(program)]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -129,7 +123,7 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     from compile_cache.background.child import CompilingProcess
     {told}
     process = CompilingProcess.start("flags_of_process:make", b"", Path("log"), {{}})
-    print(json.dumps([{own}, json.loads(process.do(b"", {PATIENCE_S}))]))
+    print(json.dumps([{own}, json.loads(process.answer(b"", {PATIENCE_S}))]))
     """
     server = [sys.executable, *flags.split(), "-c", textwrap.dedent(program)]
     done = subprocess.run(server, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -137,54 +131,33 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     assert its == ours, done.stderr
 
 
-def test_process_inherits_no_file_of_the_server(start, tmp_path):
-    with (tmp_path / "kept open").open("w") as file:
-        os.set_inheritable(file.fileno(), True)
-        opened = describe(start())["open"]
-    assert str(tmp_path / "kept open") not in opened.values()
-    assert opened["0"] == "/dev/null"
-    assert opened["1"] == opened["2"] == str(tmp_path / "log")
-
-
-def test_children_of_the_process_inherit_only_its_log(start, tmp_path):
-    start().do(job("list_inherited"), PATIENCE_S)
-    listing = (tmp_path / "log").read_text()
-    assert "-> /dev/null" in listing
-    assert "socket:" not in listing
-    assert "pipe:" not in listing
-
-
 def test_whatever_the_process_and_its_children_print_is_in_the_log_alone(start, tmp_path, capfd):
-    start().do(job("speak"), PATIENCE_S)
-    lines = (tmp_path / "log").read_text().splitlines()
+    """A child inherits nothing else. A log that has grown large is emptied."""
+    process, log = start(), tmp_path / "log"
+    process.answer(order("speak"), PATIENCE_S)
+    process.answer(order("list_inherited"), PATIENCE_S)
+    text = log.read_text()
     for line in ("said with print", "said to stderr", "written to 1", "said by a grandchild", "grandchild to stderr"):
-        assert line in lines
+        assert line in text.splitlines()
+    assert "-> /dev/null" in text
+    assert "socket:" not in text
+    assert "pipe:" not in text
     assert capfd.readouterr() == ("", "")
+    with log.open("ab") as file:
+        file.write(b"x" * (9 << 20))
+    process.answer(order("speak"), PATIENCE_S)
+    assert log.read_text().startswith("said with print\n")
+    assert log.stat().st_size < 1 << 10
 
 
-def test_log_is_emptied_when_it_has_grown_large(start, tmp_path):
+def test_order_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
+    """`may_succeed_afresh`: another process may not meet the error, even where a compiler has wrapped it."""
     process = start()
-    process.do(job("speak"), PATIENCE_S)
-    with (tmp_path / "log").open("ab") as log:
-        log.write(b"x" * (9 << 20))
-    process.do(job("speak"), PATIENCE_S)
-    assert (tmp_path / "log").read_text().startswith("said with print\n")
-    assert (tmp_path / "log").stat().st_size < 1 << 10
-
-
-def test_job_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
-    process = start()
-    with pytest.raises(JobFailed, match=r"OSError: \[Errno 28\] disk is full, as often$") as raised:  # in one line
-        process.do(job("fail", message="disk is full,\n  as often"), PATIENCE_S)
-    assert raised.value.error_type == "OSError"
-    assert not raised.value.may_succeed_afresh
+    with pytest.raises(OrderFailed, match=r"OSError: \[Errno 28\] disk is full, as often$") as raised:  # in one line
+        process.answer(order("fail", message="disk is full,\n  as often"), PATIENCE_S)
+    assert (raised.value.error_type, raised.value.may_succeed_afresh) == ("OSError", False)
     assert "Traceback" in (tmp_path / "log").read_text()
-    assert describe(process)["pid"] == process.pid
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "afresh"),
-    [
+    for error, message, afresh in (
         ("MemoryError", "", True),
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", True),
         ("RuntimeError", "CUDA driver error: operation not supported", True),
@@ -192,17 +165,15 @@ def test_job_that_raises_fails_and_leaves_the_process_serving(start, tmp_path):
         ("RuntimeError", "CUDA out of memory. Tried to allocate 2 GiB", True),
         ("RuntimeError", "a shape does not fit", False),
         ("SystemExit", "3", False),
-    ],
-)
-def test_error_that_another_process_may_not_meet_says_so(start, error, message, afresh):
-    """Even where a compiler has wrapped it."""
-    with pytest.raises(JobFailed, match="ValueError: wrapped") as raised:
-        start().do(job("raise", error=error, message=message), PATIENCE_S)
-    assert raised.value.may_succeed_afresh == afresh
+    ):
+        with pytest.raises(OrderFailed, match="ValueError: wrapped") as raised:
+            process.answer(order("raise", error=error, message=message), PATIENCE_S)
+        assert raised.value.may_succeed_afresh == afresh, message
+    assert describe(process)["pid"] == process.pid
 
 
 @pytest.mark.parametrize(
-    ("job_name", "arguments", "said"),
+    ("order_name", "arguments", "said"),
     [
         ("exit", {"code": 3}, "ended with exit code 3.*about to exit"),
         ("abort", {}, "was killed by SIGABRT.*about to abort"),
@@ -211,82 +182,65 @@ def test_error_that_another_process_may_not_meet_says_so(start, error, message, 
         ("babble", {}, "broke off the exchange"),
     ],
 )
-def test_death_is_told_in_words_and_takes_the_group_along(start, marked, job_name, arguments, said):
+def test_death_is_told_in_words_and_takes_the_group_along(start, marked, order_name, arguments, said):
+    """The last line is of the order that died, not of one before."""
     process = start()
-    describe(process)
+    process.answer(order("speak"), PATIENCE_S)
     with pytest.raises(ProcessDied, match=said) as raised:
-        process.do(job(job_name, **arguments), PATIENCE_S)
+        process.answer(order(order_name, **arguments), PATIENCE_S)
     assert not isinstance(raised.value, ProcessNotReady)
     assert not process.is_alive
     wait_for(lambda: not marked.pids())
-
-
-def test_crash_leaves_no_core_file(start):
-    limits = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
-    try:
-        assert describe(start())["core_limit"] == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_CORE, limits)
-
-
-def test_last_line_is_of_the_job_that_died_not_of_one_before(start):
-    process = start()
-    process.do(job("speak"), PATIENCE_S)
-    with pytest.raises(ProcessDied, match="It wrote no last line"):
-        process.do(job("die"), PATIENCE_S)
 
 
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
         ("make_nothing", "could not prepare itself: LookupError: nothing is made from this"),
-        ("make_crash", "was killed by SIGABRT.*crashing before the first job"),
+        ("make_crash", "was killed by SIGABRT.*crashing before the first order"),
         ("no_such_function", "could not prepare itself: AttributeError"),
     ],
 )
 def test_process_that_is_never_ready_is_told_apart(start, marked, factory, said):
     with pytest.raises(ProcessNotReady, match=said):
-        start(factory, b"this").do(b"j" * (4 << 20), PATIENCE_S)
+        start(factory, b"this").answer(b"j" * (4 << 20), PATIENCE_S)
     wait_for(lambda: not marked.pids())
 
 
-def test_job_past_its_deadline_is_ended_with_all_that_it_started(start, tmp_path, marked):
+def test_order_past_its_deadline_is_ended_with_all_that_it_started(start, tmp_path, marked):
     process = start()
     describe(process)
     before = shared_memory()
-    with pytest.raises(JobTimedOut, match="gave no answer in 3 s"):
-        process.do(job("hang", folder=str(tmp_path)), 3.0)
+    with pytest.raises(OrderTimedOut, match="gave no answer in 3 s"):
+        process.answer(order("hang", folder=str(tmp_path)), 3.0)
     assert (tmp_path / "hangs").exists()
     wait_for(lambda: not marked.pids() and not shared_memory() - before)
 
 
-def test_process_that_was_stopped_does_no_job(start):
-    process = start()
-    process.stop()
-    process.stop()
-    assert not process.is_alive
-    with pytest.raises(ProcessDied, match="was stopped"):
-        process.do(job("describe"), PATIENCE_S)
-
-
-def test_stop_ends_a_job_of_another_thread(start, tmp_path, marked):
+def test_stop_ends_an_order_of_another_thread_and_leaves_no_file_open(start, tmp_path, marked):
+    describe(start())
+    before = len(os.listdir("/proc/self/fd"))
     process = start()
     errors: list[ProcessDied] = []
 
-    def do() -> None:
+    def answer() -> None:
         try:
-            process.do(job("hang", folder=str(tmp_path)), PATIENCE_S)
+            process.answer(order("hang", folder=str(tmp_path)), PATIENCE_S)
         except ProcessDied as error:
             errors.append(error)
 
-    thread = threading.Thread(target=do)
+    thread = threading.Thread(target=answer)
     thread.start()
     wait_for((tmp_path / "hangs").exists)
     process.stop()
+    process.stop()
     thread.join(PATIENCE_S)
+    assert not process.is_alive
+    with pytest.raises(ProcessDied, match="was stopped"):
+        process.answer(order("describe"), PATIENCE_S)
     assert [str(error) for error in errors] == ["The compiling process was stopped."]
-    wait_for(lambda: not marked.pids())
+    assert len(os.listdir("/proc/self/fd")) == before
+    wait_for(lambda: len(marked.pids()) == 1)  # the first one
 
 
 def test_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatch):
@@ -297,31 +251,17 @@ def test_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_stopped_process_leaves_no_file_open(start):
-    describe(start())
-    before = len(os.listdir("/proc/self/fd"))
-    process = start()
-    describe(process)
-    process.stop()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_process_outlives_the_thread_that_started_it(start):
+def test_process_outlives_the_thread_that_started_it_and_a_fork_of_the_server(start):
     processes: list[CompilingProcess] = []
     thread = threading.Thread(target=lambda: processes.append(start()))
     thread.start()
     thread.join()
-    pid = describe(processes[0])["pid"]
-    time.sleep(1.5)  # three looks of the process at its server
-    assert describe(processes[0])["pid"] == pid
-
-
-def test_fork_of_the_server_that_ends_leaves_the_process_alone(start):
-    process = start()
-    describe(process)
+    (process,) = processes
+    pid = describe(process)["pid"]
     fork = os.fork()
     if fork == 0:
         process.stop()
         os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0
-    assert describe(process)["pid"] == process.pid
+    time.sleep(1.5)  # three looks of the process at its server
+    assert describe(process)["pid"] == pid

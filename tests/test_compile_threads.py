@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from marked_processes import PATIENCE_S
 
-from compile_cache.background import orders
+from compile_cache.background import child_main
 from compile_cache.background.child import CompilingProcess
-from compile_cache.background.orders import Orders, compile_threads, quota_cpus
-from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.background.child_main import compile_threads, quota_cpus
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -24,27 +20,9 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch) -> Path:
     """An empty folder in place of the container's cgroup."""
-    monkeypatch.setattr(orders, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(child_main, "CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
     return tmp_path / "cgroup"
-
-
-@pytest.fixture
-def started(tmp_path, monkeypatch) -> Iterator[Callable[[], dict[str, str]]]:
-    """Starts the second process as a boot does, and returns its variables."""
-    monkeypatch.setattr(orders, "_HANDLER", "background_handlers:make_of_place")
-    directory = CacheDirectory.claim(tmp_path)
-    processes: list[CompilingProcess] = []
-
-    def start() -> dict[str, str]:
-        nothing: Any = None
-        processes.append(Orders(Settings(), directory, nothing, nothing, nothing)._start())
-        environ: dict[str, str] = json.loads(processes[-1].do(job("describe"), PATIENCE_S))["environ"]
-        return environ
-
-    yield start
-    for process in processes:
-        process.stop()
 
 
 def have_cpus(monkeypatch, count: int) -> None:
@@ -89,11 +67,12 @@ def test_a_quota_for_more_cpus_than_the_process_may_use_changes_nothing(monkeypa
     assert compile_threads() == 2
 
 
-def test_second_process_is_told_the_number_of_workers(started, monkeypatch):
-    monkeypatch.delenv(THREADS, raising=False)
-    assert started()[THREADS] == str(compile_threads())
-
-
-def test_a_number_that_the_user_gave_holds(started, monkeypatch):
-    monkeypatch.setenv(THREADS, "7")
-    assert started()[THREADS] == "7"
+@pytest.mark.parametrize("given", ["", "7"])
+def test_second_process_has_that_number_of_workers_unless_the_user_gave_one(tmp_path, given):
+    environ = {name: value for name, value in {**os.environ, THREADS: given}.items() if value}
+    process = CompilingProcess.start("background_handlers:make", b"", tmp_path / "log", environ)
+    try:
+        described = json.loads(process.answer(order("describe"), PATIENCE_S))
+    finally:
+        process.stop()
+    assert described["environ"][THREADS] == (given or str(compile_threads()))

@@ -15,8 +15,8 @@ from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
+from compile_cache.storage.fetch import choose
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, check_paths, parse_manifest
-from compile_cache.storage.selection import choose
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 
@@ -118,10 +118,10 @@ def test_deep_paths_cost_no_more_memory_than_they_are_long(use):
 def look_and_measure(folder: str, *trusted: str) -> list[int]:
     """Files that would be restored, packs that are refused, and the memory. The files are not written, because of the
     test's time."""
-    from compile_cache.storage.cache import CompileCache
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.pack.signing import TrustedKeys
-    from compile_cache.storage.verify import Rules
+    from compile_cache.storage.publish import CompileCache
+    from compile_cache.storage.rules import Rules
 
     store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
 

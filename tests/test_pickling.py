@@ -26,7 +26,7 @@ from test_quantization import TORCHAO
 from torch import nn
 
 from compile_cache.calls.pickling import hand_over, receive
-from compile_cache.calls.spec import call_region
+from compile_cache.calls.spec import call_region, serve_by
 
 PROJECT = Path(__file__).parent.parent
 
@@ -55,15 +55,12 @@ def received(calls, tmp_path_factory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_another_process_has_the_same_call(calls, received, name):
+def test_another_process_has_the_same_call_and_can_run_it(calls, received, name):
     """An artifact made there is found here: the structure and the signature are the same."""
-    assert received[name][0] == description(*calls[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_another_process_can_run_the_call(calls, received, name):
+    described, found = received[name]
+    assert described == description(*calls[name])
     with torch.inference_mode(name.startswith("inference")), torch.no_grad():
-        assert received[name][1] == shapes(call_region(*calls[name])) != []
+        assert found == shapes(call_region(*calls[name])) != []
 
 
 def tensors_of(call: Call) -> list[torch.Tensor]:
@@ -200,10 +197,10 @@ def test_flags_of_tensors_are_kept():
 
 def test_attributes_travel_and_the_compiled_call_does_not():
     for module in (nn.Linear(2, 2), Forgetful(2, 2)):
-        module._compiled_call_impl = lambda: None
+        serve_by(module, lambda module: None)
         module.note = {"kept": [1, 2]}
         made, _, _ = receive(hand_over(module, (), {}))
-        assert "_compiled_call_impl" not in vars(made)
+        assert made._compiled_call_impl is None
         assert made.note == {"kept": [1, 2]}
         assert hasattr(made, "was_pickled") == isinstance(module, Forgetful)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from precompiling import activated, boot, build, only_report, warm_up
 from torch import nn
 from toy_model import CheatingBlock, NormBlock, WideBlock
 
-from compile_cache.background.orders import Order
+from compile_cache.background.queue import Order
 from compile_cache.errors import UnseenCallError
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.regions import Regions
@@ -50,7 +49,7 @@ def orders(compiler: Regions) -> list[Order]:
     """What waits for the second process."""
     backlog = compiler.policy.orders()
     assert backlog is not None
-    return [pickle.loads(job.content) for job in backlog.jobs._queue]
+    return [order for *_, order in sorted(backlog.queue._orders.queue)]
 
 
 def test_where_unseen_calls_are_errors_those_of_the_warm_up_are_not(directory):

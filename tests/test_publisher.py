@@ -21,11 +21,11 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, Stores
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
 PATIENCE_S = 60
@@ -365,7 +365,7 @@ def test_flushing_twice_publishes_once(tmp_path, start):
 PUBLISH_AND_END = """
 import sys, threading
 from pathlib import Path
-from compile_cache.storage.cache import CompileCache
+from compile_cache.storage.publish import CompileCache
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
@@ -374,7 +374,7 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.base import open_url
-from compile_cache.storage.verify import Rules
+from compile_cache.storage.rules import Rules
 
 folder, store_url, budget_s = sys.argv[1:]
 store = open_url(store_url)

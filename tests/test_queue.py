@@ -1,4 +1,4 @@
-"""The thread that hands jobs to the compiling process: starts, ends, second tries, and callers that fail."""
+"""The thread that hands orders to the compiling process: starts, ends, second tries, and callbacks that fail."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from background_handlers import job
+from background_handlers import order
 from boots import python_path
 from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.background.queue import Done, Jobs
+from compile_cache.background.queue import Order, OrderQueue
 
 
 class Started:
@@ -28,7 +29,7 @@ class Started:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.factory = "make"
+        self.factory = "make_pickled"
         self.setup = b""
         self.fault: Exception | None = None
         self.processes: list[CompilingProcess] = []
@@ -52,270 +53,219 @@ def started(tmp_path) -> Started:
 
 
 @pytest.fixture
-def make_jobs(started) -> Iterator[Callable[..., Jobs]]:
-    made: list[Jobs] = []
+def make_queue(started) -> Iterator[Callable[..., OrderQueue]]:
+    made: list[OrderQueue] = []
 
-    def make(job_timeout_s: float = PATIENCE_S, idle_s: float = PATIENCE_S) -> Jobs:
-        made.append(Jobs(started, job_timeout_s, idle_s))
+    def make(limit_s: float = PATIENCE_S, idle_s: float = PATIENCE_S) -> OrderQueue:
+        made.append(OrderQueue(started, limit_s, idle_s))
         return made[-1]
 
     yield make
-    for jobs in made:
-        jobs.close()
+    for queue in made:
+        queue.close()
     assert not any(process.is_alive for process in started.processes)
 
 
-def has_process(jobs: Jobs) -> bool:
-    process = jobs._process
+@pytest.fixture
+def held(make_queue) -> OrderQueue:
+    """A queue that has not begun."""
+    return make_queue()
+
+
+@pytest.fixture
+def queue(held) -> OrderQueue:
+    held.release()
+    return held
+
+
+def put(queue: OrderQueue, *contents: bytes, ranks: tuple[int, ...] = ()) -> list[Order]:
+    """Make an order of each."""
+    ranks = ranks or (0,) * len(contents)
+    orders = [Order(str(n), ranks[n], content) for n, content in enumerate(contents)]
+    for each in orders:
+        queue.put(each)
+    return orders
+
+
+def answer(queue: OrderQueue, content: bytes) -> Any:
+    """Make one order and wait for its answer."""
+    (made,) = put(queue, content)
+    assert queue.wait(PATIENCE_S)
+    return made.answer.result(0)
+
+
+def has_process(queue: OrderQueue) -> bool:
+    process = queue._process
     return process is not None and process.is_alive
 
 
-def do(jobs: Jobs, content: bytes, name: str = "a job") -> Done:
-    """Submit one job and wait for it."""
-    done: list[Done] = []
-    jobs.submit(name, content, done.append)
-    assert jobs.wait(PATIENCE_S)
-    return done[0]
+def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_thread(held, started):
+    done: list[tuple[str, int]] = []
+    orders = put(held, *[order("echo", size=number) for number in range(4)], ranks=(2, 0, 1, 0))
+    for each in orders:
+        each.answer.add_done_callback(lambda _, name=each.name: done.append((name, threading.get_ident())))
+    assert not held.wait(0.5)
+    assert (held.waiting, started.processes) == (4, [])
+    held.release()
+    assert held.wait(PATIENCE_S)
+    assert [name for name, _ in done] == ["1", "3", "2", "0"]
+    assert [each.answer.result(0).content for each in orders] == [b"e" * number for number in range(4)]
+    assert len({thread for _, thread in done} | {threading.get_ident()}) == 2
+    assert has_process(held)
+    assert (held.waiting, len(started.processes)) == (0, 1)
 
 
-def test_jobs_are_done_in_their_order_by_one_process_on_another_thread(make_jobs, started):
-    jobs = make_jobs()
-    assert not has_process(jobs)
-    done: list[Done] = []
-    threads: set[int] = set()
+def test_orders_of_many_threads_are_all_answered(queue):
+    orders: list[Order] = []
 
-    def take(it: Done) -> None:
-        done.append(it)
-        threads.add(threading.get_ident())
+    def make_some() -> None:
+        orders.extend(put(queue, *[order("echo", size=1)] * 10))
 
-    for number in range(5):
-        jobs.submit(str(number), job("echo", size=number), take)
-    assert jobs.wait(PATIENCE_S)
-    assert [(it.name, it.answer) for it in done] == [(str(number), b"e" * number) for number in range(5)]
-    assert all((it.reason, it.attempts, it.is_final) == ("", 1, True) for it in done)
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
-    assert len(started.processes) == 1
-    assert has_process(jobs)
-
-
-def test_a_lower_rank_is_done_first(make_jobs):
-    jobs = make_jobs()
-    jobs.hold()
-    done: list[Done] = []
-    for name, rank in (("decoder", 2), ("block", 0), ("encoder", 1), ("another block", 0)):
-        jobs.submit(name, job("echo", size=1), done.append, rank)
-    jobs.release()
-    assert jobs.wait(PATIENCE_S)
-    assert [it.name for it in done] == ["block", "another block", "encoder", "decoder"]
-
-
-def test_jobs_submitted_by_many_threads_are_all_done(make_jobs):
-    jobs = make_jobs()
-    done: list[Done] = []
-
-    def submit() -> None:
-        for _ in range(10):
-            jobs.submit("a job", job("echo", size=1), done.append)
-
-    threads = [threading.Thread(target=submit) for _ in range(8)]
+    threads = [threading.Thread(target=make_some) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert jobs.wait(PATIENCE_S)
-    assert len(done) == 80
-    assert jobs.waiting == 0
+    assert queue.wait(PATIENCE_S)
+    assert [each.answer.done() for each in orders] == [True] * 80
 
 
-def test_no_process_starts_before_the_release(make_jobs, started):
-    jobs = make_jobs()
-    jobs.hold()
-    done: list[Done] = []
-    jobs.submit("a job", job("echo", size=1), done.append)
-    assert not jobs.wait(0.5)
-    assert not started.processes
-    assert jobs.waiting == 1
-    jobs.release()
-    assert jobs.wait(PATIENCE_S)
-    assert done[0].answer == b"e"
-
-
-def test_idle_process_ends_and_the_next_job_starts_another(make_jobs, started):
-    jobs = make_jobs(idle_s=0.2)
-    first = do(jobs, job("describe"))
-    wait_for(lambda: not has_process(jobs))
-    second = do(jobs, job("describe"))
-    assert json.loads(first.answer)["pid"] != json.loads(second.answer)["pid"]
+def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):
+    queue = make_queue(idle_s=0.2)
+    queue.release()
+    first = answer(queue, order("describe"))
+    wait_for(lambda: not has_process(queue))
+    assert json.loads(first.content)["pid"] != json.loads(answer(queue, order("describe")).content)["pid"]
     assert len(started.processes) == 2
 
 
-def test_process_that_dies_idle_costs_the_next_job_no_attempt(make_jobs, started):
-    jobs = make_jobs()
-    do(jobs, job("describe"))
+def test_process_that_dies_idle_costs_the_next_order_no_attempt(queue, started, caplog):
+    answer(queue, order("describe"))
     os.kill(started.processes[0].pid, 9)
-    wait_for(lambda: not has_process(jobs))
-    done = do(jobs, job("echo", size=1))
-    assert (done.answer, done.attempts) == (b"e", 1)
+    wait_for(lambda: not has_process(queue))
+    assert answer(queue, order("echo", size=1)).content == b"e"
     assert len(started.processes) == 2
+    assert "background.failed" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["death", "memory", "hang"])
-def test_job_that_fails_once_is_done_by_a_new_process(make_jobs, started, tmp_path, how):
-    jobs = make_jobs(job_timeout_s=8.0)
-    done = do(jobs, job("fail_once", folder=str(tmp_path), how=how))
-    assert (done.answer, done.reason, done.attempts, done.is_final) == (b"done", "", 2, True)
+def test_order_that_fails_once_is_answered_by_a_new_process(make_queue, started, tmp_path, how):
+    queue = make_queue(limit_s=4.0 if how == "hang" else PATIENCE_S)
+    queue.release()
+    done = answer(queue, order("fail_once", folder=str(tmp_path), how=how))
+    assert (done.content, done.reason) == (b"done", "")
     assert len(started.processes) == 2
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "reason", "processes"),
     [
-        (job("die"), "was killed by SIGKILL"),
-        (job("abort"), "was killed by SIGABRT.*about to abort"),
-        (job("exit", code=3), "ended with exit code 3"),
-        (job("raise", error="MemoryError", message=""), "ValueError: wrapped"),
+        (order("die"), "was killed by SIGKILL", 3),
+        (order("abort"), "was killed by SIGABRT.*about to abort", 3),
+        (order("exit", code=3), "ended with exit code 3", 3),
+        (order("raise", error="MemoryError", message=""), "ValueError: wrapped", 3),
+        (order("hang", folder="/tmp"), "gave no answer in 4 s", 3),
+        (order("fail", message="disk is full"), r"OSError: \[Errno 28\] disk is full", 1),  # its own: no second try
     ],
 )
-def test_job_that_fails_twice_is_given_up_and_the_next_one_is_done(make_jobs, started, content, reason):
-    jobs = make_jobs()
-    done: list[Done] = []
-    jobs.submit("a bad one", content, done.append)
-    jobs.submit("a good one", job("echo", size=1), done.append)
-    assert jobs.wait(PATIENCE_S)
-    bad, good = done
-    assert (bad.name, bad.answer, bad.attempts, bad.is_final) == ("a bad one", None, 2, True)
-    assert re.search(reason, bad.reason), bad.reason
-    assert (good.answer, good.attempts) == (b"e", 1)
-    assert len(started.processes) == 3
+def test_order_that_fails_twice_is_given_up_and_the_next_one_is_answered(
+    make_queue, started, tmp_path, content, reason, processes
+):
+    queue = make_queue(limit_s=4.0 if b"hang" in content else PATIENCE_S)
+    bad, good = put(queue, content.replace(b"/tmp", str(tmp_path).encode()), order("echo", size=1))
+    queue.release()
+    assert queue.wait(PATIENCE_S)
+    assert re.search(reason, bad.answer.result(0).reason)
+    assert good.answer.result(0).content == b"e"
+    assert len(started.processes) == processes
 
 
-def test_job_that_hangs_twice_is_given_up(make_jobs, tmp_path):
-    jobs = make_jobs(job_timeout_s=8.0)
-    done = do(jobs, job("hang", folder=str(tmp_path)))
-    assert (done.answer, done.attempts, done.is_final) == (None, 2, True)
-    assert "gave no answer in 8 s" in done.reason
+def test_callback_that_fails_is_logged_and_one_may_make_the_next_order(held, caplog):
+    first, second = put(held, *[order("echo", size=1)] * 2)
+    later: list[Order] = []
+
+    def fail(_: Any) -> None:
+        raise LookupError("no place for it")
+
+    first.answer.add_done_callback(fail)
+    second.answer.add_done_callback(lambda _: later.extend(put(held, order("echo", size=2))))
+    held.release()
+    assert held.wait(PATIENCE_S)
+    assert "no place for it" in caplog.text
+    assert [each.answer.result(0).content for each in later] == [b"ee"]
 
 
-def test_job_that_raises_is_not_tried_again(make_jobs, started):
-    jobs = make_jobs()
-    done = do(jobs, job("fail", message="disk is full"))
-    assert (done.answer, done.attempts, done.is_final) == (None, 1, True)
-    assert "OSError: [Errno 28] disk is full" in done.reason
-    assert do(jobs, job("echo", size=1)).answer == b"e"
-    assert len(started.processes) == 1
+@pytest.mark.parametrize("fault", [OSError(12, "Cannot allocate memory"), RuntimeError("no thread"), "make_nothing"])
+def test_every_order_is_answered_when_no_process_can_be_prepared_and_a_later_one_is_done(held, started, fault):
+    orders = put(held, *[order("echo", size=1)] * 3)
+    if isinstance(fault, str):
+        started.factory, words = fault, "could not prepare itself: LookupError"
+    else:
+        started.fault, words = fault, f"cannot be started: {type(fault).__name__}: {fault}"
+    held.release()
+    assert held.wait(PATIENCE_S)
+    assert all(words in each.answer.result(0).reason for each in orders)
+    assert len(started.processes) == (2 if isinstance(fault, str) else 0)
+    started.factory, started.fault = "make_pickled", None
+    assert answer(held, order("echo", size=1)).content == b"e"
 
 
-def test_caller_that_fails_is_logged_and_the_next_job_is_done(make_jobs, caplog):
-    jobs = make_jobs()
-    done: list[Done] = []
-
-    def fail(it: Done) -> None:
-        raise LookupError(f"no place for {it.name}")
-
-    with caplog.at_level(logging.WARNING, "compile_cache"):
-        jobs.submit("the first", job("echo", size=1), fail)
-        jobs.submit("the second", job("echo", size=1), done.append)
-        assert jobs.wait(PATIENCE_S)
-    assert done[0].answer == b"e"
-    (record,) = caplog.records
-    assert "no place for the first" in record.getMessage()
-    assert record.exc_info is not None
+def test_answers_that_cannot_be_read_end_no_thread(queue, started):
+    started.factory = "make_nonsense"
+    for _ in range(2):
+        assert "UnpicklingError" in answer(queue, order("echo", size=1)).reason
 
 
-def test_caller_may_submit_the_next_job(make_jobs):
-    jobs = make_jobs()
-    done: list[Done] = []
-    jobs.submit("1", job("echo", size=1), lambda _: jobs.submit("2", job("echo", size=2), done.append))
-    assert jobs.wait(PATIENCE_S)
-    assert [it.answer for it in done] == [b"ee"]
-
-
-@pytest.mark.parametrize("fault", [OSError(12, "Cannot allocate memory"), RuntimeError("no thread")])
-def test_every_job_is_answered_when_no_process_can_be_started_and_a_later_one_is_done(make_jobs, started, fault):
-    jobs = make_jobs()
-    jobs.hold()
-    done: list[Done] = []
-    for number in range(3):
-        jobs.submit(str(number), job("echo", size=1), done.append)
-    started.fault = fault
-    jobs.release()
-    assert jobs.wait(PATIENCE_S)
-    assert [it.name for it in done] == ["0", "1", "2"]
-    assert all(str(fault) in it.reason and it.attempts == 0 and not it.is_final for it in done)
-    started.fault = None
-    assert do(jobs, job("echo", size=1)).answer == b"e"
-
-
-def test_every_job_is_answered_when_no_process_can_be_prepared_and_none_is_blamed(make_jobs, started):
-    jobs = make_jobs()
-    jobs.hold()
-    done: list[Done] = []
-    for number in range(3):
-        jobs.submit(str(number), job("echo", size=1), done.append)
-    started.factory = "make_nothing"
-    jobs.release()
-    assert jobs.wait(PATIENCE_S)
-    assert [(it.attempts, it.is_final) for it in done] == [(2, False), (0, False), (0, False)]
-    assert all("could not prepare itself: LookupError" in it.reason for it in done)
-    assert len(started.processes) == 2
-    started.factory = "make"
-    assert do(jobs, job("echo", size=1)).answer == b"e"
-
-
-def test_process_that_crashes_once_while_it_is_prepared_is_started_again(make_jobs, started, tmp_path):
+def test_process_that_crashes_once_while_it_is_prepared_is_started_again(queue, started, tmp_path):
     started.factory, started.setup = "make_once", str(tmp_path).encode()
-    done = do(make_jobs(), job("echo", size=1))
-    assert (done.answer, done.attempts) == (b"e", 2)
+    assert answer(queue, order("echo", size=1)).content == b"e"
+    assert len(started.processes) == 2
 
 
-def test_close_drops_what_waits_and_ends_the_process(make_jobs, started, tmp_path, caplog):
-    jobs = make_jobs()
-    done: list[Done] = []
-    jobs.submit("1", job("hang", folder=str(tmp_path)), done.append)
-    jobs.submit("2", job("echo", size=1), done.append)
+def test_close_cancels_what_waits_and_ends_the_process(queue, started, tmp_path, caplog):
+    orders = put(queue, order("hang", folder=str(tmp_path)), order("echo", size=1))
     wait_for((tmp_path / "hangs").exists)
     with caplog.at_level(logging.INFO, "compile_cache"):
-        jobs.close()
-        assert not jobs.wait(PATIENCE_S)
-    assert not has_process(jobs)
-    jobs.submit("3", job("echo", size=1), done.append)
-    jobs.close()
+        queue.close()
+        assert not queue.wait(PATIENCE_S)
+    assert not has_process(queue)
+    orders += put(queue, order("echo", size=1))
+    queue.close()
+    wait_for(lambda: all(each.answer.cancelled() for each in orders))
     time.sleep(0.5)  # a thread that went on would start another process
-    assert jobs.waiting == 2
-    assert not done
     assert len(started.processes) == 1
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_close_ends_a_process_whose_start_is_under_way(make_jobs, started, tmp_path):
-    jobs = make_jobs()
+def test_close_ends_a_process_whose_start_is_under_way(queue, started, tmp_path):
     started.may_end.clear()
-    jobs.submit("1", job("hang", folder=str(tmp_path)), print)
+    put(queue, order("hang", folder=str(tmp_path)))
     assert started.begun.wait(PATIENCE_S)
-    closing = threading.Thread(target=jobs.close)
+    closing = threading.Thread(target=queue.close)
     closing.start()
     closing.join(0.3)
+    put(queue, order("hang", folder=str(tmp_path)))  # it waits for no start
     started.may_end.set()
     closing.join(PATIENCE_S)
     wait_for(lambda: not started.processes[0].is_alive)
 
 
-def test_server_that_exits_stops_its_job_and_says_nothing(tmp_path):
+def test_server_that_exits_stops_its_order_and_says_nothing(tmp_path):
     program = f"""
     import logging, os, time
     from pathlib import Path
-    from background_handlers import job
-    from compile_cache.background.queue import Jobs
+    from background_handlers import order
+    from compile_cache.background.queue import Order, OrderQueue
     from compile_cache.background.child import CompilingProcess
     logging.basicConfig(level=logging.WARNING)
     folder = Path({str(tmp_path)!r})
     started = []
     def start():
-        started.append(CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ))
+        started.append(CompilingProcess.start("background_handlers:make_pickled", b"", folder / "log", os.environ))
         return started[-1]
-    jobs = Jobs(start, 600.0, 600.0)
-    jobs.submit("1", job("hang", folder=str(folder)), print)
+    queue = OrderQueue(start, 600.0, 600.0)
+    queue.put(Order("1", 0, order("hang", folder=str(folder))))
+    queue.release()
     while not (folder / "hangs").exists():
         time.sleep(0.01)
     print(started[0].pid)

@@ -8,7 +8,7 @@ import torch
 from precompiling import activated, boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
-from compile_cache.inductor.make import Speed
+from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
@@ -77,13 +77,13 @@ def test_timing_changes_no_input(tmp_path):
 )
 def test_the_report_says_how_fast_a_region_is(compiled_ms, eager_ms, line):
     region = RegionReport("Block", 1, "cold")
-    region.note_made(Speed(compiled_ms, eager_ms))
+    region.note_made(Answer(compiled_ms=compiled_ms, eager_ms=eager_ms))
     assert line in BootReport(regions=[region]).lines()
 
 
 def test_the_times_of_a_region_are_those_of_its_slowest_call():
     region = RegionReport("Block", 1)
     for compiled_ms, eager_ms in ((2.0, 4.0), (0.1, 0.2)):
-        region.note_made(Speed(compiled_ms, eager_ms))
+        region.note_made(Answer(compiled_ms=compiled_ms, eager_ms=eager_ms))
     assert (region.compiled_ms, region.eager_ms) == (2.0, 4.0)
     assert BootReport(regions=[region]).metrics()["compile_cache.speedup"] == {"Block": 2.0}

@@ -9,8 +9,8 @@ from hostile_packs import KEY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile_cache.storage.fetch import choose
 from compile_cache.storage.pack.manifest import Manifest, PackFile, check_paths
-from compile_cache.storage.selection import choose
 
 
 def file(path: str, content: str = "A", key: str | None = None, replaces: str | None = None) -> PackFile:

@@ -23,12 +23,12 @@ from compile_cache.lifecycle.boot_report import BootReport, PublishReport, Resto
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.s3 import S3Store
-from compile_cache.storage.verify import Rules
 
 MODEL = "org/model"
 SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": b""}

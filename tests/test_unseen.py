@@ -12,9 +12,9 @@ from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
-from compile_cache.background.queue import Done
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
+from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import trial
@@ -273,7 +273,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(tmp_pat
             assert compiler.policy.waiting == 0
             assert only_report(compiler).step == "eager"
             assert "a branch depends on the values of tensors" in only_report(compiler).reason
-            compiler.policy.orders().jobs.close()
+            compiler.policy.orders().queue.close()
         block = build(Breaking)
         compiler = boot(directory, block, settings=BLOCK)
         warm_up(compiler, lambda: block(tensor(4, 16)))
@@ -349,11 +349,11 @@ def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
 
 def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
     block, compiler = varied
-    jobs = compiler.policy.orders().jobs
-    jobs._finish(jobs._queue.pop(), Done("open", None, "no graph fits all sizes", 0.0, 1, True))
+    *_, order = max(compiler.policy.orders().queue._orders.queue)
+    order.answer.set_result(Answer(reason="no graph fits all sizes"))
     answer(block, 7)
     answer(block, 8)
-    assert compiler.policy.waiting == 4
+    assert compiler.policy.waiting == 5  # the queue itself still has that order
 
 
 class Cancelled(BaseException):
@@ -398,19 +398,20 @@ def test_sizes_do_not_wait_for_an_open_graph_that_was_dropped(varied):
 def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
     _, compiler = varied
     pauses: list[float] = []
-    monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
-    compiler.policy.orders().jobs._give_up("no process can be started")
+    monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
+    for *_, order in compiler.policy.orders().queue._orders.queue:
+        order.answer.set_result(Answer(reason="no process can be started"))
     assert not pauses
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
 def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp_path, monkeypatch, counts, slept):
     with activated(tmp_path) as directory:
-        backlog = boot(directory, build(Product), settings=BACKGROUND).policy.orders()
+        compiler = boot(directory, build(Product), settings=BACKGROUND)
         calls, pauses = iter(counts), []
-        monkeypatch.setattr(backlog, "_calls", lambda: next(calls))
-        monkeypatch.setattr("compile_cache.background.orders.time.sleep", pauses.append)
-        backlog.wait_for_gap()
+        monkeypatch.setattr(compiler.policy, "_calls", lambda: next(calls))
+        monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
+        compiler.policy._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
 

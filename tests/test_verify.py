@@ -13,9 +13,10 @@ from filled_stores import GRAPH, damage, put_pack
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import PackState, Rules, VerifiedPack, verify_all, verify_heads, verify_whole
+from compile_cache.storage.verify import PackState, VerifiedPack, verify_all, verify_heads, verify_whole
 
 ANYBODY = TrustedKeys()
 EVERYONE = Rules()

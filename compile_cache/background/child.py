@@ -1,8 +1,7 @@
-"""The compiling process from the server's side: a child that does one job at a time and never outlives the server."""
+"""The server's side: a handle of the second process, which answers one order at a time and ends with the server."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -12,16 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
 
-from compile_cache.background.child_main import Message, encode, read_message
-from compile_cache.errors import JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.background.child_main import encode, read_message
+from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
 
 log = logging.getLogger("compile_cache")
-_Result = TypeVar("_Result")
 
 # This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
@@ -30,11 +27,10 @@ sys.path[:] = json.loads(sys.argv.pop(1))
 from compile_cache.background.child_main import main
 main()
 """
-# How often a wait checks that the process lives. A process left by a job may keep the channel open.
+# How often a wait checks that the process lives. A process left by an order may keep the channel open.
 _LOOK_S = 0.5
 # A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
 _END_S = 5.0
-_SENT_AT_ONCE_BYTES = 1 << 20
 _LOG_LIMIT_BYTES = 8 << 20
 _LOG_TAIL_BYTES = 16 << 10
 _LONGEST_LINE = 300
@@ -42,10 +38,10 @@ _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
 
 
 class CompilingProcess:
-    """A child that does jobs one at a time, at a low priority, in a session of its own.
+    """A child that answers orders one at a time, at a low priority, in a session of its own.
 
-    It ends at `stop`, at this process's exit, or when this process is killed, together with every process that its jobs
-    started. The thread that started it may end earlier. Thread-safe: a second `do` waits for the first.
+    It ends at `stop`, or when this process ends in any way, together with every process that its orders started. The
+    thread that started it may end earlier. Thread-safe: a second `answer` waits for the first.
     """
 
     @classmethod
@@ -53,38 +49,35 @@ class CompilingProcess:
         """Start the process and return at once, before its imports are done.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
-        function that does a job. The output of the child and its children is appended to `log`; a log of more than
-        8 MiB is emptied.
+        function that answers an order. The output of the child and its children is appended to `log`; a log of more
+        than 8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
         with ExitStack() as theirs, ExitStack() as ours:
-            channel, jobs = socket.socketpair()
+            channel, its_channel = socket.socketpair()
             ours.enter_context(channel)
-            theirs.enter_context(jobs)
+            theirs.enter_context(its_channel)
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
             output = theirs.enter_context(log.open("ab"))
-            log_start = _bound(log)
-            child = _spawn((jobs.fileno(), watched), output.fileno(), environ)
-            process = cls(child, channel, ours.pop_all(), log, log_start)
-        atexit.register(process.stop)
-        process._begin(handler, setup)
-        return process
+            first = encode(handler.encode() + b"\0" + setup)
+            child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
+            return cls(child, channel, ours.pop_all(), log, first)
 
     def __init__(
-        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, log_start: int
+        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, first: bytes
     ) -> None:
         self._child = child
         self._channel = channel
         self._held = held
         self._log = log
-        self._log_start = log_start
+        self._log_start = _bound(log)
         self._server = os.getpid()
-        self._unsent = bytearray()
+        self._unsent = first  # sent with the first order, which follows at once
         self._is_ready = False
         self._is_stopped = False
-        self._doing = threading.RLock()
+        self._answering = threading.RLock()
         self._stopping = threading.Lock()
 
     @property
@@ -102,25 +95,26 @@ class CompilingProcess:
         except ChildProcessError:  # other code has reaped it
             return False
 
-    def do(self, job: bytes, timeout_s: float) -> bytes:
-        """Do a job and return the answer. The first job's time includes the start of the process.
+    def answer(self, order: bytes, timeout_s: float) -> bytes:
+        """The answer to an order. The first one's time includes the start of the process.
 
-        Raises `JobFailed` if the job raised an error; the process lives on. Before it raises `ProcessDied`,
-        `ProcessNotReady` or `JobTimedOut`, the process and its whole group have ended.
+        Raises `OrderFailed` if the order raised an error; the process lives on. Before it raises `ProcessDied`,
+        `ProcessNotReady` or `OrderTimedOut`, the process and its whole group have ended.
         """
-        with self._doing:
+        with self._answering:
             if self._is_ready:
                 self._log_start = _bound(self._log)
-            self._unsent += encode(Message("job", job))
             try:
-                answer = self._exchange(time.monotonic() + timeout_s)
+                is_error, body = self._exchange(order, timeout_s)
             except TimeoutError:
-                raise self._stop_late(timeout_s) from None
+                self.stop()
+                late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
+                raise (OrderTimedOut(late) if self._is_ready else ProcessNotReady(late)) from None
             except (EOFError, OSError, ValueError) as error:
                 raise self._stop_dead() from error
-        if answer.kind == "failed":
-            raise JobFailed(**json.loads(answer.body))
-        return answer.body
+        if is_error:
+            raise OrderFailed(**json.loads(body))
+        return body
 
     def stop(self) -> None:
         """Kill the child and its process group, and reap it. Does nothing the second time, or in a fork."""
@@ -131,11 +125,10 @@ class CompilingProcess:
                 return
             self._is_stopped = True
             self._end_group()
-            atexit.unregister(self.stop)
-        # A thread in `do` sees that the child is gone, and leaves. Its files must stay open until then.
-        if self._doing.acquire(timeout=_END_S):
+        # A thread in `answer` sees that the child is gone, and leaves. Its files must stay open until then.
+        if self._answering.acquire(timeout=_END_S):
             self._held.close()
-            self._doing.release()
+            self._answering.release()
 
     def _end_group(self) -> None:
         # The child is not reaped yet, so no other group can have its number.
@@ -149,49 +142,35 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _begin(self, handler: str, setup: bytes) -> None:
-        """Send as much of the setup as the channel accepts at once. `do` sends the rest."""
-        self._unsent += encode(Message("setup", handler.encode() + b"\0" + setup))
-        self._channel.setblocking(False)
-        with suppress(OSError):
-            self._send()
-
-    def _send(self) -> None:
-        sent = self._channel.send(self._unsent[:_SENT_AT_ONCE_BYTES], socket.MSG_NOSIGNAL)
-        del self._unsent[:sent]
-
-    def _exchange(self, deadline: float) -> Message:
-        """Raises `TimeoutError` at the deadline; `EOFError` or an `OSError` when the child is gone."""
-        while self._unsent:
-            self._patiently(self._send, deadline)
-        while True:
-            message = read_message(lambda most: self._patiently(lambda: self._channel.recv(most), deadline))
-            if message.kind == "unready":
+    def _exchange(self, order: bytes, timeout_s: float) -> tuple[bool, bytes]:
+        """Whether the answer is an error, and the answer. Raises `TimeoutError` after that time; `EOFError` or an
+        `OSError` when the child is gone."""
+        deadline = time.monotonic() + timeout_s
+        self._channel.settimeout(timeout_s)
+        self._channel.sendall(self._unsent + encode(order), socket.MSG_NOSIGNAL)
+        self._unsent = b""
+        if not self._is_ready:
+            is_error, body = self._read(deadline)
+            if is_error:
                 self.stop()
-                told = JobFailed(**json.loads(message.body))
+                told = OrderFailed(**json.loads(body))
                 raise ProcessNotReady(f"The compiling process could not prepare itself: {told}. See {self._log}.")
-            if message.kind != "ready":
-                return message
             self._is_ready = True
+        return self._read(deadline)
 
-    def _patiently(self, step: Callable[[], _Result], deadline: float) -> _Result:
-        """The result of `step`, which waits on the channel. It is repeated until the deadline or the child's end."""
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise TimeoutError
+    def _read(self, deadline: float) -> tuple[bool, bytes]:
+        return read_message(lambda most: self._receive(most, deadline))
+
+    def _receive(self, most: int, deadline: float) -> bytes:
+        """Up to `most` bytes, once there are some before the deadline or the child's end."""
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self._channel.settimeout(min(_LOOK_S, remaining_s))
             try:
-                return step()
+                return self._channel.recv(most)
             except TimeoutError:
                 if not self.is_alive:
                     raise EOFError("the process has ended") from None
-
-    def _stop_late(self, timeout_s: float) -> ProcessNotReady | JobTimedOut:
-        self.stop()
-        if not self._is_ready:
-            return ProcessNotReady(f"The compiling process was not ready after {timeout_s:g} s. See {self._log}.")
-        return JobTimedOut(f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}.")
+        raise TimeoutError
 
     def _stop_dead(self) -> ProcessDied:
         """Reap a child that ended by itself, kill the processes it left, and say how it ended."""
@@ -206,7 +185,7 @@ class CompilingProcess:
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
     def _last_line(self) -> str:
-        """The log's last line about the current job, before Python's own dump of a crash."""
+        """The log's last line about the current order, before Python's own dump of a crash."""
         try:
             with self._log.open("rb") as file:
                 size_bytes = file.seek(0, os.SEEK_END)

@@ -1,6 +1,6 @@
-"""The compiling process itself: it does the server's jobs one after another, and ends with the server.
+"""The second process's side: its start, its end, and the loop that answers one order after another.
 
-`child.py` starts it as the leader of a process group. Compilers that a job starts belong to that group.
+`child.py` starts it as the leader of a process group. Compilers that an order starts belong to that group.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
 
+CGROUP = Path("/sys/fs/cgroup")
 _LOOK_S = 0.5
 _NICENESS = 10
+# torch has no more, on a host of any size (torch/_inductor/config.py).
+_MOST_THREADS = 32
 _MOST_CHARACTERS = 1000  # of an error's message, in one line
-# Errors of the process, not of its job: no memory, or a GPU context that an earlier error has broken.
+# Errors of the process, not of its order: no memory, or a GPU context that an earlier error has broken.
 _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
     re.IGNORECASE,
 )
+# Of a message: whether it is an error, and the length of its body.
+_HEADER = struct.Struct("!BQ")
+# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
+_CHUNK_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -54,41 +60,43 @@ def main() -> None:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Raises `EOFError` or `OSError` when the server has hung up."""
-    name, _, setup = read_message(channel.recv).body.partition(b"\0")
+    """Answer the setup, and then each order. Raises `EOFError` or `OSError` when the server has hung up."""
+    _, setup = read_message(channel.recv)
     try:
-        handler = _made(name.decode(), setup)
+        handler = _handler(setup)
     except BaseException as error:
-        channel.sendall(encode(_failure("unready", error)))
-        while True:  # until the server has read the message: it may still be sending a job
+        channel.sendall(_failure(error))
+        while True:  # until the server has read the message: it may still be sending an order
             read_message(channel.recv)
-    channel.sendall(encode(Message("ready")))
+    channel.sendall(encode(b""))
     while True:
-        channel.sendall(_do(handler, read_message(channel.recv).body))
-        gc.collect()  # a process that waits for its next job should not hold the last one's memory
+        channel.sendall(_answer(handler, read_message(channel.recv)[1]))
+        gc.collect()  # a process that waits for its next order should not hold the last one's memory
 
 
-def _made(name: str, setup: bytes) -> Handler:
-    """The handler. What its imports make stays, so garbage collections need not look at it, now and after each job."""
+def _handler(setup: bytes) -> Handler:
+    """The handler. What its imports make stays, so garbage collections need not look at it, now and after each
+    order."""
+    name, _, argument = setup.partition(b"\0")
     gc.disable()
     try:
-        handler: Handler = find(name)(setup)
+        handler: Handler = find(name.decode())(argument)
         return handler
     finally:
         gc.freeze()
         gc.enable()
 
 
-def _do(handler: Handler, job: bytes) -> bytes:
-    """The encoded answer. The process goes on after any error of a job, `SystemExit` included."""
+def _answer(handler: Handler, order: bytes) -> bytes:
+    """The encoded answer. The process goes on after any error of an order, `SystemExit` included."""
     try:
-        return encode(Message("answer", handler(job)))
+        return encode(handler(order))
     except BaseException as error:
-        return encode(_failure("failed", error))
+        return _failure(error)
 
 
-def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Message:
-    """The message that tells the server of an error. The traceback goes to the log."""
+def _failure(error: BaseException) -> bytes:
+    """The message that tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
     with contextlib.suppress(OSError):  # a full disk
         traceback.print_exception(error)
     chain = [f"{type(link).__name__}: {link}" for link in _chain(error)]
@@ -99,7 +107,7 @@ def _failure(kind: Literal["unready", "failed"], error: BaseException) -> Messag
         "message": " ".join(str(error).split())[:_MOST_CHARACTERS],
         "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
     }
-    return Message(kind, json.dumps(told).encode())
+    return encode(json.dumps(told).encode(), is_error=True)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -112,7 +120,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _give_way() -> None:
-    """Lower this process's priority, and let a crash leave no core file."""
+    """Leave the CPU to predictions, and let a crash leave no core file."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
@@ -120,6 +129,34 @@ def _give_way() -> None:
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def compile_threads() -> int:
+    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two.
+
+    torch would start one for each CPU, and ignore a container's quota. Then predictions have no CPU of their own: a low
+    priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
+    quota, predictions stop too, whatever their priority.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    cpus = min(allowed, quota_cpus(CGROUP) or allowed)
+    return min(_MOST_THREADS, max(cpus // 2, min(cpus, 2)))
+
+
+def quota_cpus(cgroup: Path) -> int:
+    """The CPUs that a container's quota allows, rounded down, but at least 1; 0 without a quota.
+
+    Sources: cgroup v2's `cpu.max` ("max 100000" or "150000 100000", in µs), and v1's `cpu.cfs_quota_us` (-1: none) and
+    `cpu.cfs_period_us`.
+    """
+    try:
+        if (both := cgroup / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else 0
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux's files, or "max"
+        return 0
 
 
 def _end_with(server: int, liveness: int) -> None:
@@ -151,41 +188,21 @@ def _end_group() -> NoReturn:
     os._exit(1)  # not reached: SIGKILL cannot be held back
 
 
-Kind = Literal["setup", "job", "ready", "unready", "answer", "failed"]
-
-_HEADER = struct.Struct("!BQ")
-_KINDS: tuple[Kind, ...] = ("setup", "job", "ready", "unready", "answer", "failed")
-# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
-_CHUNK_BYTES = 1 << 20
+def encode(body: bytes, is_error: bool = False) -> bytes:
+    """A message's bytes. The first message of the server is the setup: the handler's name, a zero byte and its
+    argument. Each other message is an order. The process answers each with an answer or an error."""
+    return _HEADER.pack(is_error, len(body)) + body
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message.
-
-    The server sends `setup` once, then `job` again and again. The process sends `ready` or `unready` once, then
-    `answer` or `failed` for each job. The body of `setup` is the handler's name, a zero byte and the handler's
-    argument. The body of `unready` and `failed` is JSON: the arguments of `JobFailed`.
-    """
-
-    kind: Kind
-    body: bytes = b""
-
-
-def encode(message: Message) -> bytes:
-    """The message's bytes."""
-    return _HEADER.pack(_KINDS.index(message.kind), len(message.body)) + message.body
-
-
-def read_message(receive: Callable[[int], bytes]) -> Message:
-    """The next message. `receive(n)` returns 1 to n bytes, and none at the end.
+def read_message(receive: Callable[[int], bytes]) -> tuple[bool, bytes]:
+    """Whether the next message is an error, and its body. `receive(n)` returns 1 to n bytes, and none at the end.
 
     Raises `EOFError` if the other side has ended, `ValueError` if the bytes are no message.
     """
-    kind, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
-    if kind >= len(_KINDS):
-        raise ValueError(f"{kind} is no kind of message")
-    return Message(_KINDS[kind], _read(receive, size_bytes))
+    is_error, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
+    if is_error > 1:
+        raise ValueError("these bytes are no message")
+    return bool(is_error), _read(receive, size_bytes)
 
 
 def _read(receive: Callable[[int], bytes], size_bytes: int) -> bytes:

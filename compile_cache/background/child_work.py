@@ -1,4 +1,4 @@
-"""The work of the second process: build a call anew, and make its code.
+"""The second process's side: its work, which is to build a call anew and to make its code.
 
 This module imports torch and its compiler. The server never imports it.
 """
@@ -7,35 +7,41 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from compile_cache.background.orders import Making, Order
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.shadow import Shadow
 from compile_cache.calls.spec import on_gpu
 from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
 from compile_cache.inductor.function_file import PRECOMPILED
-from compile_cache.inductor.make import Graphs, Made, forget_graphs, make
+from compile_cache.inductor.make import Answer, Call, Dimensions, Graphs, forget_graphs, make
+from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts
+from compile_cache.inductor.switches import configure_torch
 from compile_cache.inductor.toolchain import remember_toolchain
-from compile_cache.inductor.torch_settings import configure_torch
-from compile_cache.inductor.tuning import Pace, unread_files
+from compile_cache.inductor.tuning import surround_measurements, unread_files
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import scan_folder
+from compile_cache.storage.directory import compilers_folder, scan_folder
+
+# The length of a pause, in lengths of the measurement before it.
+_PAUSE = 2.0
+# All pauses of one order: its time is limited (`_LIMIT_S` in orders.py).
+_MOST_S = 60.0
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
-    """A function that takes a pickled `Order` and returns a pickled `Making`. `setup` has the pickled settings, and the
-    folder in which the process compiles."""
+    """A function that takes a pickled call, `ServerState` and `Dimensions`, and returns a pickled `Answer`. `setup` has
+    the pickled settings, and the folder in which the process compiles."""
     maker = _Maker(*pickle.loads(setup))
-    return lambda order: pickle.dumps(maker.make(pickle.loads(order)))
+    return lambda order: pickle.dumps(maker.answer(*pickle.loads(order)))
 
 
 class _Maker:
@@ -44,48 +50,48 @@ class _Maker:
     def __init__(self, settings: Settings, path: str) -> None:
         configure_torch()
         self._pace = Pace()
-        self._pace.apply_to_inductor()
+        surround_measurements(self._pace.measurement)
         self._path = Path(path)
+        # A killed compiler leaves its temporary files. The next boot empties this folder.
+        os.environ["TMPDIR"] = str(compilers_folder(self._path))
         remember_toolchain(self._path)
         self._settings = settings
         self._told = set(scan_folder(self._path))
 
-    def make(self, order: Order) -> Making:
+    def answer(self, call: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
         """Compile one kind of call."""
         started = time.perf_counter()
         self._pace.begin_order()
         try:
-            made = self._make(order)
+            answer = self._made(call, state, dynamic)
         except (NotHandedOver, StateNotMade, ArtifactError) as error:
-            return Making(reason=str(error), seconds=time.perf_counter() - started)
+            answer = Answer(reason=str(error))
         finally:
             forget_graphs()
             gc.collect()
             _free()
-        seconds, reason = time.perf_counter() - started, f"not compiled ahead of time: {made.reason}"
-        if not made.path:
-            return Making(reason=reason, seconds=seconds)
-        files = self._new_files(made.path)
-        if made.function is None:
-            reason += "; the next boot takes its graphs from the store"
-            return Making(files=files, reason=reason, seconds=seconds)
-        return Making(made.path, files, seconds=seconds, speed=made.speed)
+        files = self._new_files(answer.path) if answer.path else ()
+        return replace(answer, traced=None, function=None, files=files, seconds=time.perf_counter() - started)
 
-    def _make(self, order: Order) -> Made:
-        module, args, kwargs = receive(order.call)
-        with order.state.applied():
-            settings = replace(self._settings, dynamic=None) if order.dynamic else self._settings
+    def _made(self, content: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
+        call = receive(content)
+        with state.applied():
+            settings = replace(self._settings, dynamic=None) if dynamic else self._settings
             # New for each order, so that no artifact of an earlier order is found.
             artifacts = Artifacts(settings, self._path)
-            graphs = Graphs(type(module).__name__, settings.mode, settings.dynamic)
-            call = Shadow(module, args, kwargs)
-            pause = self._pace.measurement if on_gpu(module, args, kwargs) else contextlib.nullcontext
+            graphs = Graphs(type(call[0]).__name__, settings.mode, settings.dynamic)
+            shadow = Shadow(*call)
+            pause = self._pace.measurement if on_gpu(*call) else contextlib.nullcontext
 
-            def copies() -> tuple[Any, Any, Any]:
+            def copies() -> Call:
                 _free()
-                return call.copied()
+                return shadow.copied()
 
-            return make(artifacts, graphs, copies, order.dynamic, pause, serves=False)
+            answer = make(artifacts, graphs, copies, dynamic, pause, serves=False)
+        if answer.is_precompiled:
+            return answer
+        later = "; the next boot takes its graphs from the store" if answer.path else ""
+        return replace(answer, reason=f"not compiled ahead of time: {answer.reason}{later}")
 
     def _new_files(self, record: str) -> tuple[str, ...]:
         files = set(scan_folder(self._path))
@@ -93,6 +99,35 @@ class _Maker:
         new = files - self._told - unread_files(files) - others
         self._told |= new
         return tuple(sorted(new | {record}))
+
+
+class Pace:
+    """Pauses after measurements on the GPU, so that predictions get most of it, in one order after another.
+
+    A GPU shares its time equally among processes, whatever their priority. While this process measures the candidates
+    for a kernel, predictions have half of the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._measuring = threading.Lock()
+        self._left_s = _MOST_S
+
+    def begin_order(self) -> None:
+        """Let the pauses take a minute again."""
+        self._left_s = _MOST_S
+
+    @contextlib.contextmanager
+    def measurement(self) -> Iterator[None]:
+        """A measurement, and then a pause. A measurement inside another has no pause of its own."""
+        if self._measuring.locked():
+            yield
+            return
+        with self._measuring:
+            started = time.monotonic()
+            yield
+            pause_s = min(_PAUSE * (time.monotonic() - started), self._left_s)
+        self._left_s -= pause_s
+        time.sleep(pause_s)
 
 
 def _free() -> None:

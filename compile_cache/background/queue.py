@@ -1,108 +1,117 @@
-"""The queue of jobs for the compiling process. One thread of the server hands them over and manages the process."""
+"""The server's side: orders that wait for the second process, and the thread that hands them over."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, PriorityQueue
+from typing import TYPE_CHECKING
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.errors import CompileCacheError, JobFailed, JobTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.errors import (
+    CompileCacheError,
+    Failure,
+    OrderFailed,
+    OrderTimedOut,
+    ProcessDied,
+    ProcessNotReady,
+    attempt,
+)
+from compile_cache.inductor.make import Answer, Dimensions
+from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.state import ServerState
 
 log = logging.getLogger("compile_cache")
 
 _ATTEMPTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The end of a job: an answer, or the reason why there is none.
+@dataclass(slots=True, eq=False)
+class Order:
+    """A call for which code is wanted: the bytes of `hand_over`, whether all its tensors are on a GPU, and the sizes
+    that the code leaves open. Orders of the lowest `rank` come first.
 
-    `is_final` is False if no process could be started or prepared. A later submit may then succeed. `attempts` counts
-    how often a process got the job. `seconds` is the time since the first attempt.
+    `state` is the server's, taken once the call was served. `answer` is set on the queue's thread; `close` cancels it.
     """
 
     name: str
-    answer: bytes | None
-    reason: str
-    seconds: float
-    attempts: int
-    is_final: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    name: str
-    content: bytes
-    done: Callable[[Done], None]
     rank: int
+    call: bytes
+    is_on_gpu: bool = False
+    dynamic: Dimensions = ()
+    state: ServerState | None = None
+    answer: Future[Answer] = field(default_factory=Future)
 
 
-class Jobs:
-    """Jobs for a compiling process. A daemon thread does them: the lowest rank first, then the one submitted first.
+class OrderQueue:
+    """Orders for a compiling process. A daemon thread hands them over, one at a time, once they are released.
 
-    The process starts with the first job, and ends after `idle_s` without a job. A job gets one more try in a new
+    The process starts with the first order, and ends after `idle_s` without one. An order gets one more try in a new
     process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
-    def __init__(self, start: Callable[[], CompilingProcess], job_timeout_s: float, idle_s: float) -> None:
+    def __init__(self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float) -> None:
         self._start = start
-        self._job_timeout_s = job_timeout_s
+        self._limit_s = limit_s
         self._idle_s = idle_s
         self._server = os.getpid()
-        self._changed = threading.Condition()
-        self._queue: list[_Job] = []
-        self._waiting = 0
-        self._is_held = False
+        # By rank, and then in the order in which they came. None wakes the thread.
+        self._orders: PriorityQueue[tuple[int, int, Order | None]] = PriorityQueue()
+        self._numbers = itertools.count()
+        self._putting = threading.Lock()
+        self._released = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._process: CompilingProcess | None = None
 
-    def submit(self, name: str, job: bytes, done: Callable[[Done], None], rank: int = 0) -> None:
-        """Queue a job and return at once. The jobs' thread calls `done`, but not after `close`."""
-        with self._changed:
+    def put(self, order: Order) -> None:
+        """Queue an order and return at once."""
+        with self._putting:
             if self._is_closed:
+                order.answer.cancel()
                 return
-            self._queue.append(_Job(name, job, done, rank))
-            self._waiting += 1
-            self._start_thread()
-            self._changed.notify_all()
-
-    def hold(self) -> None:
-        """Begin no job until `release`. A job that has begun goes on."""
-        with self._changed:
-            self._is_held = True
+            self._orders.put((order.rank, next(self._numbers), order))
+            if self._thread is None:  # a boot that has nothing to compile starts none
+                self._start_thread()
 
     def release(self) -> None:
-        """Begin the jobs that were held."""
-        with self._changed:
-            self._is_held = False
-            self._changed.notify_all()
+        """Begin with the orders."""
+        self._released.set()
 
     @property
     def waiting(self) -> int:
-        """How many submitted jobs are not done. A job is done when its `done` has returned."""
-        return self._waiting
+        """How many orders are not answered. An order is answered when the callbacks of its answer have returned."""
+        return self._orders.unfinished_tasks
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every job is done or `close` is called; True if every job is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._is_closed, timeout_s)
-            return not self._waiting
+        """Wait until every order is answered or `close` is called; True if every order is answered."""
+        with self._orders.mutex:
+            self._orders.all_tasks_done.wait_for(lambda: not self.waiting or self._is_closed, timeout_s)
+            return not self.waiting
 
     def close(self) -> None:
-        """Accept no more jobs, drop the queue, and stop the process. Also the exit hook. Does nothing in a fork."""
+        """Accept no more orders, let the thread cancel those that are left, and stop the process. Also the exit hook.
+        Does nothing in a fork."""
         if os.getpid() != self._server:
             return
-        with self._changed:
+        with self._putting:
             self._is_closed = True
-            self._changed.notify_all()
+        with self._orders.mutex:
+            self._orders.all_tasks_done.notify_all()
+        self._orders.put((-1, next(self._numbers), None))
+        self._released.set()
         atexit.unregister(self.close)
         with self._starting:
             process = self._process
@@ -110,91 +119,81 @@ class Jobs:
             process.stop()
 
     def _start_thread(self) -> None:
-        """Start the thread with the first job. A boot that has nothing to compile starts none."""
-        if self._thread is not None:
-            return
-        thread = threading.Thread(target=self._run, name="compile-cache-jobs", daemon=True)
+        thread = threading.Thread(target=self._run, name="compile-cache-orders", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("background.no_thread error=%s Jobs wait until the next one is submitted.", error)
+            log.warning("background.no_thread error=%s Orders wait until the next one is made.", error)
             return
         self._thread = thread
         end_at_exit(thread, self.close)
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            done = self._do(job)
-            if self._is_closed:
-                return
-            self._finish(job, done)
-            if not done.is_final:
-                self._give_up(done.reason)
+        self._released.wait()
+        while (order := self._next()) is not None:
+            started, orders = time.perf_counter(), [order]
+            answer = attempt(self._answer, order)
+            if isinstance(answer, Failure):
+                if isinstance(answer.error, ProcessNotReady):  # the others would fail alike; later ones are tried again
+                    orders += self._take_all()
+                known = isinstance(answer.error, CompileCacheError)
+                answer = Answer(reason=str(answer.error) if known else answer.reason)
+            for each in orders:
+                self._finish(each, answer, started)
+        for order in self._take_all():
+            order.answer.cancel()
 
-    def _next(self) -> _Job | None:
-        """The next job, once there is one; None after `close`. Meanwhile an idle process is ended."""
-        while True:
-            with self._changed:
-                idle_s = None if self._process is None else self._idle_s
-                self._changed.wait_for(lambda: self._is_closed or (self._queue and not self._is_held), idle_s)
-                if self._is_closed:
-                    return None
-                if self._queue and not self._is_held:
-                    first = min(self._queue, key=lambda job: job.rank)
-                    self._queue.remove(first)
-                    return first
-            self._end_process()
-
-    def _do(self, job: _Job) -> Done:
-        """Give the job to a process. If that process may be to blame for a failure, try once more in a new one."""
-        started = time.monotonic()
-        answer, reason, attempts, is_final = None, "", 0, True
-        while attempts < _ATTEMPTS and not self._is_closed:
+    def _next(self) -> Order | None:
+        """The next order, once there is one; None after `close`. Meanwhile an idle process is ended."""
+        while not self._is_closed:
             try:
-                process = self._ensure_process()
-                attempts += 1
-                answer = process.do(job.content, self._job_timeout_s)
-                reason, is_final = "", True
-                break
-            except (JobFailed, JobTimedOut, ProcessDied) as error:
-                reason, is_final = str(error), not isinstance(error, ProcessNotReady)
-                self._say_failed(job.name, attempts, error)
-                if isinstance(error, JobFailed) and not error.may_succeed_afresh:
-                    break
+                return self._orders.get(timeout=None if self._process is None else self._idle_s)[-1]
+            except Empty:
                 self._end_process()
-            except Exception as error:
-                reason, is_final = f"The compiling process cannot be started: {error}", False
-                self._say_failed(job.name, attempts, error)
-                break
-        seconds = time.monotonic() - started
-        return Done(job.name, answer, reason, seconds, attempts, is_final)
+        return None
 
-    def _say_failed(self, name: str, attempts: int, error: Exception) -> None:
-        if self._is_closed:  # `close` stopped the process
-            return
-        is_known = isinstance(error, CompileCacheError | OSError)
-        log.log(
-            # The job's own error goes to its caller, who knows its meaning.
-            logging.INFO if isinstance(error, JobFailed) else logging.WARNING,
-            "background.failed job=%s attempt=%d error=%s",
-            name,
-            attempts,
-            error,
-            exc_info=None if is_known else error,
-        )
+    def _take_all(self) -> list[Order]:
+        """Take all orders out of the queue."""
+        taken = [self._orders.get()[-1] for _ in range(self._orders.qsize())]
+        return [order for order in taken if order is not None]
+
+    def _answer(self, order: Order, number: int = 1) -> Answer:
+        """The process's answer. If a process may be to blame for a failure, a new one gets one more try.
+
+        Raises:
+            OrderFailed, OrderTimedOut, ProcessDied: of the last try.
+        """
+        try:
+            content = pickle.dumps((order.call, order.state, order.dynamic))
+            answer: Answer = pickle.loads(self._ensure_process().answer(content, self._limit_s))
+            return answer
+        except (OrderFailed, OrderTimedOut, ProcessDied) as error:
+            self._say_failed(order, number, error)
+            is_its_own = isinstance(error, OrderFailed) and not error.may_succeed_afresh
+            if not is_its_own:
+                self._end_process()
+            if is_its_own or number >= _ATTEMPTS:
+                raise
+        return self._answer(order, number + 1)
+
+    def _say_failed(self, order: Order, number: int, error: CompileCacheError) -> None:
+        if not self._is_closed:  # `close` stopped the process
+            # The order's own error goes to its caller, who knows its meaning.
+            level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
+            log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
 
     def _ensure_process(self) -> CompilingProcess:
-        """The process, started anew if it died while idle. Raises the errors of `start`."""
+        """The process, started anew if it died while idle. Raises `ProcessNotReady` if none can be started."""
         if self._process is not None and not self._process.is_alive:
             self._end_process()
         with self._starting:  # `close` then waits for the start, and stops the process
             if self._is_closed:
-                raise ProcessDied("The jobs are closed.")
+                raise ProcessDied("The queue is closed.")
             if self._process is None:
-                self._process = self._start()
-                # Exit hooks run last in, first out. If the process's own hook ran first, the process would seem to have
-                # died.
-                atexit.unregister(self.close)
+                started = attempt(self._start)
+                if isinstance(started, Failure):
+                    raise ProcessNotReady(f"The compiling process cannot be started: {started.reason}")
+                self._process = started
                 atexit.register(self.close)
                 log.info("background.started pid=%d", self._process.pid)
             return self._process
@@ -204,19 +203,18 @@ class Jobs:
         if process is not None:
             process.stop()
 
-    def _finish(self, job: _Job, done: Done) -> None:
-        """Call the job's `done`. This is the border of the thread: an error is logged, and the next job is done."""
-        try:
-            job.done(done)
-        except Exception as error:
-            log.warning("background.not_taken job=%s error=%r", job.name, error, exc_info=error)
-        with self._changed:
-            self._waiting -= 1
-            self._changed.notify_all()
-
-    def _give_up(self, reason: str) -> None:
-        """Answer every waiting job with `reason`, because each would fail alike. The next submit tries again."""
-        with self._changed:
-            jobs, self._queue = self._queue, []
-        for job in jobs:
-            self._finish(job, Done(job.name, None, reason, 0.0, 0, False))
+    def _finish(self, order: Order, answer: Answer, started: float) -> None:
+        """Set an order's answer, whose callbacks run meanwhile."""
+        if self._is_closed:
+            order.answer.cancel()
+            return
+        note("second process", order.name, started)
+        log.info(
+            "background.done call=%s seconds=%.1f waiting=%d reason=%s",
+            order.name,
+            time.perf_counter() - started,
+            self.waiting - 1,
+            answer.reason or "-",
+        )
+        order.answer.set_result(answer)
+        self._orders.task_done()

@@ -13,7 +13,6 @@ import importlib
 import logging
 import operator
 import pickle
-import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.spec import COMPILED_CALL
 from compile_cache.calls.storages import Handle, forget_freed, share
 from compile_cache.calls.tensors import (
     TensorDescriber,
@@ -32,14 +30,13 @@ from compile_cache.calls.tensors import (
     layout,
     make_storages,
 )
-from compile_cache.errors import NotHandedOver, first_line
+from compile_cache.errors import Failure, NotHandedOver, first_line
 from compile_cache.importable import find, named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
-# The dictionaries in which a module keeps its parts. A path for the user leaves these names out.
+# The dictionaries in which a module keeps its parts.
 _INNER = ("_parameters", "_buffers", "_modules")
-_NOT_PICKLED = re.compile(r"cannot pickle '([^']+)' (?:object|instances)")
 
 
 def hand_over(
@@ -59,11 +56,10 @@ def hand_over(
     Raises:
         NotHandedOver: names the attribute that cannot travel, and says why.
     """
-    call = module, args, kwargs
     try:
-        file, pickler = pickled(CallPickler, call, shared)
+        file, pickler = pickled(CallPickler, (module, args, kwargs), shared)
     except Exception as error:
-        raise NotHandedOver(_obstacle(call, error)) from error
+        raise NotHandedOver(_obstacle(module, args, kwargs, error)) from error
     storages = pickler.tensors.storages
     handles = _handles([used for used in storages if used.is_shared])
     layouts = [layout(used, handles.get(used.index)) for used in storages]
@@ -125,9 +121,9 @@ def pickled(
     return file, pickler
 
 
-class Reductions:
-    """Reduces the objects that pickle would refuse, or would copy although they belong to this process, or although
-    the model may ask which object they are."""
+class CallPickler(pickle.Pickler):
+    """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
+    although the model may ask which object they are. `begin` comes first."""
 
     def begin(
         self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False
@@ -162,18 +158,14 @@ class Reductions:
         if isinstance(value, torch.Tensor):
             return self.tensors.reduce(value)
         if isinstance(value, nn.Module):
-            return _without_compiled(value)
-        if isinstance(value, type | types.FunctionType):
+            _check_module(value)
+        elif isinstance(value, type | types.FunctionType):
             _check_importable(value)
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
         elif name := self.name(value):
             return find, (name,)
         return NotImplemented
-
-
-class CallPickler(Reductions, pickle.Pickler):
-    """Pickles a call. `begin` comes first."""
 
 
 _Kind = TypeVar("_Kind", bound=CallPickler)
@@ -197,22 +189,15 @@ class CallUnpickler(pickle.Unpickler):
         return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
 
 
-def _without_compiled(module: nn.Module) -> Any:
-    """The module's own reduction, without its compiled call, which a custom `__getstate__` may include.
+def _check_module(value: nn.Module) -> None:
+    """Check that torch pickles a module. It gives a parametrized one a class of its own.
 
     Raises:
-        NotHandedOver: the module is parametrized; torch gives it a class of its own and refuses to pickle it.
+        NotHandedOver: it does not.
     """
-    if "parametrizations" in module._modules:
-        name = f"a {type(module).__name__} cannot be handed over"
+    if "parametrizations" in value._modules:
+        name = f"a {type(value).__name__} cannot be handed over"
         raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
-    if COMPILED_CALL not in module.__dict__ or type(module).__getstate__ is nn.Module.__getstate__:
-        return NotImplemented
-    reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    state = {name: value for name, value in reduced[2].items() if name != COMPILED_CALL}
-    return (*reduced[:2], state, *reduced[3:])
 
 
 def _check_importable(value: type | types.FunctionType) -> None:
@@ -257,55 +242,26 @@ def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
-def _obstacle(call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]], error: Exception) -> str:
-    """The attribute that cannot be handed over, and why: "attention.lock: a _thread.lock cannot be pickled".
+def _obstacle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+    """The attribute or input that cannot be handed over, and why: "attention.lock: it cannot be pickled: …".
 
-    To find it, the parts of what cannot be pickled are pickled one by one, until all parts of a thing can be.
+    They are pickled one by one until one fails. If none does, the module itself cannot be handed over.
     """
-    module, args, kwargs = call
-    path, seen = "", set[int]()
-    parts = [("", module), *((f"input {name}", value) for name, value in (*enumerate(args), *kwargs.items()))]
-    failed: Exception | None = error
-    while failed is not None:
-        for name, value in parts:
-            if id(value) not in seen and (failed := _failure(module, value)) is not None:
-                path, parts, error = path + name, _parts(value), failed
-                seen.add(id(value))
-                break
-        else:
-            failed = None
-    return f"{path.lstrip('.')}: {_words(error)}" if path else _words(error)
-
-
-def _failure(module: nn.Module, value: Any) -> Exception | None:
-    """Why a part of a call of `module` cannot be pickled."""
-    pickler = CallPickler(BytesIO(), pickle.HIGHEST_PROTOCOL)
-    pickler.begin(module)
-    try:
-        pickler.dump(value)
-    except Exception as error:
-        return error
-    return None
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """The items or attributes of an object, by what leads to them. A module's parts count as its attributes."""
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"[{number}]", part) for number, part in enumerate(value)]
-    is_one = isinstance(value, torch.Tensor | type | types.FunctionType)
-    attributes = {} if is_one else dict(getattr(value, "__dict__", {}))
-    for inner in _INNER if isinstance(value, nn.Module) else ():
-        attributes |= attributes.pop(inner, {})
-    return [(f".{name}", part) for name, part in attributes.items()]
+    parts = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, part in module.named_modules()
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items()
+        if name not in _INNER
+    ]
+    for name, value in [*parts, *((f"input {name}", value) for name, value in (*enumerate(args), *kwargs.items()))]:
+        pickler = CallPickler(BytesIO(), pickle.HIGHEST_PROTOCOL)
+        pickler.begin(module)
+        try:
+            pickler.dump(value)
+        except Exception as failed:
+            return f"{name}: {_words(failed)}"
+    return _words(error)
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, NotHandedOver):
-        return str(error)
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if found := _NOT_PICKLED.match(str(error)):
-        return f"a {found[1]} cannot be pickled"
-    return f"it cannot be pickled: {type(error).__name__}: {first_line(error)}"
+    return str(error) if isinstance(error, NotHandedOver) else f"it cannot be pickled: {Failure(error).reason}"

@@ -5,6 +5,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import sys
@@ -391,9 +392,16 @@ def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
+class _CompiledCall(functools.partial[Any]):
+    """A module's compiled call. It is pickled as None, also where a custom `__getstate__` includes it."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `call(*args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
-    module._compiled_call_impl = call
+    """Let `call(module, *args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
+    module._compiled_call_impl = _CompiledCall(call, module)
 
 
 def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

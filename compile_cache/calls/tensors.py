@@ -35,8 +35,8 @@ _WEIGHTS_BYTES = 256 << 20
 # Weights on a GPU are random numbers between -_LARGEST and _LARGEST.
 _LARGEST = 0.05
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DRAWN_AND_CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_CONVERTED_AT_ONCE = 1 << 24
+# In every type of 8 bits, these bytes are small positive numbers.
+_SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
 
@@ -78,11 +78,6 @@ class StorageLayout:
     dtype: torch.dtype | None
     handle: Handle | None
     is_weight: bool
-
-    @property
-    def room_bytes(self) -> int:
-        """The most bytes that its place in a buffer takes."""
-        return self.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
 
 
 class TensorDescriber:
@@ -268,56 +263,43 @@ def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
     """
     with torch.inference_mode(False), torch.no_grad():
         mappings = [None if layout.handle is None else mapped(layout.handle) for layout in layouts]
-        memory = _Memory([layout for layout, mapping in zip(layouts, mappings, strict=True) if mapping is None])
-        return [
-            memory.storage(layout) if mapping is None else MadeStorage(mapping, torch.device(layout.device), 0)
-            for layout, mapping in zip(layouts, mappings, strict=True)
-        ]
+        pairs = list(zip(layouts, mappings, strict=True))
+        buffers = _buffers([layout for layout, mapping in pairs if mapping is None and layout.is_weight])
+        return [_storage(layout, mapping, buffers) for layout, mapping in pairs]
 
 
-class _Memory:
-    """Allocates the storages of a call that are not mapped: in buffers, but inputs on a GPU each for itself."""
-
-    def __init__(self, layouts: Sequence[StorageLayout]) -> None:
-        self._generators: dict[str, torch.Generator] = {}
-        groups = defaultdict[tuple[Any, ...], list[StorageLayout]](list)
-        for layout in layouts:
-            if layout.is_weight or layout.device == "cpu":
-                groups[_buffer_key(layout)].append(layout)
-        self._buffers = {key: _Buffer(self._allocate(group[0], _buffer_bytes(group))) for key, group in groups.items()}
-
-    def storage(self, layout: StorageLayout) -> MadeStorage:
-        """A storage of this layout."""
-        device = torch.device(layout.device)
-        if not layout.size_bytes:
-            return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
-        if buffer := self._buffers.get(_buffer_key(layout)):
-            return MadeStorage(buffer.take(layout), device, -layout.start)
-        memory = self._allocate(layout, layout.size_bytes + layout.skew)
-        return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
-
-    def _allocate(self, layout: StorageLayout, size_bytes: int) -> torch.Tensor:
-        """Bytes on the layout's device, with numbers of its type."""
-        if layout.device == "cpu":
-            # One private mapping, whose pages take memory only when they are written.
-            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)
-        memory = torch.zeros(size_bytes, dtype=torch.uint8, device=layout.device)
-        if layout.dtype is not None:
-            if layout.device not in self._generators:
-                self._generators[layout.device] = torch.Generator(layout.device).manual_seed(0)
-            _draw(memory, layout.dtype, self._generators[layout.device])
-        return memory
+def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:
+    """By device and type, one buffer for all weights."""
+    rooms = defaultdict[Any, list[int]](list)
+    for layout in weights:  # each takes this much at most
+        room_bytes = layout.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
+        rooms[layout.device, layout.dtype].append(room_bytes)
+    bytes_of = {key: min(sum(sizes), max(_WEIGHTS_BYTES, *sizes)) for key, sizes in rooms.items()}
+    return {(device, dtype): _Buffer(_allocate(device, dtype, size)) for (device, dtype), size in bytes_of.items()}
 
 
-def _buffer_key(layout: StorageLayout) -> tuple[Any, ...]:
-    return layout.device, layout.dtype, layout.is_weight
+def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffers: dict[Any, _Buffer]) -> MadeStorage:
+    device = torch.device(layout.device)
+    if mapping is not None:
+        return MadeStorage(mapping, device, 0)
+    if not layout.size_bytes:
+        return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
+    if layout.is_weight:
+        return MadeStorage(buffers[layout.device, layout.dtype].take(layout), device, -layout.start)
+    memory = _allocate(layout.device, layout.dtype, layout.size_bytes + layout.skew)
+    return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
 
 
-def _buffer_bytes(layouts: Sequence[StorageLayout]) -> int:
-    """The size of one buffer for all of them, which are all weights or none is."""
-    rooms = [layout.room_bytes for layout in layouts]
-    return min(sum(rooms), max(_WEIGHTS_BYTES, *rooms)) if layouts[0].is_weight else sum(rooms)
+def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> torch.Tensor:
+    """Bytes on a device, with numbers of this type."""
+    if device == "cpu":
+        # One private mapping, whose pages take memory only when they are written.
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    if dtype is not None:
+        _draw(memory, dtype)
+    return memory
 
 
 @dataclass(slots=True)
@@ -338,14 +320,13 @@ class _Buffer:
         return from_dlpack(to_dlpack(self.memory[first : self.taken_bytes])).untyped_storage()
 
 
-def _draw(memory: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Fill bytes with random numbers of `dtype`, if that is a floating-point type that torch can convert to."""
+def _draw(memory: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fill bytes with random numbers of `dtype`, if that is a floating-point type."""
+    generator = torch.Generator(memory.device).manual_seed(0)
     if dtype.is_complex:
         dtype = dtype.to_real()
     values = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     if dtype in _DRAWN:
         values.uniform_(-_LARGEST, _LARGEST, generator=generator)
-    elif dtype in _DRAWN_AND_CONVERTED:
-        for part in torch.split(values, _CONVERTED_AT_ONCE):
-            drawn = torch.empty_like(part, dtype=torch.bfloat16)
-            part.copy_(drawn.uniform_(-_LARGEST, _LARGEST, generator=generator))
+    elif dtype.is_floating_point and dtype.itemsize == 1:
+        memory.random_(*_SMALL_BYTES, generator=generator)

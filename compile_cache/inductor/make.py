@@ -2,7 +2,8 @@
 
 `make` is the one maker. The second process calls it (`background`), and so does the server (`block`, `fill`).
 
-This module imports torch's compiler. It needs none of the private names that functions compiled ahead of time need.
+The first call imports torch's compiler. This module does not, because the server reads every `Answer`. It needs
+none of the private names that functions compiled ahead of time need.
 """
 
 from __future__ import annotations
@@ -20,38 +21,35 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock  # torch has imported it
 
 import torch
-import torch._dynamo
-import torch._dynamo.utils
 from torch import nn
 
-from compile_cache.calls.spec import call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
-from compile_cache.inductor.torch_settings import configure_torch
+from compile_cache.inductor.function_file import SUFFIX
+from compile_cache.inductor.switches import configure_torch
 
 if TYPE_CHECKING:
+    import torch._dynamo
+    import torch._dynamo.utils
+
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.stored_functions import Artifacts
 
 # The module, args and kwargs of a call.
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+# (tensor, dimension) pairs: code for a call leaves the sizes of these dimensions open.
+Dimensions = tuple[tuple[int, int], ...]
 
 
-def _dynamo_errors(*names: str) -> tuple[type[Exception], ...]:
-    """The named errors of Dynamo, if this torch has them."""
-    found = (getattr(torch._dynamo.exc, name, None) for name in names)
-    return tuple(error for error in found if error is not None)
-
-
-# Dynamo raises these if the model's code breaks a graph or raises an error itself. A data-dependent branch is a
+# Dynamo's errors where the model's code breaks a graph or raises an error itself. A data-dependent branch is a
 # `UserError` on torch 2.13, and `Unsupported` on 2.11.
-_BREAKS = _dynamo_errors("Unsupported", "UserError")
+_BREAKS = ("Unsupported", "UserError")
+_LIMIT_ERRORS = ("FailOnRecompileLimitHit",)
 # Words of these errors where a branch depends on the values of tensors.
 _ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
 # The classes of which torch has made or found graphs.
 _with_graphs: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
-_LIMIT_ERRORS = _dynamo_errors("FailOnRecompileLimitHit")
-_TIMED_RUNS = 3
 # Held while `out_of_stored_files` has replaced a function of torch.
 _looking_up = threading.RLock()
 # About 5 ms on a GPU, in which the host queues a whole call. So the events do not measure the host's pace.
@@ -60,7 +58,12 @@ _HEAD_START_CYCLES = 10_000_000
 
 def is_beyond_limit(error: BaseException) -> bool:
     """Whether torch refuses a graph because the function has too many."""
-    return isinstance(error, _LIMIT_ERRORS)
+    return _is_dynamos(error, _LIMIT_ERRORS)
+
+
+def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:
+    """Whether this is one of the named errors of Dynamo, which this torch may not have."""
+    return any(isinstance(error, getattr(torch._dynamo.exc, name, ())) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +81,30 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """The time of one call in milliseconds: the median of a few runs."""
+class Answer:
+    """What was made of a kind of call, here or in the second process. `path` is its record's file, empty if there is
+    none.
 
-    compiled_ms: float
-    eager_ms: float
+    With a function, the kind is PRECOMPILED, and `compiled_ms` and `eager_ms` are its times; they are 0 if they could
+    not be measured. Without, it is CACHED if it has a `path`: its graphs are in Inductor's files. `reason` says why
+    there is no function. `traced` and `function` stay in the process that made them.
 
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What was made of a kind of call. `path` is its record's file, empty if there is none.
-
-    With a `function`, the kind is PRECOMPILED. Without, it is CACHED if it has a `path`: its graphs are in Inductor's
-    files. `reason` says why there is no function.
+    The second process adds the `files` that are new in its folder, and the `seconds` that the order took.
     """
 
-    traced: Traced
     path: str = ""
-    function: Precompiled | None = None
     reason: str = ""
-    speed: Speed | None = None
+    compiled_ms: float = 0.0
+    eager_ms: float = 0.0
+    traced: Traced | None = None
+    function: Precompiled | None = None
+    files: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_precompiled(self) -> bool:
+        """Whether a function was made, which may not be loaded yet."""
+        return self.path.endswith(SUFFIX)
 
 
 class Graphs:
@@ -114,27 +121,20 @@ class Graphs:
         """A maker of the same graphs that has none yet."""
         return Graphs(*self._given)
 
-    def run(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call with a graph that exists, or compile a new one. Unless it `is_whole`, it may take several graphs.
-
-        Raises:
-            NoGraph: another thread traces.
-            Exception: the model's own, or the compiler's.
-        """
-        configure_torch()
-        return self._function(is_whole)(module, args, kwargs)
-
-    def run_as_found(self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call with a graph that exists. This compiles nothing.
+    def run(
+        self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: bool = True
+    ) -> Any:
+        """Run a call with a graph that exists, or compile a new one, if it `compiles`. Unless it `is_whole`, it may
+        take several graphs.
 
         Raises:
             NoGraph: there is none, or another thread traces.
-            Exception: the model's own.
+            Exception: the model's own, or the compiler's.
         """
         configure_torch()
-        return self._function(is_whole, compiles=False)(module, args, kwargs)
+        return self._function(is_whole, compiles)(module, args, kwargs)
 
-    def _function(self, is_whole: bool, compiles: bool = True) -> Callable[..., Any]:
+    def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
             name = self._name if is_whole else f"{self._name}_in_parts"
@@ -166,8 +166,8 @@ class Graph:
         return ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call. Raises as `Graphs.run_as_found` does."""
-        return self.graphs.run_as_found(self.is_whole, module, args, kwargs)
+        """Serve a call by a graph that exists. Raises as `Graphs.run` does."""
+        return self.graphs.run(self.is_whole, module, args, kwargs, compiles=False)
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
@@ -181,17 +181,17 @@ def make(
     artifacts: Artifacts | None,
     graphs: Graphs,
     copies: Callable[[], Call],
-    dynamic: tuple[tuple[int, int], ...] = (),
+    dynamic: Dimensions = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     serves: bool = True,
-) -> Made:
+) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
     time. If torch refuses the second step, the call is CACHED, if its graphs can be taken out of stored files.
 
     Args:
         artifacts: where the record is written; without, none is.
         copies: a new copy of the call, because runs may change it.
-        dynamic: the (tensor, dimension) pairs whose sizes the code leaves open.
+        dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
         serves: whether this process is the server. Another one does not know the values of the server's tensors: a
             branch on a value may go another way, so a call with one is not CACHED.
@@ -202,7 +202,7 @@ def make(
     """
     traced = trace(graphs, lambda: _left_open(dynamic, *copies()))
     if artifacts is None:
-        return Made(traced)
+        return Answer(traced=traced)
     try:
         with uncounted():
             path, function = artifacts.make(*_left_open(dynamic, *copies()))
@@ -218,28 +218,29 @@ def make(
             raise ArtifactError(reason) from error
         return _graphs_made(artifacts, graphs, copies, serves, traced, reason)
     with pause():
-        speed = attempt(compare_speed, function, copies)
-    return Made(traced, path, function, speed=None if isinstance(speed, Failure) else speed)
+        times = attempt(compare_speed, function, copies)
+    compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times
+    return Answer(path, "", compiled_ms, eager_ms, traced, function)
 
 
 def _graphs_made(
     artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], serves: bool, traced: Traced, reason: str
-) -> Made:
+) -> Answer:
     """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
     stores not every graph."""
     why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(*copies())):
-        return Made(traced, record.path, reason=reason)
+    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), *copies())):
+        return Answer(record.path, reason, traced=traced)
     try:
         if not serves:
             forget_graphs()
             with out_of_stored_files():
                 traced = trace(graphs.anew(), copies)
         if not why:
-            return Made(traced, artifacts.write_cached(*copies(), traced.tracing_s, reason), reason=reason)
+            return Answer(artifacts.write_cached(*copies(), traced.tracing_s, reason), reason, traced=traced)
     except (GraphNotStored, ArtifactError) as error:
         why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
-    return Made(traced, reason=f"{reason}; {why}")
+    return Answer(reason=f"{reason}; {why}", traced=traced)
 
 
 def forget_graphs() -> None:
@@ -261,7 +262,7 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     try:
         graphs.run(True, *call)
     except Exception as error:
-        if not isinstance(error, _BREAKS):
+        if not _is_dynamos(error, _BREAKS):
             raise
         broken_by = first_line(error)
         graphs.run(False, *copies())
@@ -284,7 +285,8 @@ def _dynamo_s() -> float:
 
 @contextlib.contextmanager
 def out_of_stored_files() -> Iterator[None]:
-    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
+    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing. torch has no
+    option for it: it looks a graph up and compiles it in one function.
 
     Raises:
         GraphNotStored: one is missing.
@@ -312,7 +314,7 @@ def out_of_stored_files() -> Iterator[None]:
         raise failed
 
 
-def _left_open(dynamic: tuple[tuple[int, int], ...], module: nn.Module, args: Any, kwargs: Any) -> Call:
+def _left_open(dynamic: Dimensions, module: nn.Module, args: Any, kwargs: Any) -> Call:
     """The call with marks on the dimensions whose size is left open.
 
     Marks stay on a tensor, and code for marked tensors does not fit others. So the marked tensors are aliases.
@@ -328,18 +330,16 @@ def _left_open(dynamic: tuple[tuple[int, int], ...], module: nn.Module, args: An
     return module, *pytree.tree_unflatten(leaves, spec)
 
 
-def compare_speed(compiled: Callable[..., Any], copies: Callable[[], Call]) -> Speed:
-    """Time `compiled(module, args, kwargs)` and the same call eager, in turn: device time on a GPU, wall-clock time on
-    a CPU, the least of three each: other load only adds. Each run has its own copy of the call.
+def compare_speed(compiled: Callable[..., Any], copies: Callable[[], Call]) -> tuple[float, float]:
+    """The milliseconds of `compiled(module, args, kwargs)` and of the same call eager: device time on a GPU, wall-clock
+    time on a CPU. Each runs twice, on its own copy of the call; the first runs, which load kernels, do not count.
 
     Raises:
         Exception: the copies do not fit into memory, or a call fails.
     """
-    compiled_ms, eager_ms = [], []
-    for _ in range(_TIMED_RUNS):
-        compiled_ms.append(_time_ms(compiled, copies()))
-        eager_ms.append(_time_ms(call_region, copies()))
-    return Speed(min(compiled_ms), min(eager_ms))
+    for _ in range(2):
+        compiled_ms, eager_ms = _time_ms(compiled, copies()), _time_ms(call_region, copies())
+    return compiled_ms, eager_ms
 
 
 def _time_ms(function: Callable[..., Any], call: Call) -> float:

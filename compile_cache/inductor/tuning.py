@@ -1,4 +1,4 @@
-"""Tells which Triton kernels a warm boot reads, and paces measurements. The only adapter to Inductor's autotuner.
+"""Tells which Triton kernels a warm boot reads, and surrounds measurements. The only adapter to Inductor's autotuner.
 
 Autotuning compiles every candidate and uses one. Each candidate is stored twice, with all its intermediate code: as
 files of Triton's cache, and inside the FX-graph entries (Inductor's bundle). A warm boot needs only a part:
@@ -19,22 +19,13 @@ import functools
 import importlib
 import logging
 import sys
-import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compile_cache.inductor.counters import REPLAYED
-
 log = logging.getLogger("compile_cache")
-
-# The length of a pause, in lengths of the measurement before it.
-_PAUSE = 2.0
-# All pauses of one order: its time is limited (`_JOB_TIMEOUT_S` in background/orders.py).
-_MOST_S = 60.0
 
 _BINARIES = (".cubin", ".hsaco")
 # Folders of Triton's cache whose binaries this process put into FX-graph entries. A lookup asks for all of them.
@@ -44,9 +35,9 @@ _UNNAMED = "triton_"
 
 
 def configure_autotuner() -> None:
-    """Patch Inductor's autotuner: store no losers in FX-graph entries, count replayed counters, and on torch 2.11 find
-    earlier results of coordinate descent. A patch is left out if torch lacks its names."""
-    patches = [_count_replays, _trim_bundles]
+    """Patch Inductor's autotuner: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
+    coordinate descent. A patch is left out if torch lacks its names."""
+    patches = [_trim_bundles]
     if torch.__version__ < "2.13":
         patches.append(_recheck_tuned)
     for patch in patches:
@@ -234,62 +225,11 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
     return _load_cached_autotuning(dict(record), str(record.get("configs_hash")), configs, autotuner.inductor_meta)
 
 
-def _count_replays() -> None:
-    """Count what a lookup replays: on a hit, torch adds the counters of the original compile, benchmarks included.
-    Without that count nobody could tell what this process did itself."""
-    from torch._dynamo.utils import counters
-    from torch._inductor.codecache import FxGraphCache
-
-    graph_cache: Any = FxGraphCache
-    original = graph_cache.cache_hit_post_compile
-    if getattr(original, "counts_replays", False):
-        return
-
-    @functools.wraps(original)
-    def cache_hit_post_compile(graph: Any, *arguments: Any, **options: Any) -> Any:
-        before = dict(counters["inductor"])
-        result = original(graph, *arguments, **options)
-        for name, count in graph.counter_deltas.items():
-            if counters["inductor"][name] - before.get(name, 0) >= count:
-                counters[REPLAYED][name] += count
-        return result
-
-    cache_hit_post_compile.counts_replays = True  # type: ignore[attr-defined]
-    graph_cache.cache_hit_post_compile = staticmethod(cache_hit_post_compile)
-
-
-class Pace:
-    """Pauses after measurements on the GPU, so that predictions get most of it, in one order after another.
-
-    A GPU shares its time equally among processes, whatever their priority. While this process measures the candidates
-    for a kernel, predictions have half of the GPU.
-    """
-
-    def __init__(self) -> None:
-        self._measuring = threading.Lock()
-        self._left_s = _MOST_S
-
-    def begin_order(self) -> None:
-        """Let the pauses take a minute again."""
-        self._left_s = _MOST_S
-
-    @contextlib.contextmanager
-    def measurement(self) -> Iterator[None]:
-        """A measurement, and then a pause. A measurement inside another has no pause of its own."""
-        if self._measuring.locked():
-            yield
-            return
-        with self._measuring:
-            started = time.monotonic()
-            yield
-            pause_s = min(_PAUSE * (time.monotonic() - started), self._left_s)
-        self._left_s -= pause_s
-        time.sleep(pause_s)
-
-    def apply_to_inductor(self) -> None:
-        """Pause after each of Inductor's measurements on the GPU, from now on, in this process."""
-        benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
-        if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
-            benchmarking.set_gpu_benchmark_lock_context(self.measurement)
-        else:
-            benchmarking.benchmarker.benchmark_gpu = self.measurement()(benchmarking.benchmarker.benchmark_gpu)
+def surround_measurements(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """From now on, let each of Inductor's measurements on the GPU in this process run in such a context."""
+    benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
+    if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
+        benchmarking.set_gpu_benchmark_lock_context(context)
+    else:  # torch 2.11 has no hook
+        decorate: Any = context()
+        benchmarking.benchmarker.benchmark_gpu = decorate(benchmarking.benchmarker.benchmark_gpu)

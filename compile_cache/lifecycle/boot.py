@@ -59,7 +59,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
     if settings.signing_key or settings.trusted_keys:
-        from compile_cache.storage.verify import Rules
+        from compile_cache.storage.rules import Rules
 
         Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
     if missing := [str(source) for source in sources if not Path(source).exists()]:

@@ -25,8 +25,8 @@ from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.host import log_to_container
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import MOST_PACKS, CompileCache
 from compile_cache.storage.pack.format import Pack
+from compile_cache.storage.publish import MOST_PACKS, CompileCache
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:

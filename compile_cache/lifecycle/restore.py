@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.errors import StoreUnavailable
-from compile_cache.key.cache_key import environment_for, key_for, version_for
+from compile_cache.errors import RefusedPack, StoreUnavailable
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
-from compile_cache.storage.catalog import explain_miss, predecessors
+from compile_cache.storage.catalog import explain_miss
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import Fetched
+from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores, open_stores
-from compile_cache.storage.verify import Rules
 from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
@@ -42,6 +42,49 @@ class _Known:
     stores: Stores
     environment: Environment
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a boot would restore: its key and environment, and its report, as far as the heads of packs tell."""
+
+    key: CacheKey
+    environment: Environment
+    store: str
+    restore: RestoreReport
+
+
+def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> Plan:
+    """Find what a boot on this machine would restore, without torch and without a cache directory.
+
+    The directory's number is assumed to be 0, as in a container. This reads only the packs' heads.
+
+    Raises:
+        StoreError: a store cannot be listed.
+        SettingsError: a path in `sources` does not exist.
+    """
+    stores = open_stores(settings)
+    environment = environment_for(settings, Path(settings.dir) / "0", environ)
+    key = key_for(settings, environment, model, version_for(settings, model, sources))
+    report = RestoreReport("miss")
+    own = PacksOfKey(stores.reading, key, Rules.of(settings))
+    for packs in candidates(own, stores.writing):
+        packs.refresh()
+        selection = packs.select()
+        report.refused += selection.refused
+        if selection.files:
+            used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+            report.packs, report.files = len(used), len(selection.files)
+            report.stored_bytes = sum(entry.size_bytes for entry in used)
+            report.outcome, report.reason = "hit", ""
+            if packs is not own:
+                report.outcome, report.reason = "seeded", f"nothing in {key.prefix}"
+                report.seeded_from = packs.key.model_version
+            break
+    else:
+        report.reason = explain_miss(stores.reading, key, environment)
+    report.problems = list(getattr(stores.reading, "problems", ()))
+    return Plan(key, environment, stores.reading.location, report)
 
 
 class Restore:
@@ -179,29 +222,22 @@ class Restore:
         return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
 
     def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
-        """Fetch this key's packs. If there are none, take the packs of another version. If there are none either, find
-        out why."""
+        """Fetch what a boot takes. If there is nothing, find out why."""
         fetching.cache = cache
-        with noted("restore", "fetch"):
-            fetching.fetched = cache.fetch(self._abandoned)
-        if cache.is_empty:
-            with noted("restore", "other versions"):
-                fetching.fetched = self._seed(cache, fetching.fetched)
-        if cache.is_empty and not fetching.fetched.files and not self._abandoned.is_set():
+        refused: tuple[RefusedPack, ...] = ()
+        seconds = 0.0
+        for packs in candidates(cache.packs, cache.stores.writing):
+            with noted("restore", "fetch" if packs is cache.packs else "other versions"):
+                fetched = fetch(packs, self._directory.inbox, self._abandoned)
+            refused, seconds = refused + fetched.refused, seconds + fetched.seconds
+            if fetched.files:
+                break
+        seeded_from = packs.key.model_version if fetched.files and packs is not cache.packs else ""
+        fetching.fetched = replace(fetched, refused=refused, seconds=seconds, seeded_from=seeded_from)
+        if cache.is_empty and not fetched.files and not self._abandoned.is_set():
             fetching.done.set()  # nobody has to wait for the explanation
             fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
             log.info("restore.miss reason=%s", fetching.explanation)
-
-    def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
-        """The files of the model's newest other version for this environment, from the written store alone: so a new
-        version rolls a read-only layer back."""
-        refused, seconds = own.refused, own.seconds
-        for key in predecessors(cache.writing, cache.key) if cache.stores.writing else ():
-            fetched = cache.for_version(key).fetch(self._abandoned)
-            refused, seconds = refused + fetched.refused, seconds + fetched.seconds
-            if fetched.files:
-                return replace(fetched, refused=refused, seconds=seconds, seeded_from=key.model_version)
-        return replace(own, refused=refused, seconds=seconds)
 
 
 class _Fetching:

@@ -9,11 +9,14 @@ found, made or ordered.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +41,13 @@ from compile_cache.serving.moment import Moment
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.timeline import noted
 
 if TYPE_CHECKING:
-    from compile_cache.background.orders import Making, Orders
+    from compile_cache.background.orders import Orders
+    from compile_cache.calls.spec import CallSpec
     from compile_cache.inductor.function import Precompiled
-    from compile_cache.inductor.make import Graphs, Traced
+    from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
     from compile_cache.serving.kinds import Code
 
@@ -51,6 +56,10 @@ log = logging.getLogger("compile_cache")
 # The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
 _TRACING_S = 15.0
 _COMPILER_S = 3.0
+# Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
+# in which no region is called, between two predictions or while the GPU works, but not for long.
+_GAP_S = 0.1
+_LONGEST_WAIT_S = 2.0
 GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
@@ -103,8 +112,8 @@ class Policy:
             if self._is_open:
                 return
             self._is_open = True
+            from compile_cache.inductor.switches import configure_torch, is_switched_off
             from compile_cache.inductor.toolchain import remember_toolchain
-            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -124,16 +133,16 @@ class Policy:
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.inductor.torch_settings import configure_torch
+            from compile_cache.inductor.switches import configure_torch
 
             configure_torch()
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
+    def find(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, module, args, kwargs)
+        found = attempt(self.artifacts.find, spec, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
     def is_proved(self, path: str) -> bool:
@@ -150,11 +159,11 @@ class Policy:
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
-    def record_to_trace(self, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
+    def record_to_trace(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if self.artifacts is None or not self.is_warming_up:
             return None
-        return self.artifacts.cached(module, args, kwargs)
+        return self.artifacts.cached(spec, module, args, kwargs)
 
     def may_trace(self, seconds: float) -> bool:
         """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
@@ -197,18 +206,43 @@ class Policy:
 
             with self._opening:
                 if self._orders is None:
-                    settings, folder = self._settings, self._directory
-                    self._orders = Orders(settings, folder, self.open, self._load_arrived, self._calls)
+                    self._orders = Orders(self._settings, self._directory)
                     if self._is_released:
-                        self._orders.jobs.release()
+                        self._orders.queue.release()
         return self._orders
 
-    def _load_arrived(self, path: str) -> Precompiled:
-        """Load an artifact of the second process. Raises ArtifactError or OSError if it cannot be used."""
-        if self.artifacts is None:
-            raise ArtifactError(self.why_not_precompiled or "torch.compile is switched off, or cannot be imported")
-        self.configure()  # the call may have been ordered before torch's compiler was imported
-        return self.artifacts.arrive(path)
+    def take(self, name: str, answer: Answer) -> Answer:
+        """The second process's answer for a call, with its files in the cache directory and its function loaded."""
+        taken = attempt(self._taken, name, answer) if answer.files else answer
+        if isinstance(taken, Failure):
+            log.warning("background.not_taken call=%s error=%s", name, taken.reason)
+            return replace(answer, path="", files=(), reason=f"its artifact cannot be used: {taken.reason}")
+        return taken
+
+    def _taken(self, name: str, answer: Answer) -> Answer:
+        orders = self.orders()
+        if orders is None:
+            raise ArtifactError(self.why_no_orders)
+        self._wait_for_gap()
+        if not answer.is_precompiled:  # the files of graphs
+            orders.take(answer)
+            return answer
+        with noted("second process", f"{name}: load"):
+            self.open()
+            orders.take(answer)
+            if self.artifacts is None:
+                raise ArtifactError(self.why_not_precompiled or "torch.compile is switched off, or cannot be imported")
+            self.configure()  # the call may have been ordered before torch's compiler was imported
+            return replace(answer, function=self.artifacts.arrive(answer.path))
+
+    def _wait_for_gap(self) -> None:
+        """Wait until no region was called for a moment, or for 2 s."""
+        calls = self._calls()
+        for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
+            time.sleep(_GAP_S)
+            before, calls = calls, self._calls()
+            if calls == before:
+                return
 
     @property
     def arrived_s(self) -> dict[str, float]:
@@ -220,16 +254,16 @@ class Policy:
         with self._opening:
             self._is_released = True
             if self._orders is not None:
-                self._orders.jobs.release()
+                self._orders.queue.release()
 
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._orders.jobs.waiting if self._orders else 0
+        return self._orders.queue.waiting if self._orders else 0
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._orders is None or self._orders.jobs.wait(timeout_s)
+        return self._orders is None or self._orders.queue.wait(timeout_s)
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold."""
@@ -262,7 +296,7 @@ class Source:
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy, found = self._policy, self._policy.find(module, args, kwargs)
+        policy, found = self._policy, self._policy.find(case.spec, module, args, kwargs)
         if not isinstance(found, str):
             case.arrive(found, is_proved=policy.is_proved(found.path))
             count_precompiled("loaded")
@@ -271,7 +305,7 @@ class Source:
         what = policy.for_new_kinds()
         if what == "block":
             return functools.partial(self._made, found)
-        if record := policy.record_to_trace(module, args, kwargs):
+        if record := policy.record_to_trace(case.spec, module, args, kwargs):
             if policy.may_trace(record.seconds):
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
@@ -309,10 +343,11 @@ class Source:
         before, started = read_counts(), time.perf_counter()
         made = make(self._policy.artifacts, self._graphs, shadow.copied)
         self._files |= self._policy.new_files()
+        assert made.traced is not None  # in this process
         self._report.note_traced(read_counts().since(before), made.traced, started)
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
-            self._report.note_made(made.speed)
+            self._report.note_made(made)
         elif made.reason:
             self._report.note_not_precompiled(made.reason)
         if why_not_found and self._report.settled == "cached":
@@ -366,11 +401,14 @@ class Source:
     def pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._policy.orders()
-        if orders is None or orders.jobs.waiting >= RECOMPILE_LIMIT:
+        if orders is None or orders.queue.waiting >= RECOMPILE_LIMIT:
             raise NotHandedOver("too many calls wait" if orders is not None else self._policy.why_no_orders)
-        call, name = orders.pack(module, args, kwargs, self.shares_weights), f"{self._report.name} {case.spec}"
-        receive = functools.partial(self._receive, case)
-        return functools.partial(orders.order, name, call, case.spec.open, receive, self._rank)
+        name = f"{self._report.name} {case.spec}"
+        order = orders.pack(name, (module, args, kwargs), case.spec.open, self._rank, self.shares_weights)
+        # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
+        context = contextvars.copy_context()
+        order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))
+        return functools.partial(orders.submit, order)
 
     def order(self, case: Case, order: Callable[[], None] | Failure) -> None:
         """Order the code of a claimed case, whose call was served eager."""
@@ -380,16 +418,19 @@ class Source:
         case.move(State.ORDERED)  # unless the answer was faster
         self._report.wait_for(self._kinds.waiting)
 
-    def _receive(self, case: Case, making: Making, function: Precompiled | None) -> None:
+    def _receive(self, case: Case, name: str, order: Future[Answer]) -> None:
         """Take the second process's answer. Another thread calls this."""
-        if function is None:
-            self.give_up(case, making.reason)
+        if order.cancelled():
+            return
+        answer = self._policy.take(name, order.result())
+        if answer.function is None:
+            self.give_up(case, answer.reason)
             if case.spec.open:  # calls of its sizes are looked at again, each for code of its own
                 self._policy.moment.note(case, lambda: None)
         else:
-            self._report.precompile_s += making.seconds
-            self._report.note_made(making.speed)
-            self._policy.moment.note(case, functools.partial(self._arrive, case, function))
+            self._report.precompile_s += answer.seconds
+            self._report.note_made(answer)
+            self._policy.moment.note(case, functools.partial(self._arrive, case, answer.function))
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)

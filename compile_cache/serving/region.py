@@ -10,7 +10,6 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ class Region:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
         self._instances.setdefault(module, _Instance())
         self.report.instances = len(self._instances)
-        serve_by(module, functools.partial(self._call, module))
+        serve_by(module, self._call)
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]

@@ -14,7 +14,7 @@ from compile_cache.inductor.counters import CompileCounts, are_counted, count_pr
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
-    from compile_cache.inductor.make import Speed, Traced
+    from compile_cache.inductor.make import Answer, Traced
 
 log = logging.getLogger("compile_cache")
 
@@ -113,19 +113,19 @@ class RegionReport:
             self.take_step("cold")
             self.explain(_why_cold(counts))
 
-    def note_made(self, speed: Speed | None) -> None:
+    def note_made(self, answer: Answer) -> None:
         """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""
         count_precompiled("made")
         self.made += 1
-        if speed is not None and speed.eager_ms > (self.eager_ms or 0.0):
-            self.compiled_ms, self.eager_ms = speed.compiled_ms, speed.eager_ms
+        if answer.eager_ms > (self.eager_ms or 0.0):
+            self.compiled_ms, self.eager_ms = answer.compiled_ms, answer.eager_ms
             if self.is_slower:
                 log.warning(
                     "compile.slower region=%s compiled_ms=%.3f eager_ms=%.3f Compiled code is slower than eager here. "
                     "To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
                     self.name,
-                    speed.compiled_ms,
-                    speed.eager_ms,
+                    answer.compiled_ms,
+                    answer.eager_ms,
                 )
 
     def note_error(self, error: float, tolerance: float) -> None:

@@ -1,23 +1,266 @@
-"""Fetches the chosen files of a key's packs from the store into a staging folder, and verifies them."""
+"""Fetches a key's files: reads the heads of its packs, chooses the files, and unpacks and verifies them in a folder.
+
+All packs of a key add up.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
-from compile_cache.storage.pack.format import Run, runs, unpack_run
-from compile_cache.storage.pack.manifest import PackFile
-from compile_cache.storage.selection import PacksOfKey
-from compile_cache.storage.stores.base import ObjectStore
-from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
-from compile_cache.storage.verify import WHOLE_PACK_BYTES, StoredPack
+import msgspec
 
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.storage.catalog import predecessors
+from compile_cache.storage.directory import FileStamp
+from compile_cache.storage.pack.format import PACK_NAME, Run, Source, runs, unpack_run
+from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of, is_plain, weight_of
+from compile_cache.storage.rules import HEAD_READ_BYTES, WHOLE_PACK_BYTES, HeadReader, Rules, StoredPack
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+
+# A key with more packs has mostly small packs. Their first read takes only the head.
+_MANY_PACKS = 16
 _MOST_LISTINGS = 5
+USED = "used-"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A file, and the number of the pack from which it is taken."""
+
+    pack: int
+    file: PackFile
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The sum of a key's packs: the chosen file for each path, with the number of its pack in `packs`. `refused` packs
+    are left out. `size_bytes` counts against the limit."""
+
+    packs: Sequence[StoredPack]
+    files: Mapping[str, Choice]
+    refused: tuple[RefusedPack, ...]
+    size_bytes: int
+
+    @property
+    def needed(self) -> dict[str, set[str]]:
+        """The chosen paths by the name of their pack."""
+        needed: dict[str, set[str]] = {}
+        for choice in self.files.values():
+            needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
+        return needed
+
+
+class PacksOfKey:
+    """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
+
+    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `seen` has
+    the logical keys of all packs that were ever known, those deleted meanwhile among them, but not of damaged ones.
+    """
+
+    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
+        self.store = store
+        self.key = key
+        self.rules = rules
+        self.known: dict[str, StoredPack] = {}
+        self.uses: set[str] = set()
+        self.seen: set[str] = set()
+        self.is_listed = False
+        self._refused: dict[str, RefusedPack] = {}
+        self._unavailable: set[str] = set()
+        self._without_room: set[str] = set()
+
+    @property
+    def is_fully_known(self) -> bool:
+        """Whether the store has answered for every listed pack, with its head or with a final refusal."""
+        return not self._unavailable
+
+    def list(self) -> Sequence[StoredObject]:
+        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
+
+        Raises:
+            StoreError: the store cannot be listed.
+        """
+        found = self.store.list(self.key.prefix)
+        names = [entry.name.removeprefix(self.key.prefix) for entry in found]
+        self.uses = {name for name in names if name.startswith(USED)}
+        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+
+    def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
+        """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
+        merged into another one: then list again.
+
+        Raises:
+            StoreError: the store cannot be listed, or `abandoned` was set.
+        """
+        vanished: Sequence[str] = ()
+        for _ in range(_MOST_LISTINGS):
+            before, vanished = vanished, self._look(first_bytes, abandoned)
+            if not set(vanished) - set(before):
+                break  # the store lists this pack but does not have it, so it was not merged
+        for name in vanished:
+            self._refused[name] = RefusedPack(name, "the store lists it, but does not have it", is_final=False)
+        self.is_listed = True
+
+    def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
+        """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
+        entries = self.list()
+        first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
+        found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
+        vanished: list[str] = []
+        self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
+        self._unavailable, self._without_room = set(), set()
+        reader = HeadReader(self.store, self.rules, found.values())
+
+        def look(entry: StoredObject) -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise Abandoned(f"{entry.name} was not read: the time is up")
+            try:
+                found[entry.name] = reader.read(entry, first_bytes, abandoned)
+            except ObjectNotFound:
+                vanished.append(entry.name)
+            except Abandoned:
+                raise
+            except (PackError, StoreError) as error:
+                self._refuse(entry, error)
+
+        unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
+        in_daemon_threads(look, unseen)
+        self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        self.seen |= self._keys()
+        return vanished
+
+    def _keys(self) -> set[str]:
+        return {file.key for pack in self.known.values() for file in pack.head.manifest.files}
+
+    def add(self, pack: StoredPack) -> None:
+        """Add a pack that was just uploaded."""
+        self.known[pack.entry.name] = pack
+        self.seen |= self._keys()
+
+    def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        """Count a pack as absent, because reading more of it failed. The files of a damaged pack may be published
+        again."""
+        pack = self.known.pop(entry.name, None)
+        if pack is not None and isinstance(error, PackError):
+            self.seen -= {file.key for file in pack.head.manifest.files} - self._keys()
+        self._refuse(entry, error)
+
+    def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        self._refused[entry.name] = RefusedPack.after(entry.name, error)
+        if isinstance(error, StoreUnavailable):
+            self._unavailable.add(entry.name)
+        elif isinstance(error, TooManyPacks):
+            self._without_room.add(entry.name)
+
+    def forget_beginnings(self) -> None:
+        """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
+        self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
+
+    def select(self, left_alone: Collection[str] = ()) -> Selection:
+        """The files to restore: those of all packs but `left_alone`, up to the limit of unpacked bytes."""
+        limits, packs, too_large = self.rules.limits, [], []
+        keys: set[str] = set()
+        size_bytes = 0
+        for name, pack in self.known.items():
+            if name in left_alone:
+                continue
+            new = [file for file in pack.head.manifest.files if file.key not in keys or file.replaces is not None]
+            more_bytes = sum(file.size_bytes for file in new)
+            if size_bytes + more_bytes > limits.size_bytes:
+                too_large.append(RefusedPack(name, f"all packs together unpack to more than {limits.size_bytes} bytes"))
+                continue
+            packs.append(pack)
+            keys.update(file.key for file in new)
+            size_bytes += more_bytes
+        files = choose([pack.head.manifest for pack in packs])
+        whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
+        return Selection(packs, whole, (*self._refused.values(), *too_large), size_bytes)
+
+    def refusals(self, sources: Sequence[Source], stamps: Mapping[str, FileStamp]) -> dict[str, str]:
+        """Why no boot would restore a new file beside the packs of this key and the files before it, by path."""
+        plain = [source for source in sources if is_plain(source.path)]
+        files = [PackFile(s.path, s.key, stamps[s.path].size_bytes, "0" * 64, s.replaces, True) for s in plain]
+        manifests = [*(pack.head.manifest for pack in self.known.values()), Manifest(self.key, tuple(files), (), "", 0)]
+        new = {path: choice.file for path, choice in choose(manifests).items() if choice.pack == len(self.known)}
+        width = weight_of(manifests[-1].to_json()) // len(manifests[-1].to_json())
+        room = HeadReader(self.store, self.rules, self.known.values()).room
+        room = room.less(self.select().size_bytes, 0, 1024 * width)
+        refused = {}
+        for path in (source.path for source in sources):
+            if path not in new:
+                refused[path] = "no pack can have this path, or not beside another one (case, or a file as a folder)"
+                continue
+            # With the records of frames. Each 4 MiB may begin another pack, whose manifest has 1024 other bytes. A file
+            # that cannot be compressed takes more bytes in a pack, and packs have the same limit.
+            size_bytes = new[path].size_bytes
+            record_bytes = len(msgspec.json.encode(new[path])) + 50 + (size_bytes >> 11)
+            left = room.less(size_bytes + (size_bytes >> 8) + record_bytes, 1, width * record_bytes)
+            short = [name for name, rest in asdict(left).items() if rest < 0]
+            if self._without_room or short:
+                refused[path] = f"{' and '.join(short) or 'packs'} of its key would exceed {self.rules.limits}"
+            else:
+                room = left
+        return refused
+
+
+def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+    """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
+    newest other versions in the written store alone, so that a new version rolls a read-only layer back.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    yield own
+    if not own.known and writing is not None:
+        yield from (PacksOfKey(writing, key, own.rules) for key in predecessors(writing, own.key))
+
+
+def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
+    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton would trust the record
+    and fail. Without the record it compiles the kernel."""
+    folder, _, name = path.rpartition("/")
+    if not (path.startswith("triton/") and name.startswith("__grp__")):
+        return False
+    kernel = name.removeprefix("__grp__").rpartition(".")[0]
+    return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))
+
+
+def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
+    """The chosen file for each path. The packs are in the order of their listing.
+
+    For each logical key, the first pack that has it wins. Then the first file that replaces the winner wins, and so on:
+    a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a chosen one
+    (file against folder, case) are skipped.
+    """
+    chosen: dict[str, Choice] = {}
+    owners: dict[str, int] = {}
+    folded: set[str] = set()
+    folders: set[str] = set()
+    # Keep each folded path in memory once, because there may be many long paths.
+    paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
+    successors: dict[tuple[str, str | None], list[Choice]] = {}
+    for number, manifest in enumerate(manifests):
+        for file in manifest.files:
+            path = paths[file.path.casefold()]
+            parents = {paths[folder] for folder in folders_of(path) if folder in paths}
+            is_free = path not in folded and path not in folders and not parents & folded
+            if is_free and owners.setdefault(file.key, number) == number:
+                chosen[file.path] = Choice(number, file)
+                folded.add(path)
+                folders |= parents
+            else:
+                successors.setdefault((file.path, file.replaces), []).append(Choice(number, file))
+    for path in chosen:
+        while following := successors.get((path, chosen[path].file.sha256)):
+            chosen[path] = following.pop(0)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
