@@ -125,7 +125,7 @@ def make_turn(seed: int, round_number: int, number: int, is_calm: bool = False) 
     return Turn(
         chance.getrandbits(64),
         chosen,
-        rewrites=chance.random() < 0.1,
+        boots=chance.random() < 0.2,
         is_stopped=chance.random() < 0.25,
         merges=merges,
         death=make_moment(chance) if is_killed and not at_once else None,
