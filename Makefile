@@ -44,6 +44,7 @@ container: $(READY)
 soak: $(READY)
 	@# The property tests, with other examples than in `make test`, and many more.
 	$(BIN)/python -m pytest -n auto -m hypothesis --hypothesis-profile=soak
+	KILLS=500 $(BIN)/python -m pytest tests/test_background_kills.py
 	@failed=; for soak in $(SOAKS); do \
 	  echo "== $$soak"; $(BIN)/python benchmarks/$$soak || failed="$$failed $${soak%% *}"; \
 	done; \

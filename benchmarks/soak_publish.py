@@ -186,6 +186,7 @@ class Container:
     def live(self, turns: Sequence[Turn]) -> None:
         """Boot in the first turn, publish in all, and end."""
         for name, value in (CALM_PACE if turns[0].is_calm else PACE).items():
+            assert hasattr(publisher, name), name
             setattr(publisher, name, value)
         try:
             self._store.begin(turns[0])

@@ -33,7 +33,7 @@ NO_FUNCTION = "functions compiled ahead of time; `block` still compiles"
 NO_BACKGROUND = "compiling in the background"
 NO_COMPILER = "compiling in this process"
 SLOWER_BOOT = "0.1 to 1 s of a boot"
-TUNED_AGAIN = "the filter of stored kernels and the counts of replays; warm boots may tune again"
+TUNED_AGAIN = "the filter of stored kernels; warm boots may tune again"
 
 PRIVATE_NAMES = (
     PrivateNames("torch.nn.Module", "_call_impl _compiled_call_impl _parameters _buffers _modules", NO_CALL),
@@ -65,17 +65,18 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor", "select_algorithm decomposition graph debug output_code", NO_FUNCTION),
     PrivateNames("torch._inductor", "codegen.memory_planning utils._align", NO_FUNCTION),
     PrivateNames("torch._inductor", "async_compile hooks", SLOWER_BOOT),
-    PrivateNames("torch._dynamo.guards", "get_verbose_code_parts", SLOWER_BOOT),
-    PrivateNames("torch._subclasses", "fake_tensor.traceback", SLOWER_BOOT),
     PrivateNames("torch._inductor.runtime", "triton_compat", SLOWER_BOOT),
     PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result", SLOWER_BOOT),
     PrivateNames("torch._functorch._aot_autograd", "subclass_codegen", SLOWER_BOOT, "2.12–2.15"),
     PrivateNames("torch.distributed.fsdp", "_fully_shard._fully_shard", SLOWER_BOOT),
     PrivateNames("torch", "_functorch.config fx.experimental._config", NO_BACKGROUND),
-    PrivateNames("torch._inductor", "cpp_builder cpu_vec_isa", "0.5 to 10 s of a boot on a CPU: torch asks g++ again"),
-    PrivateNames("torch._inductor.cpu_vec_isa.VecISA", "_arch_flags", "the same"),
+    PrivateNames(
+        "torch._inductor.cpu_vec_isa.VecISA",
+        "check_build _arch_flags",
+        "0.5 to 10 s of a boot on a CPU: torch tests its instructions again",
+    ),
     PrivateNames("torch._inductor.compile_fx", "fx_codegen_and_compile", "graphs out of stored files: they are eager"),
-    PrivateNames("torch._inductor.codecache", "FxGraphCache PyCodeCache", TUNED_AGAIN),
+    PrivateNames("torch._inductor.codecache", "PyCodeCache", TUNED_AGAIN),
     PrivateNames("torch._inductor.triton_bundler", "TritonBundler", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime.triton_heuristics.CachingAutotuner", "_precompile_config", TUNED_AGAIN),

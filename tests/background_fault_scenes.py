@@ -12,9 +12,7 @@ from background_scenes import (
     MODEL,
     PATIENCE_S,
     begun,
-    difference,
     report,
-    served,
     served_alone,
     told_of,
 )
@@ -139,27 +137,6 @@ def killed() -> dict[str, Any]:
     while True:
         predict(model)
         boot.wait_compiled(0.05)
-
-
-def short() -> dict[str, Any]:
-    """Memory runs out on the copy of a call, when an artifact is compared for the first time."""
-    import torch
-    from background_blocks import inputs
-    from faulty_blocks import SHORTAGES, Guarded
-
-    with compile_cache.boot(MODEL) as boot:
-        model = Guarded().eval()
-        boot.compile(model, whole=True)
-        boot.warm_up(torch.inference_mode()(lambda: model(inputs())))
-    assert boot.wait_compiled(PATIENCE_S)
-    SHORTAGES.extend(["", "no memory"])
-    told: dict[str, Any] = {"steps": [], "differences": []}
-    with torch.inference_mode():
-        for _ in range(3):
-            made, output = served(boot, lambda: model(inputs()))
-            told["steps"].append(made["served"]["Guarded"])
-            told["differences"].append(difference(output, model._call_impl(inputs())))
-    return told | {"left": SHORTAGES, "report": report(boot)}
 
 
 def not_started() -> dict[str, Any]:

@@ -61,11 +61,13 @@ def run_boot(
     forked: bool = True,
     program: str = "boot_once",
     flags: tuple[str, ...] = (),
+    folder: Path | str = ".",
 ) -> subprocess.CompletedProcess[str]:
     """The finished process of one boot, whatever its outcome: one that imports torch itself, or one that is forked
-    after that, in a sixth of the time. Only the first can have the interpreter's `flags`."""
+    after that, in a sixth of the time. Only the first can have the interpreter's `flags`, only the second a working
+    `folder` of its own."""
     if forked:
-        return _fork_boot(dict(environ), arguments, program)
+        return _fork_boot(dict(environ), arguments, program, str(folder))
     return subprocess.run(
         [sys.executable, *flags, TESTS / f"{program}.py", *arguments],
         env=dict(environ),
@@ -75,19 +77,25 @@ def run_boot(
     )
 
 
-def _fork_boot(environ: dict[str, str], arguments: tuple[str, ...], program: str) -> subprocess.CompletedProcess[str]:
+def _fork_boot(
+    environ: dict[str, str], arguments: tuple[str, ...], program: str, folder: str
+) -> subprocess.CompletedProcess[str]:
     forking = _forking_process()
     assert forking.stdin is not None
     assert forking.stdout is not None
-    changed = {name for name, _ in environ.items() ^ os.environ.items() if name.startswith(_READ_BY_IMPORTS)}
-    assert not changed, f"a forked boot does not see {changed}"
-    with tempfile.TemporaryDirectory() as folder:
-        output, log = Path(folder, "stdout"), Path(folder, "stderr")
-        paths = {"stdout": str(output), "stderr": str(log)}
+    assert not (changed := read_by_imports(environ)), f"a forked boot does not see {changed}"
+    with tempfile.TemporaryDirectory() as outputs:
+        output, log = Path(outputs, "stdout"), Path(outputs, "stderr")
+        paths = {"folder": folder, "path": sys.path, "stdout": str(output), "stderr": str(log)}
         request = {"environ": environ, "arguments": arguments, "program": program, **paths}
         print(json.dumps(request), file=forking.stdin, flush=True)
         status = int(forking.stdout.readline())
         return subprocess.CompletedProcess(arguments, status, output.read_text(), log.read_text())
+
+
+def read_by_imports(environ: Mapping[str, str]) -> set[str]:
+    """The variables that torch reads while it is imported, and that are others than this process's."""
+    return {name for name, _ in environ.items() ^ os.environ.items() if name.startswith(_READ_BY_IMPORTS)}
 
 
 @functools.cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from boots import Booted, boot_once, python_path, settings
 from commands import Run, run_command
 from web_servers import Certificates, make_certificates
 
+from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.storage.stores.base import ObjectStore
@@ -57,25 +59,23 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (
-    "test_readme",
-    "test_background_compile",
-    "test_fuzz_serving",
     "test_serving_faults",
-    "test_background_faults",
     "test_background_server",
-    "test_background_text",
+    "test_cog_server",
+    "test_fuzz_serving",
+    "test_background_compile",
+    "test_demo",
     "test_fill",
-    "test_text_server",
-    "test_planned_calls",
     "test_unseen",
     "test_boot",
-    "test_demo",
-    "test_cog_server",
+    "test_text_server",
     "test_toolchain",
+    "test_background_faults",
+    "test_readme",
     "test_background_kills",
-    "test_background_jobs",
-    "test_background_state",
+    "test_run",
     "test_boot_host",
+    "test_planned_calls",
     "test_quantization",
     "test_toxic",
 )
@@ -93,23 +93,29 @@ _AWS_VARIABLES_UNSET = ("AWS_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_E
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put a `g++` into PATH that compiles nothing twice, for the whole run and all processes that it starts."""
+    """Put a `g++` into PATH that compiles nothing twice, for this and later runs and all processes that they start.
+
+    Its folder is in the environment, and named by all that a result depends on beside its source and its options.
+    """
     compiler = shutil.which("g++")
     if hasattr(config, "workerinput") or compiler is None:
         return
-    folder = Path(tempfile.mkdtemp(prefix="compile-once-"))
-    config.add_cleanup(lambda: shutil.rmtree(folder))
-    once = shlex.join(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("compile_once.py")), str(folder), compiler]
-    )
-    wrapper = folder / "bin" / "g++"
-    wrapper.parent.mkdir()
-    # Only what has an output: Inductor asks for the version in each process, and a Python takes longer to answer.
-    wrapper.write_text(f"""#!/bin/sh
+    program = Path(__file__).with_name("compile_once.py").read_bytes()
+    named_by = version("torch").encode(), subprocess.run([compiler, "-v"], capture_output=True).stderr, program
+    folder = Path(sys.prefix, "compiled", hashlib.sha256(b"".join(named_by)).hexdigest()[:16])
+    own, wrapper = folder / "compile_once.py", folder / "bin" / "g++"
+    with replacing(own) as file:
+        file.write(program)
+    once = shlex.join([sys.executable, "-I", "-S", str(own), str(folder), compiler])
+    with replacing(wrapper) as file:
+        os.fchmod(file.fileno(), 0o755)
+        # Only what has an output: Inductor asks for the version in each process, and a Python takes longer to answer.
+        file.write(
+            f"""#!/bin/sh
 case "$*" in *" -o "*) exec {once} "$@" ;; esac
 exec {shlex.quote(compiler)} "$@"
-""")
-    wrapper.chmod(0o755)
+""".encode()
+        )
     os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+import second_processes
 import torch._inductor.compile_fx
 
 
@@ -30,9 +31,11 @@ def requested_boot() -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take the environment, the arguments and the output files of `request`."""
+    """Take the environment, the folder, the arguments and the output files of `request`."""
     os.environ.clear()
     os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    sys.path[:] = [request["folder"], *request["path"]]
     sys.argv[1:] = request["arguments"]
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -43,4 +46,6 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     request = requested_boot()
     become(request)
+    second_processes.fork_parent()
+    importlib.import_module("compile_cache.background.child")._spawn = second_processes.fork
     importlib.import_module(request["program"]).main()

@@ -11,9 +11,12 @@ from typing import Any
 
 import blocks
 import pytest
+import second_processes
 import torch
 from torch import nn
 
+from compile_cache.background import child
+from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
@@ -62,7 +65,12 @@ def only_report(compiler: Regions) -> RegionReport:
 def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
     """What a next boot finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
-        return loaded(directory).find(module, args, kwargs)
+        return look_up(loaded(directory), module, *args, **kwargs)
+
+
+def look_up(artifacts: Artifacts, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
+    """What these artifacts have for a call."""
+    return artifacts.find(CallSpec.of(module, args, kwargs), module, args, kwargs)
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
@@ -89,6 +97,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, "")
+        patch.setattr(child, "_spawn", second_processes.fork)
         directory.activate(os.environ)
         yield directory
         while _BOOTED:

@@ -17,7 +17,7 @@ from boots import python_path
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 SERVER = Path(__file__).with_name("background_server.py")
-KILLS = 50
+KILLS = int(os.environ.get("KILLS", "20"))  # `make soak` has more
 SIDE_BY_SIDE = 10
 # From before the server has imported its modules to after its process is at work, on two busy cores.
 LONGEST_LIFE_S = 4.0

@@ -1,24 +1,8 @@
-"""What benchmarks/boot.py plans and computes. The boots themselves take minutes and are not run here."""
+"""What benchmarks/boot.py computes. The boots themselves take minutes and are not run here."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-
-from boot import interval, pairs, steps
-
-
-def planned(**given: object) -> list[tuple[str, str, int]]:
-    return list(steps(Namespace(**{"against": None, "eager": 0, "warm": 0, "cached": False} | given)))
-
-
-def test_checkouts_take_turns_at_being_first():
-    warm = [step for step in planned(against="../before", eager=1, warm=2) if step[1] == "warm"]
-    assert warm == [("this", "warm", 1), ("other", "warm", 1), ("other", "warm", 2), ("this", "warm", 2)]
-
-
-def test_each_checkout_fills_its_store_first():
-    assert planned(against="../before", warm=1)[:2] == [("this", "cold", 1), ("other", "cold", 1)]
-    assert planned(warm=1) == [("this", "cold", 1), ("this", "warm", 1)]
+from boot import interval, pairs
 
 
 def test_the_interval_holds_the_mean_with_90_percent_by_students_t():

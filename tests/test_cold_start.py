@@ -27,6 +27,7 @@ COG = ("-m", "cog.server.http")
 KEPT = (*COG, "--await-explicit-shutdown", "true")
 OTHER = ("-m", "http.server")
 BACKGROUND, BLOCK = ["background", "background"], ["block", "block"]
+VALUES = ("background", "block")
 
 
 def resolved(folder: Path, arguments: Sequence[str], wrapper: Sequence[str] = (), **variables: str) -> list[str]:
@@ -56,36 +57,25 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
     return folder, (*unshare, "sh", "-c", mount, "sh")
 
 
-def test_a_plain_process_blocks(tmp_path):
-    assert resolved(tmp_path, ()) == BLOCK
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        ((), {}, BLOCK),
+        (OTHER, {}, BLOCK),
+        (COG, {}, BACKGROUND),
+        (KEPT, {}, BACKGROUND),
+        *((arguments, {"COLD_START": value}, [value, value]) for arguments in ((), KEPT) for value in VALUES),
+        *((COG, {"UNSEEN": value}, ["background", value]) for value in (*VALUES, "eager", "error")),
+        ((), {"UNSEEN": "eager"}, ["block", "eager"]),
+    ],
+)
+def test_a_lasting_worker_of_cogs_server_compiles_in_the_background_and_an_explicit_value_wins(
+    tmp_path, arguments, variables, expected
+):
+    assert resolved(tmp_path, arguments, **variables) == expected
 
 
-def test_another_server_blocks(tmp_path):
-    assert resolved(tmp_path, OTHER) == BLOCK
-
-
-def test_a_worker_of_cogs_server_compiles_in_the_background(tmp_path):
-    assert resolved(tmp_path, COG) == BACKGROUND
-
-
-def test_a_prediction_of_cog_run_blocks(in_mount):
-    """Its server has the project mounted, and ends after one prediction."""
-    assert resolved(in_mount[0], COG, in_mount[1]) == BLOCK
-
-
-def test_cog_serve_compiles_in_the_background(tmp_path, in_mount):
-    """It mounts the project as well, and says that its server is to be kept running."""
-    assert resolved(in_mount[0], KEPT, in_mount[1]) == BACKGROUND
-    assert resolved(tmp_path, KEPT) == BACKGROUND
-
-
-@pytest.mark.parametrize("arguments", [(), COG, KEPT])
-@pytest.mark.parametrize("value", ["background", "block"])
-def test_an_explicit_value_wins_and_unseen_calls_follow_it(tmp_path, arguments, value):
-    assert resolved(tmp_path, arguments, COLD_START=value) == [value, value]
-
-
-@pytest.mark.parametrize("value", ["background", "eager", "block", "error"])
-def test_an_explicit_value_for_unseen_calls_wins(tmp_path, value):
-    assert resolved(tmp_path, COG, UNSEEN=value) == ["background", value]
-    assert resolved(tmp_path, (), UNSEEN=value) == ["block", value]
+@pytest.mark.parametrize(("arguments", "expected"), [(COG, BLOCK), (KEPT, BACKGROUND)], ids=["cog run", "cog serve"])
+def test_a_server_in_a_mounted_project_lasts_only_if_it_says_so(in_mount, arguments, expected):
+    """The server of `cog run` ends after one prediction."""
+    assert resolved(in_mount[0], arguments, in_mount[1]) == expected

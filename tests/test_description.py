@@ -90,7 +90,7 @@ def test_code_has_the_same_digest_in_another_process_whose_strings_hash_differen
     (words,) = (constant for constant in first.__code__.co_consts if isinstance(constant, frozenset))
     in_order = f"print([*frozenset({sorted(words)})])"
     other_seed = next(seed for seed in range(100) if printed(in_order, seed) != str([*words]))
-    digested = printed("import test_describe as t; print(t.code_digest(t.first.__code__))", other_seed)
+    digested = printed("import test_description as t; print(t.code_digest(t.first.__code__))", other_seed)
     assert digested == code_digest(first.__code__)
 
 

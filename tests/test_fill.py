@@ -93,7 +93,7 @@ def fill(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
     environ |= {"COMPILE_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
     if forked:
-        return run_boot(environ, str(project), *arguments, program="fill_project")
+        return run_boot(environ, "fill", *arguments, program="compile_cache.cli", folder=project)
     return subprocess.run(
         [*COMMAND, "fill", *arguments], cwd=project, env=environ, capture_output=True, text=True, timeout=500
     )
@@ -231,7 +231,7 @@ def test_a_store_that_cannot_be_written_is_a_problem(tmp_path, incomplete):
 
 def test_a_predictor_that_does_not_boot_is_a_problem(tmp_path):
     project = small_project(tmp_path, "class Predictor:\n    def setup(self):\n        pass\n")
-    done = fill(tmp_path, "--json", project=project, forked=False)
+    done = fill(tmp_path, "--json", project=project)
     assert done.returncode == 1
     boot, packs = json.loads(done.stdout)["missing"]
     assert boot.startswith("boot: setup() did not call compile_cache.boot()")
@@ -253,7 +253,7 @@ MISTAKEN = "class Predictor:\n    def setup(self):\n        raise ValueError('my
 def test_a_fill_that_cannot_fill_anything_ends_with_a_line_and_a_traceback_of_the_predictor(
     tmp_path, predict, variables, said
 ):
-    done = fill(tmp_path, project=small_project(tmp_path, predict), forked=False, **variables)
+    done = fill(tmp_path, project=small_project(tmp_path, predict), **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(said)
     assert ("in setup" in done.stderr) == (predict == MISTAKEN)

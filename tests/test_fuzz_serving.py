@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import json
 
 import fuzz_serving
 import pytest
 import torch
+from boots import run_boot
 from random_modules import make_modules, source_of
 
-ROOT = Path(__file__).resolve().parents[1]
 # One module each, by policy.
 FEATURES = {
     "background": (
@@ -41,33 +37,33 @@ FEATURES = {
 EAGER = ("attribute", "draw", "hook", "own hook", "autocast", "break", "set sentinel")
 
 
-@pytest.fixture(scope="module")
-def campaign() -> Callable[[str], dict[str, dict[str, int]]]:
-    """The rows of the fuzzer's table by feature, for a policy."""
-
-    @functools.cache
-    def run(policy: str) -> dict[str, dict[str, int]]:
-        count = str(len(FEATURES[policy]))
-        command = [sys.executable, ROOT / "benchmarks" / "fuzz_serving.py", "--seed", "1", "--calls", "12"]
-        command += ["--policy", policy, "--modules", count, "--batch", count]
-        command += [part for name in FEATURES[policy] for part in ("--only", name)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode in (0, 1), done.stderr
-        table = [line for line in done.stdout.splitlines() if line.startswith("|")]
-        header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
-        return {name: dict(zip(header[1:], map(int, row), strict=True)) for name, *row in rows}
-
-    return run
+def boot(folder: str, number: int, count: int, own: list[str], environ: dict[str, str]) -> list[fuzz_serving.Tally]:
+    """As the fuzzer boots a process, but forked from one that has imported torch."""
+    done = run_boot(environ, *own, "--boot", str(number), program="fuzz_serving", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return [fuzz_serving.Tally(**told) for told in json.loads(done.stdout.splitlines()[-1])]
 
 
-@pytest.mark.parametrize(
-    ("policy", "feature"), [(policy, name) for policy, names in FEATURES.items() for name in names]
-)
-def test_modules_with_a_feature_are_served_as_eager_would(campaign, policy, feature):
-    row = campaign(policy)[feature]
-    assert row["wrong"] == 0
-    assert row["calls"] >= 24
-    assert row["served by compiled code"] or feature in EAGER
+@pytest.fixture(scope="module", params=FEATURES)
+def tallies(request) -> dict[str, fuzz_serving.Tally]:
+    """What a policy's modules have met in two boots, by feature."""
+    features = FEATURES[request.param]
+    only = [part for name in features for part in ("--only", name)]
+    command = ["--seed", "1", "--calls", "12", "--policy", request.param, *only]
+    count = str(len(features))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz_serving, "_boot", boot)
+        (batch,) = fuzz_serving.run(fuzz_serving.parse([*command, "--modules", count, "--batch", count]))
+    first, second = batch.boots
+    for tally, other in zip(first, second, strict=True):
+        tally.add(other)
+    return dict(zip(features, first, strict=True))
+
+
+def test_modules_with_a_feature_are_served_as_eager_would(tallies):
+    assert {name: tally.wrong for name, tally in tallies.items() if tally.wrong} == {}
+    assert {name: tally.calls for name, tally in tallies.items() if tally.calls < 24} == {}
+    assert {name for name, tally in tallies.items() if not tally.compiled} <= {*EAGER}
 
 
 def test_a_module_is_the_same_for_the_same_seed():

@@ -59,6 +59,15 @@ def write(folder: Path, pipeline: Any, *layers: str, name: str = "lora", **optio
     return folder / name / "pytorch_lora_weights.safetensors"
 
 
+def write_settings(folder: Path, pipeline: Any, **settings: Any) -> Path:
+    """A file whose trainer gave it these settings."""
+    metadata = {"r": 4, **settings}
+    FluxPipeline.save_lora_weights(
+        folder, transformer_lora_layers=factors(pipeline, QUERY), transformer_lora_adapter_metadata=metadata
+    )
+    return folder / "pytorch_lora_weights.safetensors"
+
+
 def product(state: Mapping[str, torch.Tensor], layer: str) -> torch.Tensor:
     return state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]
 
@@ -106,12 +115,9 @@ def test_a_lora_of_scale_zero_is_none(tmp_path, pipeline):
     ],
 )
 def test_the_trainers_alpha_counts(tmp_path, pipeline, settings, factor):
-    before, state = weights(pipeline), factors(pipeline, QUERY)
-    FluxPipeline.save_lora_weights(
-        tmp_path, transformer_lora_layers=state, transformer_lora_adapter_metadata={"r": 4, **settings}
-    )
-    Loras(pipeline).use([Lora(tmp_path / "pytorch_lora_weights.safetensors", 1.0)])
-    expected = before[f"{QUERY}.weight"] + factor * product(state, QUERY)
+    before = weights(pipeline)
+    Loras(pipeline).use([Lora(write_settings(tmp_path, pipeline, **settings), 1.0)])
+    expected = before[f"{QUERY}.weight"] + factor * product(factors(pipeline, QUERY), QUERY)
     torch.testing.assert_close(pipeline.transformer.get_submodule(QUERY).weight, expected)
 
 
@@ -131,9 +137,8 @@ def test_kohyas_format_is_converted_with_its_alpha(tmp_path, pipeline):
 
 
 def test_xlabs_format_is_converted(tmp_path, pipeline):
-    size = pipeline.transformer.get_submodule(QUERY).weight.shape[0]
-    down, up = torch.randn(4, size) / 8, torch.randn(size, 4) / 8
     name = "double_blocks.0.processor.proj_lora1"
+    down, up = torch.randn(4, WIDTH) / 8, torch.randn(WIDTH, 4) / 8
     save_file({f"{name}.down.weight": down, f"{name}.up.weight": up}, tmp_path / "xlabs.safetensors")
     before = weights(pipeline)
     Loras(pipeline).use([Lora(tmp_path / "xlabs.safetensors", 1.0)])
@@ -147,42 +152,6 @@ def refused(pipeline: Any, state: dict[str, torch.Tensor], folder: Path, pattern
         loras.use([Lora(folder / "bad.safetensors", 1.0)])
     assert "Error" not in str(caught.value)
     assert not changed(before, pipeline)
-
-
-def test_names_that_do_not_match_are_listed(tmp_path, pipeline):
-    state = {f"transformer.{name}": tensor for name, tensor in factors(pipeline, QUERY).items()}
-    extra = {f"transformer.blocks.{n}.to_q.lora_A.weight": torch.ones(4, 4) for n in range(7)}
-    refused(pipeline, {**state, **extra}, tmp_path, r"FluxPipeline.*none of these: transformer\.blocks\.0.* and 2 more")
-
-
-def test_a_part_for_a_network_that_the_pipeline_lacks_is_refused(tmp_path, pipeline):
-    refused(pipeline, {"unet.down.to_q.lora_A.weight": torch.ones(4, 4)}, tmp_path, r"unet\.down\.to_q")
-
-
-def test_shapes_that_do_not_fit_are_named(tmp_path, pipeline):
-    state = {f"transformer.{name}": tensor[:, :3] for name, tensor in factors(pipeline, QUERY).items()}
-    refused(
-        pipeline, {name: tensor.contiguous() for name, tensor in state.items()}, tmp_path, rf"{QUERY} has up .* down"
-    )
-
-
-def test_a_factor_without_the_other_is_refused(tmp_path, pipeline):
-    (name, tensor), *_ = factors(pipeline, QUERY).items()
-    refused(pipeline, {f"transformer.{name}": tensor}, tmp_path, QUERY)
-
-
-def test_a_file_of_other_weights_is_refused(tmp_path, pipeline):
-    refused(pipeline, {"conv.weight": torch.ones(4, 4)}, tmp_path, "fit|convert")
-
-
-def test_a_dora_is_refused(tmp_path, pipeline):
-    FluxPipeline.save_lora_weights(
-        tmp_path,
-        transformer_lora_layers=factors(pipeline, QUERY),
-        transformer_lora_adapter_metadata={"r": 4, "lora_alpha": 4, "use_dora": True},
-    )
-    with pytest.raises(LoraError, match="DoRA"):
-        Loras(pipeline).use([Lora(tmp_path / "pytorch_lora_weights.safetensors", 1.0)])
 
 
 def test_quantized_weights_are_refused(tmp_path, pipeline):
@@ -272,6 +241,9 @@ def peft(down: torch.Tensor, up: torch.Tensor, alpha: Any = None) -> dict[str, t
     return state if alpha is None else {**state, f"transformer.{QUERY}.alpha": torch.as_tensor(alpha)}
 
 
+FITTING = peft(torch.ones(4, WIDTH), torch.ones(WIDTH, 4))
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("alpha", [-2.0, -1e-30, 0.0, float("nan"), float("inf"), [1.0, 2.0], 1j, -1], ids=str)
 @pytest.mark.parametrize(
@@ -344,23 +316,29 @@ def test_an_alpha_of_a_unet_that_is_no_number_to_multiply_by_is_refused(tmp_path
         ),
         ({str(number): torch.ones(1, 1) for number in range(-10_001, 10_001)}, "20002 tensors"),
         ({}, "0 tensors"),
+        (
+            {**FITTING, **{f"transformer.blocks.{n}.to_q.lora_A.weight": torch.ones(4, 4) for n in range(7)}},
+            r"FluxPipeline.*none of these: transformer\.blocks\.0.* and 2 more",
+        ),
+        ({"unet.down.to_q.lora_A.weight": torch.ones(4, 4)}, r"unet\.down\.to_q"),
+        (peft(torch.ones(4, 3), torch.ones(WIDTH, 3)), rf"{QUERY} has up .* down"),
+        ({f"transformer.{QUERY}.lora_A.weight": torch.ones(4, WIDTH)}, QUERY),
+        ({"conv.weight": torch.ones(4, 4)}, "fit|convert"),
+        ({**FITTING, f"transformer.{QUERY}.dora_scale": torch.ones(1)}, "DoRA"),
+        ({**FITTING, f"transformer.{KEY}.alpha": torch.tensor(1.0)}, f"{KEY}.alpha"),
+        *(
+            (
+                dict(zip([f"{name}.{part}.weight" for part in parts], kohya(IMAGE_QKV).values(), strict=True)),
+                "double_blocks.0.img",
+            )
+            for start in ("", "base_model.model.", "model.")  # which diffusers does not know
+            for name in (f"{start}double_blocks.0.img_attn.qkv",)
+            for parts in (("lora_down", "lora_up"), ("lora_A", "lora_B"))
+        ),
     ],
 )
 def test_what_diffusers_and_torch_cannot_take_is_named(tmp_path, pipeline, state, pattern):
     refused(pipeline, state, tmp_path, pattern)
-
-
-@pytest.mark.parametrize("start", ["", "base_model.model.", "model."])
-@pytest.mark.parametrize("parts", [("lora_down", "lora_up"), ("lora_A", "lora_B")])
-def test_a_layer_whose_start_diffusers_does_not_know_is_refused(tmp_path, pipeline, start, parts):
-    name = f"{start}double_blocks.0.img_attn.qkv"
-    state = kohya(IMAGE_QKV).values()
-    refused(
-        pipeline,
-        dict(zip([f"{name}.{part}.weight" for part in parts], state, strict=True)),
-        tmp_path,
-        "double_blocks.0.img",
-    )
 
 
 @pytest.mark.parametrize(
@@ -389,16 +367,6 @@ def test_what_diffusers_leaves_out_of_a_file_is_refused_by_name(tmp_path, pipeli
         assert changed(before, pipeline) == {"transformer_blocks.0.attn.to_out.0.weight"}
 
 
-def test_a_dora_of_kohya_is_refused(tmp_path, pipeline):
-    state = {f"transformer.{name}": tensor for name, tensor in factors(pipeline, QUERY).items()}
-    refused(pipeline, {**state, f"transformer.{QUERY}.dora_scale": torch.ones(1)}, tmp_path, "DoRA")
-
-
-def test_an_alpha_of_no_layer_is_refused(tmp_path, pipeline):
-    state = {f"transformer.{name}": tensor for name, tensor in factors(pipeline, QUERY).items()}
-    refused(pipeline, {**state, f"transformer.{KEY}.alpha": torch.tensor(1.0)}, tmp_path, f"{KEY}.alpha")
-
-
 def test_names_in_errors_are_cut(tmp_path, pipeline):
     save_file({"transformer." + "x" * 5000: torch.ones(1)}, tmp_path / "bad.safetensors")
     with pytest.raises(LoraError) as caught:
@@ -418,16 +386,13 @@ def test_names_in_errors_are_cut(tmp_path, pipeline):
         ),
         ({"lora_alpha": float("nan")}, "no positive number"),
         ({"lora_alpha": 1e308}, "not finite, or too large"),
+        ({"use_dora": True}, "DoRA"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settings, pattern):
-    FluxPipeline.save_lora_weights(
-        tmp_path,
-        transformer_lora_layers=factors(pipeline, QUERY),
-        transformer_lora_adapter_metadata={"r": 4, "lora_alpha": 4, **settings},
-    )
+    file = write_settings(tmp_path, pipeline, **{"lora_alpha": 4, **settings})
     with pytest.raises(LoraError, match=pattern):
-        Loras(pipeline).use([Lora(tmp_path / "pytorch_lora_weights.safetensors", 1.0)])
+        Loras(pipeline).use([Lora(file, 1.0)])
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "7"])
@@ -438,15 +403,19 @@ def test_settings_that_are_no_object_are_refused(tmp_path, pipeline, text):
         Loras(pipeline).use([Lora(tmp_path / "bad.safetensors", 1.0)])
 
 
-def test_a_file_that_was_written_anew_in_place_is_merged(tmp_path, pipeline):
-    """With the same size, and with its former time of modification."""
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_has_become_another_is_merged(tmp_path, pipeline, in_place):
+    """Also one that was written in place, with the same size, and with its former time of modification."""
     loras, file = Loras(pipeline), write(tmp_path, pipeline, QUERY)
     loras.use([Lora(file, 1.0)])
     before, former = weights(pipeline), file.stat()
-    content = write(tmp_path, pipeline, QUERY, name="other", seed=1).read_bytes()
-    file.write_bytes(content)
-    os.utime(file, ns=(former.st_atime_ns, former.st_mtime_ns))
-    assert (file.stat().st_ino, file.stat().st_size) == (former.st_ino, former.st_size)
+    other = write(tmp_path, pipeline, QUERY, name="other", seed=1)
+    if in_place:
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=(former.st_atime_ns, former.st_mtime_ns))
+        assert (file.stat().st_ino, file.stat().st_size) == (former.st_ino, former.st_size)
+    else:
+        other.replace(file)
     loras.use([Lora(file, 1.0)])
     assert changed(before, pipeline)
 
@@ -454,12 +423,3 @@ def test_a_file_that_was_written_anew_in_place_is_merged(tmp_path, pipeline):
 def test_an_error_calls_a_lora_as_the_request_does(tmp_path, pipeline):
     with pytest.raises(LoraError, match="LoRA org/name: "):
         Loras(pipeline).use([Lora(any_file(tmp_path), 1.0, "org/name")])
-
-
-def test_another_file_of_the_same_path_is_merged(tmp_path, pipeline):
-    loras, file = Loras(pipeline), write(tmp_path, pipeline, QUERY)
-    loras.use([Lora(file, 1.0)])
-    before = weights(pipeline)
-    write(tmp_path, pipeline, QUERY, name="other", rank=8).replace(file)
-    loras.use([Lora(file, 1.0)])
-    assert changed(before, pipeline)

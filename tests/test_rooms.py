@@ -48,7 +48,7 @@ def modules(folder: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ROW)
-def test_a_room_imports_nothing_from_above(name: str) -> None:
+def test_a_room_imports_nothing_from_above(name):
     found = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in modules("compile_cache")
@@ -59,19 +59,19 @@ def test_a_room_imports_nothing_from_above(name: str) -> None:
     assert not found
 
 
-def test_every_module_of_the_library_lies_in_a_room() -> None:
+def test_every_module_of_the_library_lies_in_a_room():
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules("compile_cache")}
     assert [str(path) for path, name in names.items() if path.name != "__init__.py" and room(name) is None] == []
 
 
 @pytest.mark.parametrize(("package", "owners"), [("cog", ["predict.py"]), ("boto3", ["s3.py"])])
-def test_a_package_is_imported_by_one_file(package: str, owners: list[str]) -> None:
+def test_a_package_is_imported_by_one_file(package, owners):
     files = [*modules("compile_cache"), *modules("models"), ROOT / "predict.py", ROOT / "warmup.py"]
     importers = [path.name for path in files if any(name.partition(".")[0] == package for name in imported(path))]
     assert importers == owners
 
 
 @pytest.mark.parametrize("folder", ["compile_cache/storage", "compile_cache/cli", "compile_cache/settings.py"])
-def test_torch_is_not_imported_by(folder: str) -> None:
+def test_torch_is_not_imported_by(folder):
     files = modules(folder) or [ROOT / folder]
     assert [path for path in files if any(name.partition(".")[0] == "torch" for name in imported(path))] == []

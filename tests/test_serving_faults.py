@@ -6,8 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ def booted(tmp_path_factory) -> Callable[..., Told]:
         return play(folder / "next", "right", *names, cold_start=then, after=folder) if then else told
 
     return play_once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unrepeated(request, tmp_path_factory) -> Iterator[Future[tuple[Path, Told]]]:
-    """A boot that takes a minute, in which it does nothing. It begins before the first test, if its test will run."""
-    its_test = test_what_the_warm_up_alone_calls_is_not_compiled_again_in_the_next_boot.__name__
-    with ThreadPoolExecutor(1) as thread:
-        if any(item.name == its_test for item in request.session.items):
-            folder = tmp_path_factory.mktemp("unrepeated")
-            yield thread.submit(lambda: (folder, play(folder, "unrepeated", forked=False)))
-        else:
-            yield Future()
 
 
 WITH_STATE = ("TokenStep", "Streaming", "Counter", "Tally", "Noisy")
@@ -91,20 +78,12 @@ def test_orders_are_bounded(tmp_path):
     assert 0 < play(tmp_path, "many")["waiting"] <= 64
 
 
-def test_what_the_warm_up_alone_calls_is_not_compiled_again_in_the_next_boot(unrepeated, tmp_path):
-    folder, told = unrepeated.result()
-    assert told["published"]
-    made_nothing_of(play(tmp_path, "right", "Wide", after=folder))
-
-
-def test_what_a_short_life_has_compiled_is_not_compiled_again_in_the_next_boot(tmp_path):
-    folder, later = tmp_path / "first", tmp_path / "second"
-    assert play(folder, "brief")["published"]
-    made_nothing_of(play(later, "brief", after=folder))
-
-
-def made_nothing_of(told: Told) -> None:
-    """A boot that found all that it needs."""
+@pytest.mark.parametrize(
+    ("scene", "then"), [("unrepeated", ("right", "Wide")), ("brief", ("brief",))], ids=["warm-up", "short life"]
+)
+def test_what_is_not_called_again_or_ends_soon_is_not_compiled_again_in_the_next_boot(tmp_path, scene, then):
+    assert play(tmp_path / "first", scene)["published"]
+    told = play(tmp_path / "second", *then, after=tmp_path / "first")
     assert told["waiting"] == told.processes == 0
 
 
@@ -186,7 +165,7 @@ def test_a_release_is_compiled_once_and_its_second_boot_finds_all(tmp_path, chan
 
 def test_graphs_that_torch_does_not_store_are_no_promise_to_the_next_boots(tmp_path):
     packs, boot = [], boots_of(tmp_path)
-    for number in range(5):
+    for number in range(3):
         told = boot("right", "Looping")
         assert told["pairs"]["Looping"]["wrong"] == []
         assert set(told["pairs"]["Looping"]["steps"]) == {"eager"}

@@ -343,7 +343,9 @@ def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_la
     assert case.state is State.PRECOMPILED
     real = Case.is_to_compare
     monkeypatch.setattr(
-        Case, "is_to_compare", lambda *inputs: bool(region.source.drop(case, "another thread gave it up")) or real(*inputs)
+        Case,
+        "is_to_compare",
+        lambda *inputs: bool(region.source.drop(case, "another thread gave it up")) or real(*inputs),
     )
     eager(block, tensor())
 

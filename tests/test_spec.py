@@ -77,7 +77,10 @@ def test_kinds_of_calls_differ_by_shape_type_flag_and_training_and_not_by_number
 
 
 def test_numbers_are_told_apart_by_type_and_nan_is_one_number():
-    assert len({CallSpec.of(nn.Identity(), (value,), {}).numbers for value in (1, 1.0, 2, float("nan"), float("nan"))}) == 4
+    assert (
+        len({CallSpec.of(nn.Identity(), (value,), {}).numbers for value in (1, 1.0, 2, float("nan"), float("nan"))})
+        == 4
+    )
     assert CallSpec.of(nn.Identity(), (True, "1", None, torch.ones(1)), {}).numbers == ()
 
 

@@ -22,17 +22,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: the authority, for clients to trust, and what a server on 127.0.0.1 presents, with its key."""
+    """PEM files: the authority, for clients to trust, and what a server on the loopback presents, with its key."""
 
     authority: Path
     server: Path
 
 
-def make_certificates(folder: Path) -> Certificates:
-    """An authority and a server's certificate by it: rustls, unlike OpenSSL, takes none that is both."""
+def make_certificates(folder: Path, *hosts: str) -> Certificates:
+    """An authority and a server's certificate by it, for 127.0.0.1 and these hosts: rustls, unlike OpenSSL, takes none
+    that is both."""
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _sign("authority", authority_key.public_key(), "authority", authority_key)
-    server = _sign("server", server_key.public_key(), "authority", authority_key)
+    server = _sign("server", server_key.public_key(), "authority", authority_key, hosts)
     made = Certificates(folder / "authority.pem", folder / "server.pem")
     made.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
     made.server.write_bytes(
@@ -45,7 +46,11 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 def _sign(
-    name: str, key: ec.EllipticCurvePublicKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey
+    name: str,
+    key: ec.EllipticCurvePublicKey,
+    issuer: str,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    hosts: tuple[str, ...] = (),
 ) -> x509.Certificate:
     """With all that Python 3.13 asks of a certificate (VERIFY_X509_STRICT)."""
     subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in (name, issuer))
@@ -54,7 +59,7 @@ def _sign(
     uses = dict.fromkeys(
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
     )
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    names = x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)
     builder = (
         x509.CertificateBuilder(by, subject, key, x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
@@ -70,7 +75,7 @@ def _sign(
         )
     )
     if not is_authority:
-        builder = builder.add_extension(address, critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return builder.sign(issuer_key, hashes.SHA256())
 
 

@@ -131,7 +131,9 @@ def compile_function(
     with (
         _alone,
         _configured(),
+        # torch pickles the guards inside its compile, and takes no other pickler.
         mock.patch.object(guards, "GuardsStatePickler", _Pickler),
+        # Of an object with two sources, the guards that `guard_filter` gets name the first source alone.
         mock.patch.object(builder, "make_dupe_guard", functools.partial(alias_guard, builder.make_dupe_guard)),
     ):
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)

@@ -1,4 +1,4 @@
-"""torch's own counters of lookups, hits and compiles. They prove that a warm boot is warm."""
+"""torch's own counts of lookups, hits and compiles. They prove that a warm boot is warm."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-# Here tuning.py counts, under the same names, the work that torch's counters replay but this process did not do.
-REPLAYED = "compile_cache_replayed"
 _precompiled: Counter[str] = Counter()
-_BENCHMARK_COUNTERS = ("benchmarking.", "coordesc_tuning_bench", "combo_autotune_bench", "select_algorithm_autotune")
+# torch notes the time of each such step under a name with one of these endings. Its counters of measurements do not
+# serve: a lookup that finds a graph adds those of the graph's own compile, in another process.
+_MEASUREMENTS = (
+    "benchmark_all_configs",
+    "coordinate_descent_tuning",
+    "_autotune",
+    "_autotuning",
+    "benchmark_fused_nodes",
+)
 
 
 @dataclass(slots=True)
 class CompileCounts:
     """What torch found and what it made anew since the boot began, from its counters and the files.
 
-    `refused` counts kinds of calls that later boots serve eager at once. `kernels_compiled` counts the compiled kernels
-    (`.so`, `.cubin`) in the cache directory that this boot did not restore.
+    `benchmarks` counts the kernels and products for which candidates were measured. `kernels_compiled` counts the
+    compiled kernels (`.so`, `.cubin`) in the cache directory that this boot did not restore.
     """
 
     graphs: int = 0
@@ -50,13 +56,22 @@ class CompileCounts:
         return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
+# What was counted inside `uncounted`.
+_left_out = CompileCounts()
+
+
 def read_counts() -> CompileCounts:
     """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
-    counters: Mapping[str, Mapping[str, Any]] = _torch_counters() or {}
+    counts = _torch_counts().since(_left_out)
+    counts.precompiled_loaded, counts.precompiled_made = _precompiled["loaded"], _precompiled["made"]
+    return counts
+
+
+def _torch_counts() -> CompileCounts:
+    counters: Mapping[str, Mapping[str, Any]] = _of_torch("counters") or {}
     # One step copies the counters, because another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
-    for name, count in dict(counters.get(REPLAYED, {})).items():
-        inductor[name] = inductor.get(name, 0) - count
+    timed = dict(_of_torch("compilation_time_metrics") or {})
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
@@ -65,36 +80,31 @@ def read_counts() -> CompileCounts:
         aotautograd_hits=aotautograd.get("autograd_cache_hit", 0),
         aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
-        benchmarks=sum(count for name, count in inductor.items() if name.startswith(_BENCHMARK_COUNTERS)),
-        precompiled_loaded=_precompiled["loaded"],
-        precompiled_made=_precompiled["made"],
+        benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
     )
 
 
 def are_counted() -> bool:
     """Whether torch has the counters that this module reads."""
-    return _torch_counters() is not None
+    return _of_torch("counters") is not None
 
 
-def _torch_counters() -> Any:
-    """torch's counters; None if this process has not imported torch's compiler."""
-    return getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+def _of_torch(name: str) -> Any:
+    """What torch counts under this name; None if this process has not imported torch's compiler."""
+    return getattr(sys.modules.get("torch._dynamo.utils"), name, None)
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Reset torch's counters after the context: code compiled ahead of time belongs to another boot."""
-    counters = _torch_counters() or {}
-    groups = ("stats", "inductor", "aot_autograd", REPLAYED) if counters else ()
-    before = {group: dict(counters[group]) for group in groups}
+    """Leave out of the counts what is counted meanwhile: code compiled ahead of time belongs to another boot."""
+    global _left_out
+    before = read_counts()
     try:
         yield
     finally:
-        for group, counts in before.items():
-            counters[group].clear()
-            counters[group].update(counts)
+        _left_out = _torch_counts().since(before)
 
 
 def count_precompiled(what: str) -> None:
-    """Add one to a count: precompiled functions `loaded` or `made`, or calls `refused`."""
+    """Add one to a count: precompiled functions `loaded` or `made`."""
     _precompiled[what] += 1

@@ -16,8 +16,9 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
@@ -59,6 +60,23 @@ def why_not_ahead(module: nn.Module) -> str:
     return why_eager(module)
 
 
+class _Accepted(NamedTuple):
+    """What a call had that first passed the full check of a function. Later calls have the same."""
+
+    is_on_gpu: bool
+    switches: tuple[Any, ...]
+    forwards: tuple[Any, ...]
+    overlaps: tuple[int | str, ...]
+    constants_hold: Callable[[Mapping[str, Any]], bool]
+
+    def hold(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the constants are still those of that call."""
+        try:
+            return self.constants_hold(inputs)
+        except Exception:  # an object that the expression reads is gone
+            return False
+
+
 class Precompiled:
     """A loaded compiled function, for all modules and inputs that it fits. `path` is its file."""
 
@@ -78,12 +96,8 @@ class Precompiled:
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self.path = path
         self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
-        self._on_gpu = False
-        # The switches of the calling thread, which the group's name has. The loading thread may have others.
-        self._switches: tuple[Any, ...] | None = None
-        self._per_call: Callable[[Mapping[str, Any]], bool] | None = None
-        self._forwards: tuple[Any, ...] | None = None
-        self._overlaps: tuple[int | str, ...] | None = None
+        # Of the calling thread: the group's name has its switches, and the loading thread may have others.
+        self._accepted: _Accepted | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
         self._record = record
 
@@ -94,43 +108,37 @@ class Precompiled:
     def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why the function does not fit this call, after the full check; empty if it fits."""
         inputs = {"module": module, "args": args, "kwargs": kwargs}
-        now = switches(on_gpu(module, args, kwargs))
-        if reason := why_not_ahead(module) or changed_switches(self._switches or now, now):
+        is_on_gpu, accepted = on_gpu(module, args, kwargs), self._accepted
+        now = switches(is_on_gpu)
+        if reason := why_not_ahead(module) or (changed_switches(accepted.switches, now) if accepted else ""):
             return reason
         parts = Parts(module)
-        if self._forwards not in (None, parts.forwards):
+        overlaps = overlaps_of(args, kwargs, parts)
+        if accepted and accepted.forwards != parts.forwards:
             return "a class has another `forward`"
-        if self._overlaps not in (None, overlaps_of(args, kwargs, parts)):
+        if accepted and accepted.overlaps != overlaps:
             return "other inputs share memory"
         if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
             return difference
-        if self._per_call is None:
-            self._on_gpu = on_gpu(module, args, kwargs)
-            self._switches = now
-            self._forwards = parts.forwards
-            self._overlaps = overlaps_of(args, kwargs, parts)
-            self._per_call = self._checks.per_call(inputs)  # last: another thread may be asking
+        if accepted is None:
+            self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
+        accepted, parts = self._accepted, self._parts.get(module)
+        if accepted is None or parts is None:
+            return False
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         return (
-            self._switches == switches(self._on_gpu)
+            accepted.switches == switches(accepted.is_on_gpu)
             and not any(GLOBAL_HOOKS)
-            and (parts := self._parts.get(module)) is not None
             and parts.are_unhooked()
-            and overlaps_of(args, kwargs, parts) == self._overlaps
+            and overlaps_of(args, kwargs, parts) == accepted.overlaps
             and self._check_guards(inputs)
-            and self._constants_hold(inputs)
+            and accepted.hold(inputs)
         )
-
-    def _constants_hold(self, inputs: Mapping[str, Any]) -> bool:
-        try:
-            return self._per_call is not None and self._per_call(inputs)
-        except Exception:  # an object that the expression reads is gone
-            return False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits."""
@@ -226,13 +234,9 @@ class Record:
             ArtifactError: `record` is invalid.
         """
         try:
-            guards = [RecordedGuard(**guard) for guard in record["guards"]]
-            sources, environ, host = (dict(record[name]) for name in ("sources", "environ", "host"))
-            modules, names = ([str(name) for name in record[field]] for field in ("modules", "globals"))
-            keys = str(record["torch_key"]), str(record["triton_key"])
-            return cls(sources, str(record["salt"]), environ, guards, modules, names, *keys, host)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ArtifactError(f"its record cannot be read: {error!r}") from error
+            return msgspec.convert(record, cls)
+        except msgspec.ValidationError as error:
+            raise ArtifactError(f"its record cannot be read: {error}") from error
 
     @property
     def is_imported(self) -> bool:

@@ -23,10 +23,11 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
+from compile_cache.inductor.switches import configure_torch
 
 if TYPE_CHECKING:
     import torch._dynamo
@@ -110,9 +111,6 @@ class Graphs:
     """The calls of one class that `torch.compile` compiled in this process."""
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
-        from compile_cache.inductor.torch_settings import configure_torch
-
-        self._configure = configure_torch
         self._given = name, mode, dynamic
         self._name = f"call_{name}"
         self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
@@ -133,7 +131,7 @@ class Graphs:
             NoGraph: there is none, or another thread traces.
             Exception: the model's own, or the compiler's.
         """
-        self._configure()
+        configure_torch()
         return self._function(is_whole, compiles)(module, args, kwargs)
 
     def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
@@ -231,7 +229,7 @@ def _graphs_made(
     """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
     stores not every graph."""
     why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(*copies())):
+    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), *copies())):
         return Answer(record.path, reason, traced=traced)
     try:
         if not serves:
@@ -287,7 +285,8 @@ def _dynamo_s() -> float:
 
 @contextlib.contextmanager
 def out_of_stored_files() -> Iterator[None]:
-    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing.
+    """Let torch take graphs out of stored files alone: in this thread, it compiles none that is missing. torch has no
+    option for it: it looks a graph up and compiles it in one function.
 
     Raises:
         GraphNotStored: one is missing.

@@ -15,22 +15,15 @@ import logging
 import platform
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from compile_cache.calls.description import (
-    Description,
-    NotDescribedError,
-    class_name,
-    structure,
-    structure_digest,
-)
+from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
 from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
@@ -56,28 +49,6 @@ _MOST_CACHED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """A read artifact: its path, its group's key, its record, the pickled function, and the function once it is
-    loaded."""
-
-    path: str
-    key: Mapping[str, Any]
-    record: Record
-    payload: bytes
-    function: Precompiled | None = None
-
-    def load(self) -> Precompiled:
-        """Compare the record with this process, and unpickle the function, both once.
-
-        Raises:
-            ArtifactError: a thing that the function depends on has changed, or the function cannot be loaded.
-        """
-        if self.function is None and (difference := self.record.difference()):
-            raise ArtifactError(difference)
-        return self.function or Precompiled(self.path, self.record, self.payload)
-
-
-@dataclass(frozen=True, slots=True)
 class CachedRecord:
     """The record of a kind that cannot be compiled ahead of time: its graphs are in Inductor's files.
 
@@ -89,85 +60,85 @@ class CachedRecord:
     reason: str
 
 
-@dataclass(slots=True)
-class _Group:
-    """The artifacts of one group in this process. `refused` says why the other artifacts are not used."""
+class _Group(NamedTuple):
+    """The path of a group's folder inside the cache directory, and the group's key, whose digest names the folder."""
 
     path: str
     key: dict[str, Description]
-    loaded: dict[str, Precompiled] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    is_read: bool = False
-    not_precompilable: str = ""
+
+    @classmethod
+    def of(cls, key: dict[str, Description]) -> _Group:
+        """The group with this key."""
+        return cls(f"{PRECOMPILED}/{digest(key)}", key)
 
 
 class Artifacts:
-    """All records of a boot."""
+    """All records of a boot. A record is named by its path inside the cache directory.
+
+    A function is loaded once, by whichever comes first: `prefetch`, before a call is known; `arrive`, when another
+    process has made it; or `find`.
+    """
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
-        self._groups: dict[str, _Group] = {}
         self._options: str | None = None
-        self._prefetched: dict[str, _Stored] = {}
-        # Artifacts arrive on one thread, and other threads look for them.
-        self._arriving = threading.RLock()
-        self._arrived: set[str] = set()
-        self._rejected: dict[str, str] = {}
+        # By path: functions that are loaded ahead; functions of this boot's calls; and why others are not used.
+        self._ahead: dict[str, Precompiled] = {}
+        self._functions: dict[str, Precompiled] = {}
+        self._refused: dict[str, str] = {}
+        # The paths of this boot's records of graphs.
+        self._cached: set[str] = set()
+        # By a group's path, why torch compiles no function for its calls.
+        self._not_precompilable: dict[str, str] = {}
 
     @property
     def used(self) -> set[str]:
-        """The paths, inside the cache directory, of the records of this boot's model."""
-        with self._arriving:
-            return self._arrived | {path for group in list(self._groups.values()) for path in list(group.loaded)}
+        """The records of this boot's calls."""
+        return self._cached | set(self._functions)
 
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""
         self._options = None
 
     def prefetch(self) -> int:
-        """Load every stored artifact of the present code. Returns the number of all stored artifacts.
+        """Load every stored function of the present code. Returns the number of all stored functions.
 
         While another thread loads the weights, this costs the boot no time. It imports none of the caller's modules,
         because another thread may be importing them.
         """
-        folder = self._directory / PRECOMPILED
-        paths = sorted(path.relative_to(self._directory).as_posix() for path in folder.glob(f"*/*{SUFFIX}"))
+        paths = self._paths("*", SUFFIX)
         present = [self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None)]
         for path in paths[:_MOST_PREFETCHED]:
             try:
-                stored = self._parse(path)
-                if any(stored.key.items() >= fixed for fixed in present) and stored.record.is_imported:
-                    self._prefetched[path] = _loaded(stored)
+                key, record, payload = self._read(path)
+                if any(key.items() >= fixed for fixed in present) and record.is_imported:
+                    self._ahead[path] = _load(path, key, record, payload)
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
     def arrive(self, path: str) -> Precompiled:
-        """Load an artifact that has just arrived in the cache directory. `find` finds it from now on.
+        """Load a function that has just arrived in the cache directory. `find` finds it from now on.
 
         Raises:
             ArtifactError: the artifact is damaged, or does not belong here.
             OSError: the artifact cannot be read.
         """
-        stored = _loaded(self._parse(path))
-        function = stored.load()
-        if difference := function.outdated():
+        if known := self._functions.get(path):
+            return known
+        function = self._ahead.pop(path, None) or _load(path, *self._read(path))
+        if difference := function.outdated():  # one that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
-        with self._arriving:
-            self._prefetched[path] = stored
-            self._arrived.add(path)
-            if group := self._group_of(path):
-                group.is_read = False
-        return function
+        return self._functions.setdefault(path, function)  # another thread may have been first
 
     def is_compared(self, path: str) -> bool:
-        """Whether a boot has compared this artifact with eager on all instances."""
+        """Whether a boot has compared this function with eager on all instances."""
         return (self._directory / path).with_suffix(COMPARED).exists()
 
     def mark_compared(self, path: str) -> None:
-        """Note for later boots that this artifact was compared with eager on all instances.
+        """Note for later boots that this function was compared with eager on all instances.
 
         Raises:
             OSError: the mark cannot be written.
@@ -176,82 +147,82 @@ class Artifacts:
             with replacing((self._directory / path).with_suffix(COMPARED)) as file:
                 file.write(b"compared with eager on all instances\n")
 
-    def cached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedRecord | None:
+    def cached(
+        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CachedRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            group = self._group(module, args, kwargs, self._dynamic)
-            path = self._cached_paths(group)[-1]
+            group = self._group(spec, module, args, kwargs, self._dynamic)
+            path = self._paths(group.path, CACHED)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._rejected or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
+            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
                 return None
             record = CachedRecord(path, float(found["seconds"]), str(found["reason"]))
         except (NotDescribedError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
-        with self._arriving:
-            self._arrived.add(path)
+        self._cached.add(path)
         return record
 
     def write_cached(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float, reason: str
     ) -> str:
-        """Write the record of graphs for calls like this, which takes `seconds` to trace. Returns its path.
+        """Write the record of graphs for calls like this, which take `seconds` to trace. Returns its path.
 
         Raises:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
         try:
-            group = self._group(module, args, kwargs, self._dynamic)
+            group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
-        number = len(self._cached_paths(group))
+        number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
         path = f"{group.path}/{number}{CACHED}"
         record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
-        with self._arriving:
-            self._arrived.add(path)
+        self._cached.add(path)
         return path
 
-    def _cached_paths(self, group: _Group) -> list[str]:
-        """The records of graphs of a group, the latest last. Each came after one that did not hold."""
-        return sorted(f"{group.path}/{path.name}" for path in (self._directory / group.path).glob(f"*{CACHED}"))
+    def find(
+        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Precompiled | str:
+        """The function for calls of `module` with inputs like these, after the full check; else why there is none.
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
-        """The artifact for calls of `module` with inputs like these, after the full check; else why there is none.
-
-        An artifact for these sizes comes before an artifact that leaves sizes open.
+        A function for these sizes comes before a function that leaves sizes open.
         """
         reasons: list[str] = []
         try:
             if reason := why_not_ahead(module):
                 return reason
-            groups = [self._group(module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
+            dynamics = dict.fromkeys((self._dynamic, None))
+            groups = [self._group(spec, module, args, kwargs, dynamic) for dynamic in dynamics]
         except NotDescribedError as error:
             return f"this call cannot be described: {error}"
         for group in groups:
-            found = self._find_in(group, module, args, kwargs)
-            if isinstance(found, Precompiled):
-                return found
-            reasons += found
+            for path in self._paths(group.path, SUFFIX)[:RECOMPILE_LIMIT]:
+                found = self._found(path)
+                if isinstance(found, str):
+                    reasons.append(found)
+                elif misfit := found.misfit(module, args, kwargs):
+                    reasons.append(misfit)
+                else:
+                    return found
+            reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
-    def _find_in(
-        self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Precompiled | list[str]:
-        with self._arriving:
-            if not group.is_read:
-                self._read_all(group)
-            loaded = list(group.loaded.values())
-        misfits = []
-        for function in loaded:
-            if not (misfit := function.misfit(module, args, kwargs)):
-                return function
-            misfits.append(misfit)
-        return [*misfits, *group.refused.values(), *filter(None, (group.not_precompilable,))]
+    def _found(self, path: str) -> Precompiled | str:
+        """A stored function; else why it is not used."""
+        if path not in self._refused:
+            try:
+                return self.arrive(path)
+            except (ArtifactError, OSError) as error:
+                self._refused[path] = str(error)
+                log.info("precompiled.refused artifact=%s reason=%s", path, error)
+        return self._refused[path]
 
     def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Precompiled]:
         """Compile a call ahead of time, write the artifact, and load it as another boot would. Returns its path too.
@@ -266,25 +237,24 @@ class Artifacts:
         try:
             if reason := why_not_ahead(module):
                 raise NotPrecompilable(reason)
-            group = self._group(module, args, kwargs, self._dynamic)
+            group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         except NotDescribedError as error:
             raise NotPrecompilable(f"this call cannot be described: {error}") from error
-        if len(group.loaded) + len(group.refused) >= RECOMPILE_LIMIT:
+        if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
-        if group.not_precompilable:
-            raise NotPrecompilable(group.not_precompilable)
+        if group.path in self._not_precompilable:
+            raise NotPrecompilable(self._not_precompilable[group.path])
         try:
             with self._without_leftovers():
                 record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic, group.path)
         except NotPrecompilable as error:
-            group.not_precompilable = str(error)
+            self._not_precompilable[group.path] = str(error)
             raise
         path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, record.to_json(), payload)}"
-        if path in group.loaded:
+        if path in self._functions:
             raise NotPrecompilable("this call has an artifact, which does not fit it")
-        function = Precompiled(path, record, payload)
-        group.loaded[path] = function
-        group.refused.pop(path, None)
+        self._functions[path] = function = Precompiled(path, record, payload)
+        self._refused.pop(path, None)
         return path, function
 
     @contextlib.contextmanager
@@ -299,18 +269,15 @@ class Artifacts:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def reject(self, path: str, reason: str) -> None:
-        """Stop using an artifact in this process, and remove its mark."""
-        self._rejected[path] = reason
+        """Stop using a record in this process, and remove its mark."""
+        self._refused[path] = reason
+        self._ahead.pop(path, None)
+        self._functions.pop(path, None)
         (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
-        self._prefetched.pop(path, None)
-        if group := self._group_of(path):
-            group.loaded.pop(path, None)
-            group.refused[path] = reason
 
-    def _group_of(self, path: str) -> _Group | None:
-        return next((group for group in list(self._groups.values()) if path.startswith(f"{group.path}/")), None)
-
-    def _group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> _Group:
+    def _group(
+        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None
+    ) -> _Group:
         """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
@@ -321,55 +288,50 @@ class Artifacts:
                 self._options = options_digest()
             except Exception as error:  # a custom pass whose `uuid` raises
                 raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
-        key = {
-            **self._fixed_key(dynamic),
-            "options": self._options,
-            "class": class_name(type(module)),
-            "code": sources_digest(module),
-            "structure": structure_digest(structure(module)),
-            "inputs": CallSpec.of(module, args, kwargs).stored(with_sizes=dynamic is False),
-            "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
-        }
-        name = digest(key)
-        return self._groups.setdefault(name, _Group(f"{PRECOMPILED}/{name}", key))
+        return _Group.of(
+            {
+                **self._fixed_key(dynamic),
+                "options": self._options,
+                "class": class_name(type(module)),
+                "code": sources_digest(module),
+                "structure": structure_digest(spec.structure),
+                "inputs": spec.stored(with_sizes=dynamic is False),
+                "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
+            }
+        )
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
         return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}
 
-    def _read_all(self, group: _Group) -> None:
-        group.is_read = True
-        folder = self._directory / group.path
-        names = sorted(entry.name for entry in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
-        for name in names:
-            path = f"{group.path}/{name}"
-            if path not in group.loaded and path not in group.refused and len(group.loaded) < RECOMPILE_LIMIT:
-                try:
-                    if path in self._rejected:
-                        raise ArtifactError(self._rejected[path])
-                    group.loaded[path] = self._read(group, path)
-                except (ArtifactError, OSError) as error:
-                    group.refused[path] = str(error)
-                    log.info("precompiled.refused artifact=%s reason=%s", path, error)
+    def _paths(self, group: str, suffix: str) -> list[str]:
+        """The files of a group with this suffix, or those of all groups for `*`, in order."""
+        folder = self._directory / PRECOMPILED
+        found = folder.glob(f"{group.rpartition('/')[2]}/*{suffix}")
+        return sorted(path.relative_to(self._directory).as_posix() for path in found)
 
-    def _read(self, group: _Group, path: str) -> Precompiled:
-        stored = self._prefetched.pop(path, None) or self._parse(path)
-        if stored.key != group.key:
-            raise ArtifactError("it belongs to another group")
-        function = stored.load()
-        if difference := function.outdated():  # a function that was loaded ahead may be outdated by now
-            raise ArtifactError(difference)
-        return function
+    def _read(self, path: str) -> tuple[Mapping[str, Any], Record, bytes]:
+        """The key, the record and the pickled function of an artifact.
 
-    def _parse(self, path: str) -> _Stored:
-        """Read an artifact without unpickling its function."""
+        Raises:
+            ArtifactError: it is damaged, or in a folder of another key.
+            OSError: it cannot be read.
+        """
         key, record, payload = read_artifact(self._directory / path)
-        return _Stored(path, key, Record.from_json(record), payload)
+        if not path.startswith(f"{_Group.of(dict(key)).path}/"):
+            raise ArtifactError("it belongs to another group")
+        return key, Record.from_json(record), payload
 
 
-def _loaded(stored: _Stored) -> _Stored:
-    """The artifact with its function loaded. The guards are made for the thread-local state of this call."""
-    with modes_of(stored.key.get("switches")):
-        return replace(stored, function=stored.load())
+def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> Precompiled:
+    """Compare a record with this process, and unpickle its function.
+
+    Raises:
+        ArtifactError: a thing that the function depends on has changed, or the function cannot be loaded.
+    """
+    if difference := record.difference():
+        raise ArtifactError(difference)
+    with modes_of(key.get("switches")):  # guards are made for the modes of the thread that loads
+        return Precompiled(path, record, payload)
 
 
 def versions() -> Mapping[str, str]:

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from compile_cache.inductor.counters import REPLAYED
-
 log = logging.getLogger("compile_cache")
 
 _BINARIES = (".cubin", ".hsaco")
@@ -37,9 +35,9 @@ _UNNAMED = "triton_"
 
 
 def configure_autotuner() -> None:
-    """Patch Inductor's autotuner: store no losers in FX-graph entries, count replayed counters, and on torch 2.11 find
-    earlier results of coordinate descent. A patch is left out if torch lacks its names."""
-    patches = [_count_replays, _trim_bundles]
+    """Patch Inductor's autotuner: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
+    coordinate descent. A patch is left out if torch lacks its names."""
+    patches = [_trim_bundles]
     if torch.__version__ < "2.13":
         patches.append(_recheck_tuned)
     for patch in patches:
@@ -227,35 +225,11 @@ def _recorded_config(autotuner: Any, configs: list[Any]) -> Any:
     return _load_cached_autotuning(dict(record), str(record.get("configs_hash")), configs, autotuner.inductor_meta)
 
 
-def _count_replays() -> None:
-    """Count what a lookup replays: on a hit, torch adds the counters of the original compile, benchmarks included.
-    Without that count nobody could tell what this process did itself."""
-    from torch._dynamo.utils import counters
-    from torch._inductor.codecache import FxGraphCache
-
-    graph_cache: Any = FxGraphCache
-    original = graph_cache.cache_hit_post_compile
-    if getattr(original, "counts_replays", False):
-        return
-
-    @functools.wraps(original)
-    def cache_hit_post_compile(graph: Any, *arguments: Any, **options: Any) -> Any:
-        before = dict(counters["inductor"])
-        result = original(graph, *arguments, **options)
-        for name, count in graph.counter_deltas.items():
-            if counters["inductor"][name] - before.get(name, 0) >= count:
-                counters[REPLAYED][name] += count
-        return result
-
-    cache_hit_post_compile.counts_replays = True  # type: ignore[attr-defined]
-    graph_cache.cache_hit_post_compile = staticmethod(cache_hit_post_compile)
-
-
 def surround_measurements(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """From now on, let each of Inductor's measurements on the GPU in this process run in such a context."""
     benchmarking: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
     if hasattr(benchmarking, "set_gpu_benchmark_lock_context"):  # since torch 2.13
         benchmarking.set_gpu_benchmark_lock_context(context)
-    else:
+    else:  # torch 2.11 has no hook
         decorate: Any = context()
         benchmarking.benchmarker.benchmark_gpu = decorate(benchmarking.benchmarker.benchmark_gpu)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-# What Cog's `Input()` returns.
-_INPUT = "FieldInfo"
+
+def _input_class() -> Any:
+    """The class of what Cog's `Input()` returns, which has no public name; None without Cog."""
+    cog: Any = sys.modules.get("cog")
+    return type(cog.Input()) if hasattr(cog, "Input") else None
 
 
 def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
@@ -34,7 +38,7 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
                 f"The warm-up called it with {'=None, '.join(missing)}=None. If it needs one of them, give it: "
                 f"boot.warm_up(self.{getattr(call, '__name__', 'run')}, {missing[0]}=…)."
             )
-        if _INPUT in str(error):
+        if (kind := _input_class()) and kind.__name__ in str(error):
             error.add_note(
                 "The warm-up called it without all inputs, which are Cog's Input() objects then. Write "
                 'boot.warm_up(self.run, prompt="…"), which gives the other inputs their defaults.'
@@ -48,7 +52,8 @@ def _declared(call: Callable[..., Any]) -> dict[str, Any]:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:  # some built-in functions have no signature
         return {}
-    return {p.name: p.default.default for p in parameters if type(p.default).__name__ == _INPUT}
+    kind = _input_class()
+    return {p.name: p.default.default for p in parameters if kind and isinstance(p.default, kind)}
 
 
 async def _end(answer: Any) -> None:

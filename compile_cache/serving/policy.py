@@ -45,6 +45,7 @@ from compile_cache.timeline import noted
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
+    from compile_cache.calls.spec import CallSpec
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
@@ -111,8 +112,8 @@ class Policy:
             if self._is_open:
                 return
             self._is_open = True
+            from compile_cache.inductor.switches import configure_torch, is_switched_off
             from compile_cache.inductor.toolchain import remember_toolchain
-            from compile_cache.inductor.torch_settings import configure_torch, is_switched_off
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -132,16 +133,16 @@ class Policy:
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.inductor.torch_settings import configure_torch
+            from compile_cache.inductor.switches import configure_torch
 
             configure_torch()
 
-    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Precompiled | str:
+    def find(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, module, args, kwargs)
+        found = attempt(self.artifacts.find, spec, module, args, kwargs)
         return found.reason if isinstance(found, Failure) else found
 
     def is_proved(self, path: str) -> bool:
@@ -158,11 +159,11 @@ class Policy:
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
-    def record_to_trace(self, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
+    def record_to_trace(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if self.artifacts is None or not self.is_warming_up:
             return None
-        return self.artifacts.cached(module, args, kwargs)
+        return self.artifacts.cached(spec, module, args, kwargs)
 
     def may_trace(self, seconds: float) -> bool:
         """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
@@ -295,7 +296,7 @@ class Source:
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy, found = self._policy, self._policy.find(module, args, kwargs)
+        policy, found = self._policy, self._policy.find(case.spec, module, args, kwargs)
         if not isinstance(found, str):
             case.arrive(found, is_proved=policy.is_proved(found.path))
             count_precompiled("loaded")
@@ -304,7 +305,7 @@ class Source:
         what = policy.for_new_kinds()
         if what == "block":
             return functools.partial(self._made, found)
-        if record := policy.record_to_trace(module, args, kwargs):
+        if record := policy.record_to_trace(case.spec, module, args, kwargs):
             if policy.may_trace(record.seconds):
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)

@@ -134,8 +134,7 @@ class CacheDirectory:
 
 
 def compilers_folder(path: Path) -> Path:
-    """The folder for temporary files of compilers that work for the cache directory at `path`, or for the folder of its
-    compiling process."""
+    """The folder for temporary files of the compilers of the second process, which compiles in the folder `path`."""
     return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
 
 

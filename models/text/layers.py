@@ -1,6 +1,6 @@
 """Replacements for a model's layers: same weights, same results, fewer kernels for a single token.
 
-A class of transformers is recognised by the source of its `forward`, because models have copies of the same code.
+A class of transformers is recognised by the code of its `forward`, because models have copies of the same code.
 
 Rotary embeddings become tables of the cosines and sines of all positions. torch.compile treats a cosine as a cheap
 operation and copies it to its users, so every head of every layer would compute it again.
@@ -8,11 +8,9 @@ operation and copies it to its users, so every head of every layer would compute
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import types
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +21,6 @@ from transformers.activations import SiLUActivation
 
 from models.kernels.operators import gated_matrix_vector, matrix_vector, normalize, rms_norm
 
-_GATED_MLP = """
-down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-return down_proj
-"""
-_NORM = """
-input_dtype = hidden_states.dtype
-hidden_states = hidden_states.to(torch.float32)
-variance = hidden_states.pow(2).mean(-1, keepdim=True)
-hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-return self.weight * hidden_states.to(input_dtype)
-"""
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.
 _CHANGING_ROPE = ("dynamic", "longrope")
 # An embedding whose results have the same type for both of these inputs does not round to its input's type.
@@ -108,18 +95,28 @@ def is_as_its_class(module: nn.Module) -> bool:
     return "forward" not in own and not any(own[name] for name in hooks)
 
 
-@cache
-def _computes(kind: type[nn.Module], argument: str, source: str) -> bool:
-    """Whether the `forward` of a class has this source and this single argument."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, TypeError, SyntaxError):
+def _gated_mlp(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
+def _norm(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _computes(kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
+    """Whether the `forward` of a class does what this one does: it was compiled to the same instructions. Models have
+    copies of the same code, and no common class."""
+    own = kind.forward
+    if not isinstance(own, types.FunctionType) or not isinstance(forward, types.FunctionType) or own.__closure__:
         return False
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or hasattr(kind.forward, "__wrapped__"):
-        return False
-    names = [one.arg for one in function.args.args]
-    return names == ["self", argument] and ast.dump(ast.Module(function.body, [])) == ast.dump(ast.parse(source))
+    codes = own.__code__, forward.__code__
+    one, other = ((c.co_code, c.co_names, c.co_consts, c.co_varnames, c.co_argcount) for c in codes)
+    return one == other and not hasattr(own, "__wrapped__")
 
 
 def _is_plain(module: Any) -> bool:
@@ -129,7 +126,7 @@ def _is_plain(module: Any) -> bool:
 def _is_gated(module: Any) -> bool:
     if (
         not is_as_its_class(module)
-        or not _computes(type(module), "x", _GATED_MLP)
+        or not _computes(type(module), _gated_mlp)
         or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
     ):
         return False
@@ -138,7 +135,7 @@ def _is_gated(module: Any) -> bool:
 
 
 def _is_norm(module: Any) -> bool:
-    return is_as_its_class(module) and _computes(type(module), "hidden_states", _NORM)
+    return is_as_its_class(module) and _computes(type(module), _norm)
 
 
 def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
@@ -39,13 +39,12 @@ _RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 
-# obstore has exceptions for some failures only. Failures of listings, tokens and ranges differ only in their text.
+# Most failures are one class of obstore, `GenericError`, which has neither a status nor a cause: only its text tells a
+# full server from a wrong bucket. Where obstore has a class, the class is asked.
 _STATUS = re.compile(r"status code: (\d{3})")
-_BEYOND_THE_END = re.compile(r"status code: 416|StartTooLarge")
-_NO_RANGES = re.compile(r"^Operation not supported: Range request")
 # Errors of obstore's web store begin with "Generic HTTP error", whatever they are.
 _NO_ANSWER = re.compile(r"(?<!Generic )HTTP error")
-_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+_NO_BUCKET = ("<Code>NoSuchBucket</Code>", "<Code>ContainerNotFound</Code>")
 # Only the text before the first slash counts. URLs with names of objects follow it.
 _NO_CREDENTIALS = re.compile(
     r"^Generic \w+ error: [^/]*(token request|credential|Account must|Access Key|service account)"
@@ -90,7 +89,7 @@ class CloudStore:
             try:
                 return within_limit(what, size_bytes, lambda: self._read(name, options, size_bytes))
             except BaseError as error:
-                if _BEYOND_THE_END.search(str(error)):
+                if _status(error) == 416 or "StartTooLarge" in str(error):  # beyond the object's end
                     return b""
                 raise
 
@@ -115,7 +114,7 @@ class CloudStore:
             try:
                 within_limit(what, 0, lambda: self._objects.delete(name))
             except FileNotFoundError as error:
-                if _NO_BUCKET.search(str(error)):
+                if _is_of_bucket(error):
                     raise
 
 
@@ -197,11 +196,19 @@ def _translated(what: str) -> Iterator[None]:
         raise kind(f"cannot {what}: {first_line(error).partition(': <')[0]}{advice}") from error
 
 
+def _status(error: Exception) -> int:
+    """The status of a server's answer in an error; 0 without one."""
+    return int(match[1]) if (match := _STATUS.search(str(error))) else 0
+
+
+def _is_of_bucket(error: Exception) -> bool:
+    return any(code in str(error) for code in _NO_BUCKET)
+
+
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
     """The store's error for an error of obstore, and advice for the user."""
-    text = str(error)
-    status = int(match[1]) if (match := _STATUS.search(text)) else None
-    if _NO_BUCKET.search(text):
+    text, status = str(error), _status(error)
+    if _is_of_bucket(error):
         return ObjectNotFound, "; check the bucket's name, or create it"
     if _NO_CREDENTIALS.search(text):
         return (
@@ -212,10 +219,10 @@ def _meaning(error: Exception) -> tuple[type[StoreError], str]:
         return StoreAccessDenied, "; check the credentials and what they may do"
     if isinstance(error, FileNotFoundError) or status == 404:
         return ObjectNotFound, ""
-    if _NO_RANGES.search(text):
+    if isinstance(error, NotSupportedError):  # of ranges
         return StoreError, "; use a web server that answers requests for ranges"
     if "InvalidCertificate" in text:
         return StoreError, "; name its authority's certificate in SSL_CERT_FILE"
-    if status in (408, 429) or (status or 0) >= 500 or _NO_ANSWER.search(text):
+    if status in (408, 429) or status >= 500 or _NO_ANSWER.search(text):
         return StoreUnavailable, "; check the network"
     return StoreError, ""

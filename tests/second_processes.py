@@ -1,0 +1,140 @@
+"""Second processes that are forked from one that has imported torch's compiler: 3 seconds less for each.
+
+A process that starts second processes has a parent for them, which begins as a fork of forked_boots.py or as a program
+of its own, with one thread:
+
+    second_processes.py SOCKET
+
+It forks one for each request. The tests of the start itself, and of kills, start second processes as the library does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping
+
+from boots import read_by_imports
+
+# What the library gives each second process; of the other variables that imports read, the parent has the same.
+_OWN = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
+_MOST_BYTES = 1 << 18
+_PR_SET_CHILD_SUBREAPER = 36
+_ASKING = threading.Lock()
+
+
+class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """A second process that was forked: a child of this process, as a started one is."""
+
+    def __init__(self, pid: int) -> None:
+        self.args, self.pid, self.returncode = "a second process", pid, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
+
+
+def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Forked:
+    """What `_spawn` of compile_cache/background/child.py does."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    request = json.dumps({"server": os.getpid(), "path": path, "environ": dict(environ)})
+    adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
+    channel = parent()
+    with _ASKING:
+        adopt(1)  # the new process's own parent ends at once
+        socket.send_fds(channel, [request.encode()], [*passed, output])
+        pid = int(channel.recv(_MOST_BYTES))
+        adopt(0)
+    return Forked(pid)
+
+
+@functools.cache
+def parent() -> socket.socket:
+    """The channel to the parent of this process's second processes, which ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # the last one registered is called first
+    return ours
+
+
+def fork_parent() -> None:
+    """Let `parent` be a fork of this process, which has one thread and the compiler."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        serve(theirs)
+    theirs.close()
+    globals()["parent"] = lambda: ours
+
+
+def serve(channel: socket.socket) -> None:
+    """Fork for each request, until nobody can send one."""
+    gc.freeze()  # else each child's collections copy the memory of all imported modules
+    while True:
+        content, passed, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
+        if not content:
+            os._exit(0)
+        if pid := _fork_twice():
+            channel.send(str(pid).encode())
+            for number in passed:
+                os.close(number)
+        else:
+            channel.close()
+            _become(json.loads(content), *passed)
+
+
+def _fork_twice() -> int:
+    """The new process's number; 0 in it, once its parent is the process that asked for it."""
+    read, write = os.pipe()
+    if os.fork():
+        os.close(write)
+        os.wait()
+        with open(read) as file:
+            return int(file.read())
+    between = os.getpid()
+    if pid := os.fork():
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    os.close(read)
+    os.close(write)
+    while os.getppid() == between:
+        time.sleep(0.001)
+    return 0
+
+
+def _become(request: dict, channel: int, watched: int, output: int) -> None:
+    """Go on as the program that `_spawn` starts."""
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.close(output)
+    assert not (changed := read_by_imports(request["environ"]) - _OWN), f"a forked process does not see {changed}"
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.path[:], tempfile.tempdir = request["path"], None
+    sys.argv[:] = ["-c", str(request["server"]), str(channel), str(watched)]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    child = importlib.import_module("compile_cache.background.child_main")
+    child._give_way = lambda: None  # beside other tests, a process of low priority waits for minutes
+    child.main()
+
+
+if __name__ == "__main__":
+    import torch._inductor.compile_fx
+
+    assert torch.get_num_threads() == 1, "threads do not survive a fork"
+    serve(socket.socket(fileno=int(sys.argv[1])))
