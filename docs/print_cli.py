@@ -19,8 +19,8 @@ HEAD = """\
 
 <!-- printed by docs/print_cli.py -->
 
-In a checkout, install it with the packages that it needs (`s3` for buckets, `signing` for keys). In an image, call it
-as `python -m compile_cache.cli`; it needs `typer` and `rich`, and for reports of boots also `jinja2` and `msgspec`.
+In a checkout, install it (`s3` for buckets, `signing` for keys). In an image, call `python -m compile_cache.cli`; it
+needs `typer` and `rich`, and `report` also `jinja2`.
 
 <!-- needs: network -->
 ```sh
@@ -31,7 +31,7 @@ compile-cache --install-completion      # bash, zsh, fish, PowerShell
 PICTURE = """\
 <picture>
   <source media="(prefers-color-scheme: dark)" srcset="report-dark.png">
-  <img src="report-light.png" width="640" alt="The page: the newest boot's timeline, all boots, history, the store">
+  <img src="report-light.png" width="640" alt="The page: the newest boot's timeline, all boots, history">
 </picture>
 """
 
@@ -45,8 +45,8 @@ def page() -> str:
     for name, command in group.commands.items():
         arguments = [one for one in command.params if one.param_type_name == "argument"]
         names = [_name(one) if one.required or _name(one).startswith("[") else f"[{_name(one)}]" for one in arguments]
-        usage = " ".join(["compile-cache", name, "[OPTIONS]", *names])
-        parts += [f"## {name}\n", f"`{usage}`\n", *_paragraphs(command.help), _list(command.params, common)]
+        usage = [f"`compile-cache {name} {' '.join(names)}`\n"] if names else []
+        parts += [f"## {name}\n", *usage, *_paragraphs(command.help), _list(command.params, common)]
         parts += [PICTURE] if name == "report" else []
     return "\n".join(parts)
 

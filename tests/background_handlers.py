@@ -57,6 +57,10 @@ def make_library(setup: bytes) -> Callable[[bytes], bytes]:
     return answer
 
 
+def make_nonsense(setup: bytes) -> Callable[[bytes], bytes]:
+    return lambda order: b"no pickle"
+
+
 def order(name: str, **arguments: Any) -> bytes:
     return json.dumps({"name": name, **arguments}).encode()
 

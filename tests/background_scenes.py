@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -214,42 +213,6 @@ def unseen() -> dict[str, Any]:
         except UnseenCallError as error:
             told["steps"].append(str(error))
     return told | {"known": served_alone(boot, model, Wide)[0], "waiting": boot.waiting, "report": report(boot)}
-
-
-def patient(wait: str = "") -> dict[str, Any]:
-    """A cold boot whose policy for new calls is another than the background: calls of the warm-up are not new."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Wide
-
-        model = begun(boot, (Wide,))
-    told = {"at_once": served_alone(boot, model, Wide)[0]}
-    if wait:
-        assert boot.wait_compiled(PATIENCE_S)
-        served_alone(boot, model, Wide)
-        told["later"] = served_alone(boot, model, Wide)[0]
-    return told
-
-
-def late() -> dict[str, Any]:
-    """A boot that compiles before READY, whose time is over when half of it is done."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Model, Other, Wide, predict
-
-        model = Model(Wide, Other)
-        boot.compile(model)
-
-        def call() -> None:
-            predict(model, 4, Wide)
-            boot._regions.hurry(time.monotonic())
-            predict(model, 4, Other)
-
-        boot.warm_up(call)
-    told = {"ready": report(boot), "waiting": boot.waiting}
-    told["at_once"], _ = served(boot, lambda: predict(model))
-    assert boot.wait_compiled(PATIENCE_S)
-    predict_once(boot, lambda: predict(model))
-    told["later"], output = served(boot, lambda: predict(model))
-    return told | {"difference": difference(output, predict_eager(model)), "report": report(boot)}
 
 
 def flagged() -> dict[str, Any]:

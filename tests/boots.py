@@ -83,8 +83,7 @@ def _fork_boot(
     forking = _forking_process()
     assert forking.stdin is not None
     assert forking.stdout is not None
-    changed = {name for name, _ in environ.items() ^ os.environ.items() if name.startswith(_READ_BY_IMPORTS)}
-    assert not changed, f"a forked boot does not see {changed}"
+    assert not (changed := read_by_imports(environ)), f"a forked boot does not see {changed}"
     with tempfile.TemporaryDirectory() as outputs:
         output, log = Path(outputs, "stdout"), Path(outputs, "stderr")
         paths = {"folder": folder, "path": sys.path, "stdout": str(output), "stderr": str(log)}
@@ -92,6 +91,11 @@ def _fork_boot(
         print(json.dumps(request), file=forking.stdin, flush=True)
         status = int(forking.stdout.readline())
         return subprocess.CompletedProcess(arguments, status, output.read_text(), log.read_text())
+
+
+def read_by_imports(environ: Mapping[str, str]) -> set[str]:
+    """The variables that torch reads while it is imported, and that are others than this process's."""
+    return {name for name, _ in environ.items() ^ os.environ.items() if name.startswith(_READ_BY_IMPORTS)}
 
 
 @functools.cache

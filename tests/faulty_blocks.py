@@ -31,27 +31,6 @@ class Cheating(Wide):
         return torch.mm(super().forward(x), self.scale) if torch.compiler.is_compiling() else super().forward(x)
 
 
-class Guarded(Wide):
-    """Runs out of memory in the calls for which `SHORTAGES` has a text. Gives another answer when it is compiled."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = starve(super().forward(x))
-        return torch.mm(x, self.scale) if torch.compiler.is_compiling() else x
-
-
-SHORTAGES: list[str] = []
-
-
-@torch.library.custom_op("faulty_blocks::starve", mutates_args=())
-def starve(x: torch.Tensor) -> torch.Tensor:
-    if SHORTAGES and (shortage := SHORTAGES.pop(0)):
-        raise torch.OutOfMemoryError(shortage)
-    return x.clone()
-
-
-starve.register_fake(torch.empty_like)
-
-
 @torch.library.custom_op("faulty_blocks::crash", mutates_args=())
 def crash(x: torch.Tensor) -> torch.Tensor:
     return x.clone()

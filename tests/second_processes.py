@@ -10,6 +10,7 @@ It forks one for each request. The tests of the start itself, and of kills, star
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -25,8 +26,13 @@ import time
 import types
 from collections.abc import Mapping
 
+from boots import read_by_imports
+
+# What the library gives each second process; of the other variables that imports read, the parent has the same.
+_OWN = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
 _MOST_BYTES = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
+_ASKING = threading.Lock()
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
@@ -44,10 +50,11 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     request = json.dumps({"server": os.getpid(), "path": path, "environ": dict(environ)})
     adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
     channel = parent()
-    adopt(1)  # the new process's own parent ends at once
-    socket.send_fds(channel, [request.encode()], [*passed, output])
-    pid = int(channel.recv(_MOST_BYTES))
-    adopt(0)
+    with _ASKING:
+        adopt(1)  # the new process's own parent ends at once
+        socket.send_fds(channel, [request.encode()], [*passed, output])
+        pid = int(channel.recv(_MOST_BYTES))
+        adopt(0)
     return Forked(pid)
 
 
@@ -56,7 +63,9 @@ def parent() -> socket.socket:
     """The channel to the parent of this process's second processes, which ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # the last one registered is called first
     return ours
 
 
@@ -111,6 +120,7 @@ def _become(request: dict, channel: int, watched: int, output: int) -> None:
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)
+    assert not (changed := read_by_imports(request["environ"]) - _OWN), f"a forked process does not see {changed}"
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.path[:], tempfile.tempdir = request["path"], None

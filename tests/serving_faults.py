@@ -416,7 +416,7 @@ def paths_of(pack: Path) -> list[str]:
     from compile_cache.storage.pack.signing import TrustedKeys
 
     content = pack.read_bytes()
-    head = read_head(lambda start, size: content[start : start + size], pack.name, Limits(), TrustedKeys())
+    head = read_head(content, pack.name, Limits(), TrustedKeys())
     return [file.path for file in head.manifest.files]
 
 
@@ -473,13 +473,13 @@ def many() -> dict[str, Any]:
 
 def unrepeated() -> dict[str, Any]:
     """A server whose requests never repeat the warm-up's call, for longer than its code waits to be compared."""
-    from compile_cache.serving import compiler
+    from compile_cache.serving import regions
 
-    compiler._UNPROVED_S = 2.0
+    regions._UNPROVED_S = 2.0
     boot, (pair,) = begun("Wide")
     assert boot.wait_compiled(PATIENCE_S)
     pair.call(boot, rows=5)
-    time.sleep(compiler._UNPROVED_S)
+    time.sleep(regions._UNPROVED_S)
     return {"published": boot.wait_published(PATIENCE_S), **pair.told}
 
 

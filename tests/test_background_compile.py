@@ -161,18 +161,6 @@ def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, 
     assert told["known"]["served"] == {"Wide": "precompiled"}
 
 
-def test_a_call_of_the_warm_up_is_no_error_while_the_second_process_compiles_it(tmp_path):
-    told = play(tmp_path, "patient", unseen="error")
-    assert told["at_once"]["served"] == {"Wide": "eager"}
-
-
-def test_a_call_of_the_warm_up_waits_for_the_second_process_where_new_calls_block(tmp_path):
-    told = play(tmp_path, "patient", "wait", unseen="block")
-    assert told["at_once"]["served"] == {"Wide": "eager"}
-    assert told["at_once"]["compiled_now"] == 0
-    assert told["later"]["served"] == {"Wide": "precompiled"}
-
-
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory) -> Told:
     return play(tmp_path_factory.mktemp("kinds"), "kinds")
@@ -193,18 +181,6 @@ def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds)
     assert factor["settled"] == "eager"
     assert "a number or a flag changes from call to call" in factor["reason"]
     assert kinds.done.count("Factor 4x16") == 2
-
-
-def test_what_the_setups_budget_leaves_out_is_compiled_in_the_background(tmp_path):
-    told = play(tmp_path, "late", cold_start="block")
-    ready = regions(told["ready"])
-    assert (ready["Wide"]["step"], ready["Wide"]["made"]) == ("cold", 1)
-    assert (ready["Other"]["step"], ready["Other"]["graphs"], told["waiting"]) == ("eager", 0, 1)
-    assert told["at_once"]["served"] == {"Wide": "precompiled", "Other": "eager"}
-    assert told["at_once"]["compiled_now"] == told["at_once"]["waited_s"] == 0
-    assert told["later"]["served"] == {"Wide": "precompiled", "Other": "precompiled"}
-    assert told["difference"] < TOLERANCE
-    assert told.done == ["Other 4x16"]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own compiler fails under -OO")

@@ -21,11 +21,11 @@ from compile_cache.background import queue as queue_module
 from compile_cache.background.orders import Orders
 from compile_cache.background.queue import Order
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
 from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
 
 KILLS = 50
 PATIENCE_S = 120.0

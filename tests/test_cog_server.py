@@ -17,8 +17,9 @@ from cog_server import CogServer
 from marked_processes import wait_for
 from web_servers import answering
 
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules, verify_pack
+from compile_cache.storage.verify import verify_pack
 
 TESTS = Path(__file__).parent
 # Cog kills its worker 10 s after it has told it to stop.
@@ -143,7 +144,7 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
         running.wait_ready()
         running.stop(signal.SIGKILL)
     left = LocalStore(tmp_path / "store")
-    for entry in left.list("v1/"):
+    for entry in left.list("v2/"):
         if entry.name.endswith(".pack"):
             verify_pack(left, entry.name, entry.size_bytes, Rules())
     assert boot_once(environ).compiled_now == 0

@@ -19,9 +19,9 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
 
 TESTS = Path(__file__).parent
 MIB = 1 << 20
@@ -58,103 +58,6 @@ def copy(
     return copy_versions(source, target, lambda key: True, Rules(limits, trusted or TrustedKeys()))
 
 
-# What arrives.
-
-
-def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path, store, target, key, environment):
-    names = [put_pack(store, key), put_pack(store, replace(key, model_version="2"), {"large": noise(5 * MIB)})]
-    put_record(store, environment)
-    copied = copy(store, target)
-    assert (copied.versions, copied.packs, copied.present_packs, copied.refused) == (2, 2, 0, ())
-    arrived = read_files(tmp_path / "target")
-    assert arrived == {name: store.read(name) for name in [*names, f"v1/{environment.digest}/environment.json"]}
-    assert copied.stored_bytes == sum(len(arrived[name]) for name in names)
-
-
-def test_a_store_of_each_kind_takes_what_a_folder_has(source, store, key, environment):
-    name = put_pack(source, key)
-    put_record(source, environment)
-    assert copy(source, store).packs == 1
-    assert store.read(name) == source.read(name)
-
-
-def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
-    put_pack(source, key)
-    put_record(source, environment)
-    copy(source, target)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")}
-    copied = copy(source, target)
-    assert (copied.packs, copied.stored_bytes, copied.present_packs) == (0, 0, 1)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")} == before
-
-
-def test_only_what_is_wanted_is_copied(source, target, key, environment):
-    wanted = put_pack(source, key)
-    put_pack(source, replace(key, model_version="other"))
-    put_pack(source, replace(key, environment="0" * 32))
-    copied = copy_versions(source, target, lambda k: k == key, Rules())
-    assert copied.versions == 1
-    assert [entry.name for entry in target.list("")] == [wanted]
-
-
-def test_marks_of_use_and_other_objects_stay_where_they_are(source, target, key):
-    name = put_pack(source, key)
-    for other in ("used-2026-11-20", "notes.txt"):
-        source.put(key.prefix + other, b"")
-    copy(source, target)
-    assert [entry.name for entry in target.list("")] == [name]
-
-
-def test_packs_of_a_version_arrive_in_their_order(source, target, key):
-    names = [put_pack(source, key, {"a": bytes([number])}) for number in range(10)]
-    copy(source, target)
-    assert [entry.name for entry in target.list("")] == names
-
-
-def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
-    name = put_pack(source, key)
-    target.put(name, b"half")
-    assert copy(source, target).packs == 1
-    assert target.read(name) == source.read(name)
-
-
-# What does not.
-
-
-def test_a_damaged_pack_is_not_copied_and_is_named_and_the_others_arrive(tmp_path, source, target, key):
-    sound, damaged = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"a": b"2"})
-    damage(tmp_path / "source", damaged)
-    copied = copy(source, target)
-    assert [(refused.name, refused.is_final) for refused in copied.refused] == [(damaged, True)]
-    assert list(read_files(tmp_path / "target")) == [sound]
-
-
-def test_a_misplaced_pack_is_not_copied(tmp_path, source, target, key):
-    name = put_pack(source, key)
-    other = replace(key, model_version="other").prefix + name.rpartition("/")[2]
-    source.put(other, tmp_path / "source" / name)
-    assert [refused.name for refused in copy(source, target).refused] == [other]
-    assert [entry.name for entry in target.list("")] == [name]
-
-
-def test_only_packs_of_trusted_keys_are_copied(source, target, key):
-    private, public = generate_keys()
-    trusted = put_pack(source, key, {"a": b"1"}, Signer(private))
-    unsigned = put_pack(source, key, {"a": b"2"})
-    copied = copy(source, target, trusted=TrustedKeys([public]))
-    assert [refused.name for refused in copied.refused] == [unsigned]
-    assert [entry.name for entry in target.list("")] == [trusted]
-
-
-def test_a_record_that_is_not_the_environments_own_is_not_copied(source, target, key):
-    put_pack(source, key)
-    source.put(key.environment_prefix + "environment.json", b"forged")
-    copied = copy(source, target)
-    assert [refused.name for refused in copied.refused] == [key.environment_prefix + "environment.json"]
-    assert copied.packs == 1
-    assert all(entry.name.endswith(".pack") for entry in target.list(""))
-
-
 class Reads(LocalStore):
     """A local store that counts what is read of it, and calls `before` each read."""
 
@@ -170,19 +73,87 @@ class Reads(LocalStore):
         return data
 
 
-def test_a_large_pack_that_its_head_refuses_is_not_read(tmp_path, source, target, key):
-    put_pack(source, key, {"large": noise(9 * MIB)})
+# What arrives.
+
+
+def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path, store, target, key, environment):
+    names = [put_pack(store, key), put_pack(store, replace(key, model_version="2"), {"large": noise(5 * MIB)})]
+    put_record(store, environment)
+    copied = copy(store, target)
+    assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
+    arrived = read_files(tmp_path / "target")
+    assert arrived == {name: store.read(name) for name in [*names, f"v2/{environment.digest}/environment.json"]}
+
+
+def test_a_store_of_each_kind_takes_what_a_folder_has(source, store, key, environment):
+    name = put_pack(source, key)
+    put_record(source, environment)
+    assert list(copy(source, store).packs) == [name]
+    assert store.read(name) == source.read(name)
+
+
+def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
+    name = put_pack(source, key)
+    put_record(source, environment)
+    copy(source, target)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")}
+    copied = copy(source, target)
+    assert (copied.packs, list(copied.present)) == ({}, [name])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")} == before
+
+
+def test_only_packs_that_are_wanted_are_copied_and_other_objects_stay(source, target, key):
+    wanted = put_pack(source, key)
+    put_pack(source, replace(key, model_version="other"))
+    put_pack(source, replace(key, environment="0" * 32))
+    for other in ("used-2026-11-20", "notes.txt"):
+        source.put(key.prefix + other, b"")
+    copied = copy_versions(source, target, lambda k: k == key, Rules())
+    assert list(copied.packs) == [entry.name for entry in target.list("")] == [wanted]
+
+
+def test_packs_of_a_version_arrive_in_their_order(source, target, key):
+    names = [put_pack(source, key, {"a": bytes([number])}) for number in range(10)]
+    copy(source, target)
+    assert [entry.name for entry in target.list("")] == names
+
+
+def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
+    name = put_pack(source, key)
+    target.put(name, b"half")
+    assert list(copy(source, target).packs) == [name]
+    assert target.read(name) == source.read(name)
+
+
+# What does not.
+
+
+@pytest.mark.parametrize("what", ["damaged", "misplaced", "unsigned", "too large"])
+def test_a_pack_that_a_boot_refuses_is_not_copied_and_is_named_and_the_others_arrive(
+    tmp_path, source, target, key, what
+):
+    private, public = generate_keys()
+    sound = put_pack(source, key, {"a": b"1"}, Signer(private))
+    bad = put_pack(source, key, {"large": noise(9 * MIB)}, None if what == "unsigned" else Signer(private))
+    if what == "damaged":
+        damage(tmp_path / "source", bad)
+    if what == "misplaced":
+        source.delete(bad)
+        bad = replace(key, model_version="other").prefix + sound.rpartition("/")[2]
+        source.put(bad, tmp_path / "source" / sound)
     reads = Reads(tmp_path / "source")
-    trusted = TrustedKeys([generate_keys()[1]])
-    assert len(copy(reads, target, trusted=trusted).refused) == 1
-    assert reads.read_bytes < MIB
+    limits = Limits(size_bytes=MIB) if what == "too large" else LIMITS
+    copied = copy(reads, target, limits, TrustedKeys([public]))
+    assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(bad, True)]
+    assert [entry.name for entry in target.list("")] == [sound]
+    assert (reads.read_bytes > 9 * MIB) == (what == "damaged"), "what its head refuses is not read"
 
 
-def test_a_pack_beyond_the_limits_is_not_copied(source, target, key):
-    put_pack(source, key, {"large": noise(5 * MIB)})
-    (refused,) = copy(source, target, Limits(size_bytes=MIB)).refused
-    assert "allowed" in refused.reason
-    assert target.list("") == []
+def test_a_record_that_is_not_the_environments_own_is_not_copied(source, target, key):
+    name = put_pack(source, key)
+    source.put(key.environment_prefix + "environment.json", b"forged")
+    assert list(copy(source, target).packs) == [name]
+    assert [entry.name for entry in target.list("")] == [name]
 
 
 # What interrupts.
@@ -196,7 +167,7 @@ def test_a_pack_that_cannot_be_read_is_named_and_the_others_arrive(tmp_path, sou
             raise StoreUnavailable("it hangs")
 
     copied = copy(Reads(tmp_path / "source", hang), target)
-    assert [(refused.name, refused.is_final) for refused in copied.refused] == [(hanging, False)]
+    assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(hanging, False)]
     assert [entry.name for entry in target.list("")] == [sound]
 
 
@@ -213,7 +184,7 @@ def test_an_interrupted_copy_leaves_whole_packs_and_no_temporary_files(tmp_path,
     assert read_files(tmp_path / "target") == {first: source.read(first)}
     assert list(temporary.iterdir()) == []
     copied = copy(source, target)
-    assert (copied.packs, copied.present_packs) == (1, 1)
+    assert (list(copied.packs), list(copied.present)) == ([second], [first])
 
 
 def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, tmp_path, key, temporary):
@@ -231,7 +202,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import Rules
+from compile_cache.storage.rules import Rules
 
 class Killing(LocalStore):
     puts = 0
@@ -254,7 +225,7 @@ def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source,
     assert len(arrived) == 2
     assert arrived.items() <= read_files(tmp_path / "source").items()
     copied = copy(source, target)
-    assert (copied.packs, copied.present_packs) == (3, 2)
+    assert (len(copied.packs), copied.present.keys()) == (3, arrived.keys())
     assert read_files(tmp_path / "target") == read_files(tmp_path / "source")
 
 
@@ -262,18 +233,19 @@ def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source,
 
 
 def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path, source, target, key):
-    first, second = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"b": b"2"})
+    kept, first, second = (put_pack(source, key, {name: name.encode()}) for name in "0ab")
     merged: list[str] = []
 
     def merge(name: str, start: int) -> None:
         if name == second and not merged:
-            merged.append(put_pack(source, key, {"a": b"1", "b": b"2"}))
+            merged.append(put_pack(source, key, {"a": b"a", "b": b"b"}))
             for old in (first, second):
                 source.delete(old)
 
     copied = copy(Reads(tmp_path / "source", merge), target)
-    assert copied.refused == ()
-    assert {entry.name for entry in target.list("")} == {first, *merged}
+    assert copied.refused == {}
+    assert {entry.name for entry in target.list("")} == {kept, first, *merged}
+    assert copied.packs.keys() == {kept, first, *merged}
 
 
 def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, target, key):
@@ -285,7 +257,7 @@ def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, t
         put_pack(source, key, {"number": bytes([len(listings)])})
         source.delete(name)
 
-    (refused,) = copy(Reads(tmp_path / "source", vanish), target).refused
+    (refused,) = copy(Reads(tmp_path / "source", vanish), target).refused.values()
     assert refused.is_final is False
     assert target.list("") == []
 

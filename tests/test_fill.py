@@ -14,8 +14,8 @@ from boots import run_boot, settings, stored
 from cog_server import PROJECT
 from validating_server import ValidatingServer
 
-from compile_cache.cli.terminal import size_text
 from compile_cache.lifecycle.boot import observed_boots
+from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.stores.local import INDEX, parse_index
 
 # Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python that
@@ -121,7 +121,7 @@ def incomplete(tmp_path_factory):
     """A predictor of which three classes of four are not filled."""
     folder = tmp_path_factory.mktemp("incomplete")
     project = small_project(folder)
-    return folder, fill(folder, "--explain", "--store", str(folder / "store"), project=project, forked=False)
+    return folder, fill(folder, "--explain", "--to", str(folder / "store"), project=project, forked=False)
 
 
 def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
@@ -129,7 +129,7 @@ def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["is_complete"]
-    assert not answer["problems"]
+    assert not answer["missing"]
     (booted,) = answer["boots"]
     assert booted["model_name"] == "flux-digits"
     for region in booted["regions"]:
@@ -137,16 +137,12 @@ def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
         assert region["relative_error"] <= region["tolerance"]
         assert region["compiled_ms"] > 0
         assert region["eager_ms"] > 0
-    assert answer["size_bytes"] == sum(
-        len(content) for name, content in stored(folder / "baked").items() if name.endswith(".pack")
-    )
-
-
-def test_the_folder_lists_its_packs_for_a_web_server(demo):
-    folder, _ = demo
-    objects = {entry.name for entry in parse_index((folder / "baked" / INDEX).read_bytes())}
-    assert objects == stored(folder / "baked").keys() - {INDEX}
-    assert any(name.endswith(".pack") for name in objects)
+    (environment,) = answer["environments"].values()
+    assert environment["gpu"] == ""
+    packs = {pack["entry"]["name"]: pack["state"] for pack in answer["packs"]}
+    assert packs == {name: "sound" for name in stored(folder / "baked") if name.endswith(".pack")}
+    indexed = {entry.name for entry in parse_index((folder / "baked" / INDEX).read_bytes())}
+    assert packs.keys() < indexed == stored(folder / "baked").keys() - {INDEX}
 
 
 def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
@@ -165,13 +161,6 @@ def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
     assert report["fully_precompiled"], report
 
 
-def test_a_fill_on_a_cpu_says_that_it_is_of_no_use_to_a_gpu(demo, incomplete):
-    (environment,) = json.loads(demo[1].stdout)["environments"]
-    assert environment["gpu"] == ""
-    assert "for CPUs only" in incomplete[1].stdout.splitlines()[-1]
-    assert "not for a GPU" in incomplete[1].stdout.splitlines()[-1]
-
-
 def test_a_fill_with_something_missing_fails_and_says_what_and_why_and_what_to_do(incomplete):
     _, done = incomplete
     assert done.returncode == 1
@@ -186,34 +175,31 @@ def test_a_fill_with_something_missing_fails_and_says_what_and_why_and_what_to_d
     assert idle.startswith("missing: region Idle: nothing called it in the warm-up")
 
 
-def test_what_is_not_missing_is_stored_and_counted(incomplete):
+def test_what_is_not_missing_is_stored_and_verified_and_the_last_line_names_the_machine(incomplete):
     folder, done = incomplete
-    packs = {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
-    last = done.stdout.splitlines()[-1]
-    found = re.match(r"not filled \(3 problems\): (\d+) artifacts, (\d+\.\d kB) in (\S+), ", last)
-    assert found, last
-    assert int(found[1]) > 0
-    assert found[3] == str(folder / "store")
-    assert found[2] == size_text(sum(map(len, packs.values())))
+    names = [name for name in stored(folder / "store") if name.endswith(".pack")]
+    *lines, last = done.stdout.splitlines()
+    assert next(line for line in lines if line.startswith(f"{len(names)} pack")).endswith(f": {len(names)} sound")
+    assert last.startswith(f"not filled (3 problems): predict.py:Predictor, in {folder / 'store'}, for CPUs only")
+    assert last.endswith("not for a GPU")
 
 
-def test_explain_shows_torchs_own_lines_about_graph_breaks_and_recompiles(incomplete):
-    folder, done = incomplete
-    assert f"Graph break in user code at {folder / 'network.py'}:{BROKEN_LINE}" in done.stderr
-    assert "size mismatch at index 0. expected 4, actual 2" in done.stderr
-
-
-def test_a_fill_says_why_a_region_is_not_compiled_ahead_of_time(incomplete):
+@pytest.mark.parametrize(
+    ("stream", "pattern"),
+    [
+        ("stderr", rf"Graph break in user code at \S+/network.py:{BROKEN_LINE}"),
+        ("stderr", "size mismatch at index 0. expected 4, actual 2"),
+        ("stderr", "a line of the predictor's own"),
+        ("stdout", "region Breaking .*with graph breaks"),
+        ("stdout", "region Dropping .*its answer differs from eager by"),
+    ],
+)
+def test_a_fill_shows_the_setups_log_with_torchs_lines_and_the_predictors_apart_from_its_answer(
+    incomplete, stream, pattern
+):
     _, done = incomplete
-    regions = [line for line in done.stdout.splitlines() if line.startswith("region ")]
-    assert any("Breaking" in line and "with graph breaks" in line for line in regions)
-    assert any("Dropping" in line and "its answer differs from eager by" in line for line in regions)
-
-
-def test_what_a_predictor_prints_is_not_part_of_the_answer(incomplete):
-    _, done = incomplete
-    assert "a line of the predictor's own" in done.stderr
-    assert "a line of the predictor's own" not in done.stdout
+    assert re.search(pattern, getattr(done, stream))
+    assert bool(re.search(pattern, done.stdout)) == (stream == "stdout")
 
 
 def test_a_fill_that_leaves_the_others_eager_is_complete(tmp_path, incomplete):
@@ -229,7 +215,7 @@ def test_a_fill_that_leaves_the_others_eager_is_complete(tmp_path, incomplete):
 def test_a_second_fill_loads_what_is_stored_and_is_complete(tmp_path, incomplete):
     folder, _ = incomplete
     variables = {"COMPILE_CACHE_LEAVE_EAGER": "Breaking,Dropping,Idle"}
-    done = fill(folder, "--store", str(folder / "store"), "--json", project=folder, **variables)
+    done = fill(folder, "--to", str(folder / "store"), "--json", project=folder, **variables)
     answer = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     (good, *_) = answer["boots"][0]["regions"]
@@ -240,40 +226,40 @@ def test_a_store_that_cannot_be_written_is_a_problem(tmp_path, incomplete):
     folder, _ = incomplete
     (tmp_path / "store").write_text("no folder")
     variables = {"COMPILE_CACHE_LEAVE_EAGER": "Breaking,Dropping,Idle"}
-    done = fill(tmp_path, "--store", str(tmp_path / "store"), project=folder, **variables)
+    done = fill(tmp_path, "--to", str(tmp_path / "store"), project=folder, **variables)
     assert done.returncode == 1
     assert "filled: " not in done.stdout
     assert "error: " in done.stderr or "missing: " in done.stderr
 
 
-def test_a_model_that_the_predictor_does_not_read_is_a_problem(tmp_path):
+def test_a_predictor_that_does_not_boot_is_a_problem(tmp_path):
     project = small_project(tmp_path, "class Predictor:\n    def setup(self):\n        pass\n")
     done = fill(tmp_path, "--json", project=project)
     assert done.returncode == 1
-    assert [problem["what"] for problem in json.loads(done.stdout)["problems"]] == ["boot"]
+    boot, packs = json.loads(done.stdout)["missing"]
+    assert boot.startswith("boot: setup() did not call compile_cache.boot()")
+    assert packs.startswith("packs: nothing is stored")
 
 
-def test_a_setup_that_fails_ends_the_command_with_its_traceback_and_a_line(tmp_path):
-    project = small_project(
-        tmp_path, "class Predictor:\n    def setup(self):\n        raise ValueError('my mistake')\n"
-    )
-    done = fill(tmp_path, project=project)
-    assert done.returncode == 1
-    assert "in setup" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: predict.py:Predictor could not be set up")
+MISTAKEN = "class Predictor:\n    def setup(self):\n        raise ValueError('my mistake')\n"
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("predict", "variables", "said"),
     [
-        ({"COMPILE_CACHE_STORE": "off"}, "there is no store to fill"),
-        ({"COMPILE_CACHE_SCOPE": "off"}, "nothing would be compiled"),
+        (MISTAKEN, {}, "error: predict.py:Predictor could not be set up, so nothing was published: ValueError"),
+        ("raise SystemError", {"COMPILE_CACHE_STORE": "off"}, "error: there is no store to fill"),
+        ("raise SystemError", {"COMPILE_CACHE_SCOPE": "off"}, "error: nothing would be compiled"),
+        ("raise SystemError", {"COMPILE_CACHE_TRUSTED_KEYS": generate_keys()[1]}, "error: nothing would be published"),
     ],
 )
-def test_a_fill_that_could_not_fill_anything_does_not_begin(tmp_path, variables, said):
-    done = fill(tmp_path, project=small_project(tmp_path, "raise SystemError"), **variables)
+def test_a_fill_that_cannot_fill_anything_ends_with_a_line_and_a_traceback_of_the_predictor(
+    tmp_path, predict, variables, said
+):
+    done = fill(tmp_path, project=small_project(tmp_path, predict), **variables)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert ("in setup" in done.stderr) == (predict == MISTAKEN)
     assert "SystemError" not in done.stderr
 
 

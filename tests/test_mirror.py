@@ -203,7 +203,7 @@ def test_an_index_of_a_folder_that_is_not_there_is_object_not_found_and_makes_no
 
 
 def test_a_missing_index_is_object_not_found_and_says_how_to_make_it(folder):
-    with serving_folder(folder, ranges=True) as served, pytest.raises(ObjectNotFound, match="compile-cache pull --to"):
+    with serving_folder(folder, ranges=True) as served, pytest.raises(ObjectNotFound, match="compile-cache copy --to"):
         open_url(served.url).list("")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from cog_server import PROJECT
 from fresh_boot import read_lines
-from one_peer import make_keeper
 from peers import BY_NAME, COLD, EAGER, WARM, paired, row, tables
 
 
@@ -43,31 +42,6 @@ def test_way_that_does_not_load_is_named_with_its_error():
     failed = recorded("mega", COLD, 1, 0.0, error="RuntimeError: it does not load")
     assert row(BY_NAME["mega"], [failed])[1:3] == ["0 / 0", "–"]
     assert "mega, cold 1: RuntimeError: it does not load" in tables([*WARM_BOOTS, failed])
-
-
-def test_zip_brings_the_directory_back_and_is_made_again_only_for_new_names(tmp_path, monkeypatch):
-    directory, store = tmp_path / "directory", tmp_path / "store"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    store.mkdir()
-    (directory / "triton").mkdir(parents=True)
-    (directory / "triton" / "kernel.cubin").write_bytes(b"code")
-    first = make_keeper("zip", store, False)
-    first.save()  # restored nothing, so all names are new
-    (directory / "triton" / "kernel.cubin").unlink()
-    second = make_keeper("zip", store, False)
-    second.restore()
-    assert (directory / "triton" / "kernel.cubin").read_bytes() == b"code"
-    stored = (store / "cache.zip").stat()
-    second.save()
-    assert (store / "cache.zip").stat() == stored
-    (directory / "other").write_bytes(b"")
-    second.save()
-    assert (store / "cache.zip").stat().st_ino != stored.st_ino
-
-
-def test_container_never_writes_a_committed_file(tmp_path):
-    make_keeper("committed", tmp_path, is_build_step=False).save()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_readme_has_the_tables_of_the_records():

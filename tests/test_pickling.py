@@ -55,15 +55,12 @@ def received(calls, tmp_path_factory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_another_process_has_the_same_call(calls, received, name):
+def test_another_process_has_the_same_call_and_can_run_it(calls, received, name):
     """An artifact made there is found here: the structure and the signature are the same."""
-    assert received[name][0] == description(*calls[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_another_process_can_run_the_call(calls, received, name):
+    described, found = received[name]
+    assert described == description(*calls[name])
     with torch.inference_mode(name.startswith("inference")), torch.no_grad():
-        assert received[name][1] == shapes(call_region(*calls[name])) != []
+        assert found == shapes(call_region(*calls[name])) != []
 
 
 def tensors_of(call: Call) -> list[torch.Tensor]:

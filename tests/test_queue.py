@@ -210,6 +210,12 @@ def test_every_order_is_answered_when_no_process_can_be_prepared_and_a_later_one
     assert answer(held, order("echo", size=1)).content == b"e"
 
 
+def test_answers_that_cannot_be_read_end_no_thread(queue, started):
+    started.factory = "make_nonsense"
+    for _ in range(2):
+        assert "UnpicklingError" in answer(queue, order("echo", size=1)).reason
+
+
 def test_process_that_crashes_once_while_it_is_prepared_is_started_again(queue, started, tmp_path):
     started.factory, started.setup = "make_once", str(tmp_path).encode()
     assert answer(queue, order("echo", size=1)).content == b"e"

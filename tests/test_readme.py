@@ -10,7 +10,7 @@ from pathlib import Path
 from boots import Booted, assert_fully_warm
 from cog_server import PROJECT, CogServer
 
-from compile_cache.cli.fill import read_project
+from compile_cache.cli.fill_command import read_project
 from compile_cache.settings import Settings
 from models.image.settings import ImageSettings
 
@@ -65,11 +65,11 @@ def write_own_predictor(folder: Path, bucket: str) -> None:
 def boot(folder: Path, environ: dict[str, str]) -> Booted:
     """A boot in an empty cache directory, and a prediction."""
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    project = read_project(folder, None)
+    predictor, variables = read_project(folder, None)
     report = folder / "report.json"
     given = {"COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
-    variables = {**project.variables, **given, **environ}
-    with CogServer(project.predictor, folder / "server.log", variables, folder) as server:
+    variables = {**variables, **given, **environ}
+    with CogServer(predictor, folder / "server.log", variables, folder) as server:
         server.wait_ready()
         prediction = server.predict(prompt="a handwritten seven")
     assert prediction["status"] == "succeeded", prediction
@@ -89,6 +89,6 @@ def test_the_readme_is_enough_to_boot_an_own_predictor_warm_from_a_bucket(tmp_pa
 def test_the_readmes_configuration_is_one_of_this_project(tmp_path):
     """As the README says: copy this project, and set MODEL in cog.yaml."""
     (tmp_path / "cog.yaml").write_text(f'{configuration(tmp_path, "bucket")}run: "predict.py:Predictor"\n')
-    variables = read_project(tmp_path, None).variables
+    _, variables = read_project(tmp_path, None)
     assert Settings.from_env(variables).store == "s3://bucket/compile-cache"
     assert [*map(str, ImageSettings.from_env(variables).warm_up_sizes)] == ["64x64"]

@@ -16,7 +16,7 @@ _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_has_only_changed_lines(patch):
+def test_a_patch_has_only_changed_lines(patch: Path) -> None:
     """It has as many lines as it says, and none of the context."""
     lines = patch.read_text().splitlines()
     assert lines[0].startswith("--- a/")
@@ -32,7 +32,7 @@ def test_a_patch_has_only_changed_lines(patch):
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_adopts_the_library(patch):
+def test_a_patch_adopts_the_library(patch: Path) -> None:
     """It imports the library, begins a boot, compiles and warms up."""
     text = patch.read_text()
     for call in ("+import compile_cache\n", "compile_cache.boot(", "self.boot.compile(", "self.boot.warm_up("):

@@ -26,7 +26,7 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import Span, Timeline, note
 
 VOID = {"meta"}
-SECTIONS = ["newest", "boots", "history", "store"]
+SECTIONS = ["newest", "boots", "history"]
 
 
 @dataclass
@@ -69,9 +69,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def run(variables, tmp_path) -> Run:
-    """Runs `report` with no store but the one that is named; the page is `page.html`."""
-    variables.setenv("COMPILE_CACHE_STORE", "off")
+def run(tmp_path) -> Run:
+    """Runs `report`; the page is `page.html`."""
     return functools.partial(run_command, "report", "-o", tmp_path / "page.html")
 
 
@@ -81,15 +80,15 @@ def page(tmp_path) -> Callable[[], Page]:
 
 
 @pytest.fixture(scope="module")
-def booted(cold, tmp_path_factory) -> tuple[Path, Path, Mapping[str, Any]]:
-    """The store of a cold boot; a folder with the reports of that boot and of a restored one; and the latter."""
+def booted(cold, tmp_path_factory) -> tuple[Path, Mapping[str, Any]]:
+    """A folder with the reports of a cold boot and of one that it restored, and the latter."""
     folder = tmp_path_factory.mktemp("restored")
     store = shutil.copytree(cold[0] / "store", folder / "store")
     report = folder / "reports" / "restored.json"
     restored = boot_once(settings(folder, dir=str(cold[0] / "cache"), store=str(store), report=str(report)))
     (folder / "reports" / "cold.json").write_text((cold[0] / "report.json").read_text())
     (folder / "reports" / "other.json").write_text("[1]")
-    return store, folder / "reports", restored.report
+    return folder / "reports", restored.report
 
 
 def spans(report: Mapping[str, Any], lane: str) -> dict[str, dict[str, Any]]:
@@ -123,7 +122,7 @@ def test_a_boot_publishes_after_ready(cold):
 
 
 def test_a_restored_boot_compares_and_compiles_nothing(booted):
-    assert {name.rpartition(": ")[2] for name in spans(booted[2], "regions")} == {"compare"}
+    assert {name.rpartition(": ")[2] for name in spans(booted[1], "regions")} == {"compare"}
 
 
 def test_a_timeline_keeps_the_first_256_spans_that_began_after_it():
@@ -144,11 +143,11 @@ def test_noted_work_is_in_the_timelines_of_all_boots_of_the_process():
 # The page
 
 
-def test_the_page_of_real_boots_and_their_store_has_every_section(run, page, booted, tmp_path):
-    store, reports, restored = booted
-    found = run(reports, "--store", store)
+def test_the_page_of_real_boots_has_every_section(run, page, booted, tmp_path):
+    reports, restored = booted
+    found = run(reports, reports / "cold.json")
     assert (found.code, found.err) == (0, "")
-    assert found.out == f"wrote {tmp_path / 'page.html'}: 2 boots and the versions in {store}\n"
+    assert found.out == f"wrote {tmp_path / 'page.html'}: 2 boots\n", "a report given twice is one boot"
     shown = page()
     assert shown.sections == SECTIONS
     for text in (
@@ -165,39 +164,13 @@ def test_the_page_of_real_boots_and_their_store_has_every_section(run, page, boo
 
 
 def test_the_page_loads_nothing_runs_nothing_and_its_links_lead_somewhere(run, page, booted):
-    run(booted[1], "--store", booted[0])
+    run(booted[0])
     shown = page()
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in shown.tags}
     assert shown.values("src") == []
     assert {link.removeprefix("#") for link in shown.values("href")} <= set(shown.values("id"))
     assert len(set(shown.values("id"))) == len(shown.values("id"))
     assert "url(" not in "".join(shown.values("style"))
-
-
-def test_without_a_store_the_page_has_the_boots_alone(run, page, booted):
-    assert run(booted[1] / "restored.json").out.endswith("page.html: 1 boot\n")
-    assert page().sections == ["newest", "boots", "history"]
-
-
-def test_of_a_store_without_reports_the_page_has_the_versions(run, page, booted):
-    assert run("--store", booted[0]).code == 0
-    shown = page()
-    assert shown.sections == ["store"]
-    assert "toy--model" in shown.text
-    assert "CPU x86_64" in shown.text
-
-
-def test_the_same_report_given_twice_is_one_boot(run, booted):
-    assert "page.html: 2 boots\n" in run(booted[1], booted[1] / "cold.json").out
-
-
-def test_a_report_without_start_times_is_drawn_phase_after_phase(run, page, tmp_path):
-    report = BootReport(phases={"import": 1.0, "weights": 2.0}, ready_s=3.5)
-    ((row,),) = lanes_of(report).values()
-    assert [(span.name, span.start_s) for span in row] == [("import", 0.0), ("weights", 1.0)]
-    report.write(tmp_path / "report.json")
-    run(tmp_path / "report.json")
-    assert "The report has no start times" in page().text
 
 
 def test_whatever_a_report_says_is_text(run, page, tmp_path):
@@ -220,6 +193,21 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
     run(tmp_path / "report.json")
     assert "Block 4x16 20.0 s" in page().text
     assert "Later work that is not drawn: 1 span." in page().text
+
+
+@pytest.mark.parametrize(
+    ("regions", "said"),
+    [
+        ([], "Nothing was given to compile."),
+        ([RegionReport("Block", 1, "eager", waiting=2)], "2 kinds of calls were served eager: a second process"),
+        ([RegionReport("Block", 1, "cold", made=1)], "Not everything came from the cache: 1 function compiled"),
+        ([RegionReport("Block", 1, "cold")], "Not everything came from the cache: the regions say why."),
+    ],
+)
+def test_the_page_says_in_a_sentence_how_a_boot_went(run, page, tmp_path, regions, said):
+    BootReport(scope="regional", ready_s=1.0, regions=regions).write(tmp_path / "report.json")
+    run(tmp_path / "report.json")
+    assert said in page().text
 
 
 def test_spans_that_overlap_are_in_rows_of_their_own():
@@ -253,7 +241,7 @@ def test_bars_and_their_labels_stay_in_the_timeline_and_do_not_overlap(spans, re
 
 
 def test_the_trace_of_real_boots_has_a_process_a_boot_a_thread_a_lane_and_an_event_a_span(run, booted, tmp_path):
-    run(booted[1], "--trace", tmp_path / "trace.json")
+    run(booted[0], "--trace", tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = {kind: [event for event in trace["traceEvents"] if event["ph"] == kind] for kind in "MXi"}
     assert sum(map(len, events.values())) == len(trace["traceEvents"])
@@ -262,7 +250,7 @@ def test_the_trace_of_real_boots_has_a_process_a_boot_a_thread_a_lane_and_an_eve
     assert names["process_name", 2, None].startswith("toy--model: miss (")
     for event in events["X"]:
         assert names["thread_name", event["pid"], event["tid"]] == event["cat"]
-    restored = booted[2]
+    restored = booted[1]
     assert {(e["cat"], e["name"], e["ts"], e["dur"]) for e in events["X"] if e["pid"] == 1} == {
         (span["lane"], span["name"], span["start_s"] * 1e6, span["seconds"] * 1e6) for span in restored["spans"]
     }
@@ -270,12 +258,15 @@ def test_the_trace_of_real_boots_has_a_process_a_boot_a_thread_a_lane_and_an_eve
 
 
 def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
-    reports = shutil.copytree(booted[1], tmp_path / "reports")
+    reports = shutil.copytree(booted[0], tmp_path / "reports")
     for _ in range(2):
         assert "page.html: 2 boots\n" in run(reports, "--trace", reports / "trace.json").out
 
 
 # Bad input
+
+
+ENOUGH = '{"restore": {}, "regions": [], "phases": {}, "ready_s": %s}'
 
 
 @pytest.mark.parametrize(
@@ -284,60 +275,38 @@ def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
         ("no JSON", "Expecting value: line 1"),
         ("[]", "Expected `object`, got `array`"),
         ("{}", "it lacks phases, ready_s, regions, restore"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": NaN}', "no report has the number NaN"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1e999}', "no report has the number 1e999"),
-        ('{"restore": {}, "regions": [], "phases": {}, "ready_s": 1%s}' % ("0" * 400), "no report has the number 1000"),
-        ('{"restore": {"files": "2"}, "regions": [], "phases": {}, "ready_s": 1}', "got `str` - at `$.restore.files`"),
-        ('{"restore": {}, "regions": [], "phases": {"weights": "long"}, "ready_s": 1}', "`float`, got `str`"),
-        (
-            '{"restore": {}, "regions": [], "phases": {}, "ready_s": 1, "warnings": null}',
-            "got `null` - at `$.warnings`",
-        ),
-        ('{"restore": {}, "regions": [{}], "phases": {}, "ready_s": 1}', "missing required field `name`"),
+        (ENOUGH % "NaN", "no report has the number NaN"),
+        (ENOUGH % "1e999", "no report has the number 1e999"),
+        (ENOUGH % f"1{'0' * 400}", "no report has the number 1000"),
+        (ENOUGH % '1, "restore": {"files": "2"}', "got `str` - at `$.restore.files`"),
+        (ENOUGH % '1, "phases": {"weights": "long"}', "`float`, got `str`"),
+        (ENOUGH % '1, "warnings": null', "got `null` - at `$.warnings`"),
+        (ENOUGH % '1, "regions": [{}]', "missing required field `name`"),
         ("[" * 100_000, "recursion"),
     ],
 )
 def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tmp_path, content, reason):
-    path = tmp_path / "report.json"
+    path = tmp_path / "b.json"
     path.write_text(content)
-    found = run(path)
-    assert found.code == 1
-    assert found.err.startswith(f"error: {path} is no boot report")
-    assert reason in found.err
-    assert "Give a file that a boot has written" in found.err
-    assert len(found.err.splitlines()) == 1
+    (tmp_path / "a.json").write_text(BootReport(ready_s=1.0).to_json())
+    for named in (path, tmp_path)[: 2 if content.startswith('{"restore"') else 1]:
+        found = run(named)
+        assert found.code == 1
+        assert found.err.startswith(f"error: {path} is no boot report")
+        assert reason in found.err
+        assert "Give a file that a boot has written" in found.err
+        assert len(found.err.splitlines()) == 1
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_damaged_report_in_a_folder_is_an_error_that_names_it(run, tmp_path):
-    (tmp_path / "a.json").write_text(BootReport(ready_s=1.0).to_json())
-    (tmp_path / "b.json").write_text('{"restore": {}, "ready_s": "soon"}')
-    assert run(tmp_path).err.startswith(f"error: {tmp_path / 'b.json'} is no boot report")
-
-
-def test_a_folder_without_reports_is_an_error(run, tmp_path):
+def test_a_file_that_cannot_be_read_and_a_folder_without_reports_are_errors(run, tmp_path):
+    assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is not a regular file" in run(tmp_path / "pipe").err
     found = run(tmp_path)
     assert (found.code, len(found.err.splitlines())) == (1, 1)
     assert found.err.startswith(f"error: {tmp_path} has no boot report")
     assert "COMPILE_CACHE_REPORT" in found.err
-
-
-def test_a_report_that_is_not_there_or_is_a_pipe_is_an_error(run, tmp_path):
-    assert run(tmp_path / "nowhere").err == f"error: cannot read {tmp_path / 'nowhere'}: No such file or directory\n"
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is not a regular file" in run(tmp_path / "pipe").err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"), [([], "there is no store"), (["--store", "empty"], "empty has no versions")]
-)
-def test_with_nothing_to_show_no_page_is_written(run, tmp_path, monkeypatch, arguments, reason):
-    monkeypatch.chdir(tmp_path)
-    found = run(*arguments)
-    assert found.code == 1
-    assert found.err.startswith("error: there is nothing to show: ")
-    assert reason in found.err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--output", "--trace"])

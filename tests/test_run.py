@@ -129,14 +129,17 @@ def test_the_link_of_a_run_that_was_killed_is_replaced_and_any_other_stays(marke
         folder.symlink_to(target)
         assert "run.uncached" not in run(marked, "--also", folder, *writes).stderr
         assert not os.path.lexists(folder)
-    other.mkdir()
-    for content in (lambda: folder.symlink_to(other), lambda: folder.symlink_to("gone"), folder.touch):
+    (other / "own").mkdir(parents=True)
+    folders = [folder] * 3 + [other]
+    contents = (lambda: folder.symlink_to(other), lambda: folder.symlink_to("gone"), folder.touch, list)
+    for given, content in zip(folders, contents, strict=True):
         content()
-        refused = run(marked, "--also", folder, *python("print(4)"))
+        refused = run(marked, "--also", given, *python("print(4)"))
         assert refused.stdout == "4\n"
-        assert f"--also {folder} must be missing or an empty folder" in refused.stderr
+        assert f"run.uncached error=--also {given} must be missing or an empty folder" in refused.stderr
         assert "Errno" not in refused.stderr
-        folder.unlink()
+        folder.unlink(missing_ok=True)
+    assert [path.name for path in other.iterdir()] == ["own"]
 
 
 def test_a_folder_that_a_run_uses_is_refused_to_another(marked, tmp_path):
@@ -150,12 +153,13 @@ def test_a_folder_that_a_run_uses_is_refused_to_another(marked, tmp_path):
     assert not folder.is_symlink()
 
 
-def test_files_that_could_be_executed_still_can(marked, tmp_path):
-    folder = tmp_path / "own"
-    lines = [f"import os; p = '{folder}/tool'", "print(os.path.exists(p) and os.access(p, os.X_OK))"]
-    lines += ["open(p, 'w').write('#!/bin/sh'); open(p + '.txt', 'w').write('text'); os.chmod(p, 0o755)"]
-    assert run(marked, "--also", folder, *python("\n".join(lines))).stdout == "False\n"
-    assert run(marked, "--also", folder, *python("\n".join(lines[:2]))).stdout == "True\n"
+def test_a_folder_of_the_programs_own_comes_back_and_files_that_could_be_executed_still_can(marked, tmp_path):
+    folder = tmp_path / "engine" / "torch_compile_cache"
+    looks = f"import os; p = '{folder}/tool'; print(os.path.exists(p) and os.access(p, os.X_OK))\n"
+    writes = "open(p, 'w').write('#!/bin/sh'); open(p + '.txt', 'w').write('text'); os.chmod(p, 0o755)"
+    assert run(marked, "--also", folder, *python(looks + writes)).stdout == "False\n"
+    assert run(marked, "--also", folder, *python(looks)).stdout == "True\n"
+    assert not folder.is_symlink()
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "cache" / "0" / "also").iterdir()}
     assert modes == {"tool": 0o755, "tool.txt": 0o644}
 
@@ -230,18 +234,6 @@ def test_a_program_whose_run_is_killed_keeps_its_directory(marked, tmp_path):
     assert (tmp_path / "cache" / "0" / "kernel.so").exists()
     os.kill(child, signal.SIGKILL)
     wait_for(lambda: not marked.pids())
-
-
-def test_a_folder_of_the_programs_own_comes_back(marked, tmp_path):
-    folder = tmp_path / "engine" / "torch_compile_cache"
-    code = f"import os; p = '{folder}/plan.py'; print(os.path.exists(p)); open(p, 'w').write('plan')"
-    said = [run(marked, "--also", folder, *python(code)).stdout for _ in range(2)]
-    assert said == ["False\n", "True\n"]
-    assert not folder.is_symlink()
-    run(marked, *python(f"import os; os.makedirs('{folder}'); open('{folder}/own', 'w')"))
-    refused = run(marked, "--also", folder, *python("print(4)"))
-    assert "run.uncached" in refused.stderr
-    assert (refused.stdout, [path.name for path in folder.iterdir()]) == ("4\n", ["own"])
 
 
 def test_the_key_has_the_packages_of_the_commands_own_python(marked, tmp_path):

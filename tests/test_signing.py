@@ -11,7 +11,7 @@ from signing_keys import make_keys
 from compile_cache.errors import PackError, SettingsError
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
-from compile_cache.storage.verify import Rules
+from compile_cache.storage.rules import Rules
 
 MANIFEST = b'{"format": 1, "files": []}'
 PRIVATE, PUBLIC = make_keys("one")
@@ -24,7 +24,7 @@ sys.modules["cryptography"] = None
 from compile_cache.errors import SettingsError
 from compile_cache.settings import Settings
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.storage.verify import Rules
+from compile_cache.storage.rules import Rules
 Rules.of(Settings())
 assert TrustedKeys().verify(b"manifest", b"") is None
 try:

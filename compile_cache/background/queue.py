@@ -132,12 +132,12 @@ class OrderQueue:
         self._released.wait()
         while (order := self._next()) is not None:
             started, orders = time.perf_counter(), [order]
-            try:
-                answer = self._answer(order)
-            except CompileCacheError as error:
-                answer = Answer(reason=str(error))
-                if isinstance(error, ProcessNotReady):  # the others would fail alike; later ones are tried again
+            answer = attempt(self._answer, order)
+            if isinstance(answer, Failure):
+                if isinstance(answer.error, ProcessNotReady):  # the others would fail alike; later ones are tried again
                     orders += self._take_all()
+                known = isinstance(answer.error, CompileCacheError)
+                answer = Answer(reason=str(answer.error) if known else answer.reason)
             for each in orders:
                 self._finish(each, answer, started)
         for order in self._take_all():

@@ -79,11 +79,6 @@ class StorageLayout:
     handle: Handle | None
     is_weight: bool
 
-    @property
-    def room_bytes(self) -> int:
-        """The most bytes that its place in a buffer takes."""
-        return self.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
-
 
 class TensorDescriber:
     """Describes the tensors of one call for a pickler, and collects their storages."""
@@ -268,49 +263,43 @@ def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
     """
     with torch.inference_mode(False), torch.no_grad():
         mappings = [None if layout.handle is None else mapped(layout.handle) for layout in layouts]
-        memory = _Memory([layout for layout, mapping in zip(layouts, mappings, strict=True) if mapping is None])
-        return [
-            memory.storage(layout) if mapping is None else MadeStorage(mapping, torch.device(layout.device), 0)
-            for layout, mapping in zip(layouts, mappings, strict=True)
-        ]
+        pairs = list(zip(layouts, mappings, strict=True))
+        buffers = _buffers([layout for layout, mapping in pairs if mapping is None and layout.is_weight])
+        return [_storage(layout, mapping, buffers) for layout, mapping in pairs]
 
 
-class _Memory:
-    """Allocates the storages of a call that are not mapped: weights in buffers, others each for itself."""
-
-    def __init__(self, layouts: Sequence[StorageLayout]) -> None:
-        groups = defaultdict[Any, list[StorageLayout]](list)
-        for layout in layouts:
-            if layout.is_weight:
-                groups[layout.device, layout.dtype].append(layout)
-        self._buffers = {key: _Buffer(self._allocate(group[0], _buffer_bytes(group))) for key, group in groups.items()}
-
-    def storage(self, layout: StorageLayout) -> MadeStorage:
-        """A storage of this layout."""
-        device = torch.device(layout.device)
-        if not layout.size_bytes:
-            return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
-        if layout.is_weight:
-            return MadeStorage(self._buffers[layout.device, layout.dtype].take(layout), device, -layout.start)
-        memory = self._allocate(layout, layout.size_bytes + layout.skew)
-        return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
-
-    def _allocate(self, layout: StorageLayout, size_bytes: int) -> torch.Tensor:
-        """Bytes on the layout's device, with numbers of its type."""
-        if layout.device == "cpu":
-            # One private mapping, whose pages take memory only when they are written.
-            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)
-        memory = torch.zeros(size_bytes, dtype=torch.uint8, device=layout.device)
-        if layout.dtype is not None:
-            _draw(memory, layout.dtype)
-        return memory
+def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:
+    """By device and type, one buffer for all weights."""
+    rooms = defaultdict[Any, list[int]](list)
+    for layout in weights:  # each takes this much at most
+        room_bytes = layout.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
+        rooms[layout.device, layout.dtype].append(room_bytes)
+    bytes_of = {key: min(sum(sizes), max(_WEIGHTS_BYTES, *sizes)) for key, sizes in rooms.items()}
+    return {(device, dtype): _Buffer(_allocate(device, dtype, size)) for (device, dtype), size in bytes_of.items()}
 
 
-def _buffer_bytes(weights: Sequence[StorageLayout]) -> int:
-    """The size of one buffer for all of them."""
-    rooms = [layout.room_bytes for layout in weights]
-    return min(sum(rooms), max(_WEIGHTS_BYTES, *rooms))
+def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffers: dict[Any, _Buffer]) -> MadeStorage:
+    device = torch.device(layout.device)
+    if mapping is not None:
+        return MadeStorage(mapping, device, 0)
+    if not layout.size_bytes:
+        return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
+    if layout.is_weight:
+        return MadeStorage(buffers[layout.device, layout.dtype].take(layout), device, -layout.start)
+    memory = _allocate(layout.device, layout.dtype, layout.size_bytes + layout.skew)
+    return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
+
+
+def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> torch.Tensor:
+    """Bytes on a device, with numbers of this type."""
+    if device == "cpu":
+        # One private mapping, whose pages take memory only when they are written.
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    if dtype is not None:
+        _draw(memory, dtype)
+    return memory
 
 
 @dataclass(slots=True)

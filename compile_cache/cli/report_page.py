@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from compile_cache.cli import options as opt
-from compile_cache.cli import terminal as out
+from compile_cache.cli import printing as out
 from compile_cache.errors import CompileCacheError, first_line
 from compile_cache.files import replacing
 from compile_cache.lifecycle.boot_report import BootReport
-from compile_cache.settings import Settings
-from compile_cache.storage.catalog import Catalog, read_catalog, read_record
-from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.timeline import MOST_SPANS, Span
 
 _MOST_REPORTS = 500
@@ -45,38 +39,28 @@ MEANINGS |= {"load": "restore, load, compare", "compile": "compile", "ahead": "c
 MEANINGS |= {"publish": "publish", "wait": "wait", "other": "other"}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredReport:
-    """A report and its file. `time_s` is when the boot started, in seconds since 1970; for a report that does not say
-    so, when the file was written."""
+class StoredReport(NamedTuple):
+    """A report and its file."""
 
     path: Path
     report: BootReport
-    time_s: float
 
 
-def write_report(paths: Sequence[Path], store: str | None, output: Path, trace: Path | None) -> None:
+def write_report(paths: Sequence[Path], output: Path, trace: Path | None) -> None:
     """Write the page and the trace, and print what is on the page.
 
     Raises:
-        CompileCacheError: a report cannot be read, the store cannot be listed, or there is nothing to show.
+        CompileCacheError: a report cannot be read.
         OSError: a file cannot be written.
     """
     found = find_reports(paths)
-    reports, settings = found[:_MOST_REPORTS], Settings.from_env(os.environ)
-    reading = None
-    if store is not None or settings.store != "off" or settings.layers:
-        reading = opt.open_reading(opt.read_settings(store))
-    page = page_of(reports, reading, time.time())
-    if reading is not None:
-        opt.warn_of_problems(reading)
-    for path, text in {output: page, trace: json.dumps(trace_of(reports))}.items():
+    reports = found[:_MOST_REPORTS]
+    for path, text in {output: page_of(reports, time.time()), trace: json.dumps(trace_of(reports))}.items():
         if path is not None:
             _write(path, text)
     if len(found) > _MOST_REPORTS:
         out.print_note(f"older reports that are left out: {len(found) - _MOST_REPORTS}")
-    stored = f" and the versions in {reading.location}" if reading else ""
-    out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}{stored}")
+    out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -104,9 +88,8 @@ def find_reports(paths: Sequence[Path]) -> list[StoredReport]:
             remedy = "A boot writes its report to the file that COMPILE_CACHE_REPORT names"
             raise CompileCacheError(f"{path} has no boot report. {remedy}")
         for file in files:
-            report = read_report(file)
-            found[file.resolve()] = StoredReport(file, report, report.started_s or file.stat().st_mtime)
-    return sorted(found.values(), key=lambda stored: (-stored.time_s, str(stored.path)))
+            found[file.resolve()] = StoredReport(file, read_report(file))
+    return sorted(found.values(), key=lambda stored: (-stored.report.started_s, str(stored.path)))
 
 
 def _is_meant_as_report(path: Path) -> bool:
@@ -152,12 +135,8 @@ def _with_infinity(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def lanes_of(report: BootReport) -> dict[str, list[list[Span]]]:
-    """The report's spans by lane, in rows in which no two overlap. Without spans, its phases stand one after the
-    other."""
+    """The report's spans by lane, in rows in which no two overlap."""
     spans = [Span(s.lane, s.name, max(0.0, s.start_s), max(0.0, s.seconds)) for s in report.spans[:MOST_SPANS]]
-    if not spans:
-        for name, seconds in report.phases.items():
-            spans.append(Span("setup", name, spans[-1].start_s + spans[-1].seconds if spans else 0.0, seconds))
     lanes: dict[str, list[list[Span]]] = {lane: [] for lane in _LANES}
     for span in sorted(spans, key=lambda span: span.start_s):
         rows = lanes.setdefault(span.lane, [])
@@ -199,44 +178,31 @@ class Bar(NamedTuple):
     is_label_beside: bool
 
 
-def page_of(reports: Sequence[StoredReport], store: ObjectStore | None, now_s: float) -> str:
-    """The page of some reports, the newest first, and of a store.
-
-    Raises:
-        CompileCacheError: the store cannot be listed, or there is nothing to show.
-    """
+def page_of(reports: Sequence[StoredReport], now_s: float) -> str:
+    """The page of some reports, the newest first."""
     import statistics  # these two take long, and the other commands do not need them
 
     from jinja2 import Environment, PackageLoader
 
-    catalog = read_catalog(store) if store else Catalog()
-    versions = sorted((v for v in catalog.versions if v.packs), key=lambda v: (-v.used_s, v.key.prefix))
-    if not reports and not versions:
-        where = f"{store.location} has no versions" if store else "there is no store"
-        raise CompileCacheError(f"there is nothing to show: {where}. Give boot reports: files, or folders")
-    names = {stored.report.model_name for stored in reports} - {""} or {version.key.model_name for version in versions}
+    names = {stored.report.model_name for stored in reports} - {""}
     history: dict[tuple[str, ...], list[BootReport]] = {}
     for report in (stored.report for stored in reports):
         key = (report.model_name, report.model_version, report.environment, _kind_of_boot(report))
         history.setdefault(key, []).append(report)
-    environments = dict.fromkeys(version.key.environment for version in versions) if store else {}
     loader = PackageLoader("compile_cache.cli", "")
     templates = Environment(loader=loader, autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True)
-    templates.filters |= {"time": out.time_text, "seconds": seconds_text, "size": out.size_text, "age": out.age_text}
+    templates.filters |= {"time": out.time_text, "seconds": seconds_text, "size": out.size_text}
     templates.filters |= {"short": out.short_version, "digest": out.short, "count": out.count_text}
     templates.filters |= {"kind": _kind_of_boot, "verdict": _verdict, "timeline": timeline_of}
     templates.filters["median"] = statistics.median
     return templates.get_template("report_page.html.jinja").render(
-        title=f"Boots of {names.pop()}" if len(names) == 1 else "Boots and compiled artifacts",
+        title=f"Boots of {names.pop()}" if len(names) == 1 else "Boots",
         now_s=now_s,
         reports=reports,
         kinds=MEANINGS,
         most_in_full=_MOST_IN_FULL,
-        longest_s=max((stored.report.ready_s for stored in reports), default=0.0) or 1.0,
+        longest_s=max(stored.report.ready_s for stored in reports) or 1.0,
         history=history,
-        store=store,
-        versions=versions,
-        environments={one: out.environment_text(read_record(store, catalog, one)) for one in environments if store},
     )
 
 

@@ -43,11 +43,11 @@ class RestoreReport:
     refused: list[RefusedPack] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The main figures for a log."""
+        """The main figures for a log. A plan has no times."""
+        times = f" in {self.seconds:.2f} s, waited {self.waited_s:.2f} s" if self.seconds or self.waited_s else ""
         return [
             f"restore: {self.outcome}{_from(self)}{f' ({self.reason})' if self.reason else ''}, "
-            f"{self.files} files, "
-            f"{self.stored_bytes / 1e6:.1f} MB in {self.seconds:.2f} s, waited {self.waited_s:.2f} s",
+            f"{self.files} files, {self.stored_bytes / 1e6:.1f} MB{times}",
             *(f"layer left out: {problem}" for problem in self.problems),
             *(f"refused pack {pack.name}: {pack.reason}" for pack in self.refused),
         ]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.errors import StoreUnavailable
-from compile_cache.key.cache_key import environment_for, key_for, version_for
+from compile_cache.errors import RefusedPack, StoreUnavailable
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
-from compile_cache.storage.cache import CompileCache
-from compile_cache.storage.catalog import explain_miss, predecessors
+from compile_cache.storage.catalog import explain_miss
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import Fetched
+from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, install
+from compile_cache.storage.publish import Publication
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores, open_stores
-from compile_cache.storage.verify import Rules
 from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
@@ -27,12 +27,12 @@ log = logging.getLogger("compile_cache")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The result of a restore. `cache` publishes under the boot's key; None if the key is unknown or the cache
+    """The result of a restore. `publication` publishes under the boot's key; None if the key is unknown or the cache
     directory cannot be written."""
 
     report: RestoreReport
     location: str
-    cache: CompileCache | None = None
+    publication: Publication | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,49 @@ class _Known:
     stores: Stores
     environment: Environment
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a boot would restore: its key and environment, and its report, as far as the heads of packs tell."""
+
+    key: CacheKey
+    environment: Environment
+    store: str
+    restore: RestoreReport
+
+
+def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], environ: Mapping[str, str]) -> Plan:
+    """Find what a boot on this machine would restore, without torch and without a cache directory.
+
+    The directory's number is assumed to be 0, as in a container. This reads only the packs' heads.
+
+    Raises:
+        StoreError: a store cannot be listed.
+        SettingsError: a path in `sources` does not exist.
+    """
+    stores = open_stores(settings)
+    environment = environment_for(settings, Path(settings.dir) / "0", environ)
+    key = key_for(settings, environment, model, version_for(settings, model, sources))
+    report = RestoreReport("miss")
+    own = PacksOfKey(stores.reading, key, Rules.of(settings))
+    for packs in candidates(own, stores.writing):
+        packs.refresh()
+        selection = packs.select()
+        report.refused += selection.refused
+        if selection.files:
+            used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+            report.packs, report.files = len(used), len(selection.files)
+            report.stored_bytes = sum(entry.size_bytes for entry in used)
+            report.outcome, report.reason = "hit", ""
+            if packs is not own:
+                report.outcome, report.reason = "seeded", f"nothing in {key.prefix}"
+                report.seeded_from = packs.key.model_version
+            break
+    else:
+        report.reason = explain_miss(stores.reading, key, environment)
+    report.problems = list(getattr(stores.reading, "problems", ()))
+    return Plan(key, environment, stores.reading.location, report)
 
 
 class Restore:
@@ -104,28 +147,30 @@ class Restore:
         differences = known.environment.differences(observed)
         if differences and not self._abandoned.is_set():
             failure = self._fetch_again(known.stores, observed)
-        cache = self._fetching.cache
-        if failure is not None or cache is None:
+        packs = self._fetching.packs
+        if failure is not None or packs is None:
             if self._fetching.done.is_set():
                 self._directory.empty_inbox()  # the disk was too small for the packs, and compiling needs the space
-            # A new cache, because a thread that has not ended still uses the other one.
-            return self._restored("failed", str(failure), self._cache(known.stores, observed))
-        return self._install(cache, "torch says otherwise: " + "; ".join(differences) if differences else "")
+            # New packs, because a thread that has not ended still uses the others.
+            packs, reason = self._packs(known.stores, observed), str(failure)
+            return self._restored("failed", reason, Publication(known.stores.writing, packs, observed, self._directory))
+        publication = Publication(known.stores.writing, packs, observed, self._directory)
+        return self._install(publication, "torch says otherwise: " + "; ".join(differences) if differences else "")
 
-    def _install(self, cache: CompileCache, contradiction: str) -> Restored:
+    def _install(self, publication: Publication, contradiction: str) -> Restored:
         fetched = self._fetching.fetched
         try:
-            files = cache.install(fetched)
+            files = install(fetched, self._directory)
         except OSError as error:
             return self._restored("failed", str(error))
-        reason = contradiction or f"nothing in {cache.key.prefix}"
+        reason = contradiction or f"nothing in {publication.packs.key.prefix}"
         if fetched.seeded_from:
-            return self._restored("seeded", reason, cache, files)
+            return self._restored("seeded", reason, publication, files)
         if files:
-            return self._restored("hit", contradiction, cache, files)
-        return self._restored("discarded" if contradiction else "miss", reason, cache)
+            return self._restored("hit", contradiction, publication, files)
+        return self._restored("discarded" if contradiction else "miss", reason, publication)
 
-    def _restored(self, outcome: str, reason: str, cache: CompileCache | None = None, files: int = 0) -> Restored:
+    def _restored(self, outcome: str, reason: str, publication: Publication | None = None, files: int = 0) -> Restored:
         fetched, stores = self._fetching.fetched, self._known.stores if self._known else None
         report = RestoreReport(
             outcome,
@@ -138,7 +183,7 @@ class Restore:
             seconds=fetched.seconds,
             refused=list(fetched.refused),
         )
-        return Restored(report, self._location, cache)
+        return Restored(report, self._location, publication)
 
     @property
     def _location(self) -> str:
@@ -160,55 +205,48 @@ class Restore:
             environment = self._environment or environment_for(self._settings, self._directory.path, self._environ)
             version = version_for(self._settings, self._model, self._sources)
             self._known = _Known(stores, environment, version)
-        self._fetch(self._cache(stores, environment), fetching)
+        self._fetch(self._packs(stores, environment), stores, environment, fetching)
 
     def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
         """Drop the files of the wrong environment, and fetch those of the observed one."""
 
         def run(fetching: _Fetching) -> None:
             self._directory.empty_inbox()
-            self._fetch(self._cache(stores, observed), fetching)
+            self._fetch(self._packs(stores, observed), stores, observed, fetching)
 
         self._fetching = _Fetching(run)
         self._fetching.start()
         return self._wait()
 
-    def _cache(self, stores: Stores, environment: Environment) -> CompileCache:
+    def _packs(self, stores: Stores, environment: Environment) -> PacksOfKey:
         version = self._known.version if self._known else ""
         key = key_for(self._settings, environment, self._model, version)
-        return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
+        return PacksOfKey(stores.reading, key, Rules.of(self._settings))
 
-    def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
-        """Fetch this key's packs. If there are none, take the packs of another version. If there are none either, find
-        out why."""
-        fetching.cache = cache
-        with noted("restore", "fetch"):
-            fetching.fetched = cache.fetch(self._abandoned)
-        if cache.is_empty:
-            with noted("restore", "other versions"):
-                fetching.fetched = self._seed(cache, fetching.fetched)
-        if cache.is_empty and not fetching.fetched.files and not self._abandoned.is_set():
-            fetching.done.set()  # nobody has to wait for the explanation
-            fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
-            log.info("restore.miss reason=%s", fetching.explanation)
-
-    def _seed(self, cache: CompileCache, own: Fetched) -> Fetched:
-        """The files of the model's newest other version for this environment, from the written store alone: so a new
-        version rolls a read-only layer back."""
-        refused, seconds = own.refused, own.seconds
-        for key in predecessors(cache.writing, cache.key) if cache.stores.writing else ():
-            fetched = cache.for_version(key).fetch(self._abandoned)
+    def _fetch(self, own: PacksOfKey, stores: Stores, environment: Environment, fetching: _Fetching) -> None:
+        """Fetch what a boot takes. If there is nothing, find out why."""
+        fetching.packs = own
+        refused: tuple[RefusedPack, ...] = ()
+        seconds = 0.0
+        for packs in candidates(own, stores.writing):
+            with noted("restore", "fetch" if packs is own else "other versions"):
+                fetched = fetch(packs, self._directory, self._abandoned)
             refused, seconds = refused + fetched.refused, seconds + fetched.seconds
             if fetched.files:
-                return replace(fetched, refused=refused, seconds=seconds, seeded_from=key.model_version)
-        return replace(own, refused=refused, seconds=seconds)
+                break
+        seeded_from = packs.key.model_version if fetched.files and packs is not own else ""
+        fetching.fetched = replace(fetched, refused=refused, seconds=seconds, seeded_from=seeded_from)
+        if not (own.known or fetched.files or self._abandoned.is_set()):
+            fetching.done.set()  # nobody has to wait for the explanation
+            fetching.explanation = explain_miss(stores.reading, own.key, environment)
+            log.info("restore.miss reason=%s", fetching.explanation)
 
 
 class _Fetching:
     """A fetch on its own thread, and its result. `done` is set when `fetched` and `failure` are final."""
 
     def __init__(self, work: Callable[[_Fetching], None]) -> None:
-        self.cache: CompileCache | None = None
+        self.packs: PacksOfKey | None = None
         self.fetched = Fetched()
         self.failure: Exception | None = None
         self.explanation = ""

@@ -70,11 +70,6 @@ class Catalog:
     records: dict[str, StoredObject] = field(default_factory=dict)
     strangers: tuple[StoredObject, ...] = ()
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of all packs."""
-        return sum(version.size_bytes for version in self.versions)
-
 
 def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
     """The catalog of all objects below `prefix`. Takes one request per 1,000 objects.
@@ -111,23 +106,16 @@ def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
     return Version(key, packs, tuple(entry for entry in entries if entry not in packs))
 
 
-def stored_versions(store: ObjectStore, key: CacheKey) -> Sequence[Version]:
-    """The versions of the key's model with packs for its environment. The version with the newest pack is first.
-
-    Raises:
-        StoreError: the store cannot be listed.
-    """
-    found = read_catalog(store, f"{key.environment_prefix}{key.model_name}/").versions
-    return sorted((version for version in found if version.packs), key=lambda version: -version.published_s)
-
-
 def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
-    """The newest other versions. A boot tries them in turn if its own version has nothing.
+    """The other versions of the key's model with packs for its environment, the newest pack first. A boot tries them in
+    turn if its own version has nothing.
 
     Raises:
         StoreError: the store cannot be listed.
     """
-    return [version.key for version in stored_versions(store, key) if version.key != key][:_MOST_PREDECESSORS]
+    versions = read_catalog(store, f"{key.environment_prefix}{key.model_name}/").versions
+    found = sorted((v for v in versions if v.packs and v.key != key), key=lambda v: -v.published_s)
+    return [version.key for version in found[:_MOST_PREDECESSORS]]
 
 
 def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:

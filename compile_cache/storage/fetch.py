@@ -1,23 +1,262 @@
-"""Fetches the chosen files of a key's packs from the store into a staging folder, and verifies them."""
+"""Fetches a key's files: reads the heads of its packs, chooses the files, and unpacks and verifies them in a folder.
+
+All packs of a key add up.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
-from compile_cache.storage.pack.format import Run, runs, unpack_run
-from compile_cache.storage.pack.manifest import PackFile
-from compile_cache.storage.selection import PacksOfKey
-from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.storage.catalog import predecessors
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_head, runs, unpack_run
+from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
+from compile_cache.storage.rules import (
+    HEAD_READ_BYTES,
+    WHOLE_PACK_BYTES,
+    HeadReader,
+    Rules,
+    StoredPack,
+    room_beside,
+)
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
-from compile_cache.storage.verify import WHOLE_PACK_BYTES, StoredPack
 
+# A key with more packs has mostly small packs. Their first read takes only the head.
+_MANY_PACKS = 16
 _MOST_LISTINGS = 5
+USED = "used-"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A file, and the number of the pack from which it is taken."""
+
+    pack: int
+    file: PackFile
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The sum of a key's packs: the chosen file for each path, with the number of its pack in `packs`. `refused` packs
+    are left out. `size_bytes` counts against the limit."""
+
+    packs: Sequence[StoredPack]
+    files: Mapping[str, Choice]
+    refused: tuple[RefusedPack, ...]
+    size_bytes: int
+
+    @property
+    def needed(self) -> dict[str, set[str]]:
+        """The chosen paths by the name of their pack."""
+        needed: dict[str, set[str]] = {}
+        for choice in self.files.values():
+            needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
+        return needed
+
+
+class PacksOfKey:
+    """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
+
+    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `seen` has
+    the logical key and the path of each file of all packs that were ever known, those deleted meanwhile among them, but
+    not of damaged ones.
+    """
+
+    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
+        self.store = store
+        self.key = key
+        self.rules = rules
+        self.known: dict[str, StoredPack] = {}
+        self.uses: set[str] = set()
+        self.seen: set[tuple[str, str]] = set()
+        self.is_listed = False
+        # Packs that count as absent, by name, with the kind of error.
+        self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
+
+    @property
+    def is_fully_known(self) -> bool:
+        """Whether the store has answered for every listed pack, with its head or with a final refusal."""
+        return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
+
+    def list(self) -> Sequence[StoredObject]:
+        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
+
+        Raises:
+            StoreError: the store cannot be listed.
+        """
+        found = self.store.list(self.key.prefix)
+        names = [entry.name.removeprefix(self.key.prefix) for entry in found]
+        self.uses = {name for name in names if name.startswith(USED)}
+        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+
+    def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
+        """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
+        merged into another one: then list again.
+
+        Raises:
+            StoreError: the store cannot be listed, or `abandoned` was set.
+        """
+        vanished: Sequence[str] = ()
+        for _ in range(_MOST_LISTINGS):
+            before, vanished = vanished, self._look(first_bytes, abandoned)
+            if not set(vanished) - set(before):
+                break  # the store lists this pack but does not have it, so it was not merged
+        for name in vanished:
+            self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
+        self.is_listed = True
+
+    def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
+        """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
+        entries = self.list()
+        first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
+        found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
+        vanished: list[str] = []
+        self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
+        reader = HeadReader(self.store, self.rules, found.values())
+
+        def look(entry: StoredObject) -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise Abandoned(f"{entry.name} was not read: the time is up")
+            try:
+                found[entry.name] = reader.read(entry, first_bytes, abandoned)
+            except ObjectNotFound:
+                vanished.append(entry.name)
+            except Abandoned:
+                raise
+            except (PackError, StoreError) as error:
+                self._refuse(entry.name, error)
+
+        unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
+        in_daemon_threads(look, unseen)
+        self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        self.seen |= self._files()
+        return vanished
+
+    def _files(self) -> set[tuple[str, str]]:
+        return {pair for pack in self.known.values() for pair in _keys_and_paths(pack)}
+
+    def add(self, pack: StoredPack) -> None:
+        """Add a pack that was just uploaded."""
+        self.known[pack.entry.name] = pack
+        self.seen |= _keys_and_paths(pack)
+
+    def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
+        """Count a pack as absent, because reading more of it failed. The files of a damaged pack may be published
+        again."""
+        pack = self.known.pop(entry.name, None)
+        if pack is not None and isinstance(error, PackError):
+            self.seen -= _keys_and_paths(pack) - self._files()
+        self._refuse(entry.name, error)
+
+    def _refuse(self, name: str, error: PackError | StoreError) -> None:
+        self._refused[name] = RefusedPack.after(name, error), type(error)
+
+    def forget_beginnings(self) -> None:
+        """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
+        self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
+
+    def select(self) -> Selection:
+        """The files to restore: those of all packs, up to the limit of unpacked bytes."""
+        limits, packs, too_large = self.rules.limits, [], []
+        keys: set[str] = set()
+        size_bytes = 0
+        for name, pack in self.known.items():
+            new = [file for file in pack.head.manifest.files if file.key not in keys]
+            more_bytes = sum(file.size_bytes for file in new)
+            if size_bytes + more_bytes > limits.size_bytes:
+                too_large.append(RefusedPack(name, f"all packs together unpack to more than {limits.size_bytes} bytes"))
+                continue
+            packs.append(pack)
+            keys.update(file.key for file in new)
+            size_bytes += more_bytes
+        files = choose([pack.head.manifest for pack in packs])
+        whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
+        return Selection(packs, whole, (*(refused for refused, _ in self._refused.values()), *too_large), size_bytes)
+
+    def room_beside(self, staged: Sequence[Pack]) -> Limits:
+        """What the limits leave for one more pack beside those of this key and the `staged` ones; nothing if they have
+        left no room for a stored one."""
+        if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
+            return Limits(0, 0, 0)
+        size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
+        return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
+
+    def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
+        return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
+
+    def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
+        """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
+        It is read as a boot reads it."""
+        try:
+            with pack.local.open("rb") as file:
+                read_head(file.read(pack.head.start), pack.name, room, self.rules.trusted)
+        except PackError as error:
+            return str(error)
+        if pack.stored_bytes > self.rules.limits.size_bytes:
+            return f"it has {pack.stored_bytes} bytes; {self.rules.limits.size_bytes} are allowed"
+        manifests = [head.manifest for head in self._heads([*staged, pack])]
+        files = choose(manifests)
+        if len(pack.manifest.files) > sum(choice.pack == len(manifests) - 1 for choice in files.values()):
+            return "another file of its key has its path in another case, or has it as a folder"
+        return ""
+
+
+def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
+    return {(file.key, file.path) for file in pack.head.manifest.files}
+
+
+def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+    """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
+    newest other versions in the written store alone, so that a new version rolls a read-only layer back.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    yield own
+    if not own.known and writing is not None:
+        yield from (PacksOfKey(writing, key, own.rules) for key in predecessors(writing, own.key))
+
+
+def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
+    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton would trust the record
+    and fail. Without the record it compiles the kernel."""
+    folder, _, name = path.rpartition("/")
+    if not (path.startswith("triton/") and name.startswith("__grp__")):
+        return False
+    kernel = name.removeprefix("__grp__").rpartition(".")[0]
+    return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))
+
+
+def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
+    """The chosen file for each path. The packs are in the order of their listing.
+
+    For each logical key, the first pack that has it wins. Paths that clash with a chosen one (file against folder,
+    case) are skipped.
+    """
+    chosen: dict[str, Choice] = {}
+    owners: dict[str, int] = {}
+    folded: set[str] = set()
+    folders: set[str] = set()
+    # Keep each folded path in memory once, because there may be many long paths.
+    paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
+    for number, manifest in enumerate(manifests):
+        for file in manifest.files:
+            path = paths[file.path.casefold()]
+            parents = {paths[folder] for folder in folders_of(path) if folder in paths}
+            is_free = path not in folded and path not in folders and not parents & folded
+            if is_free and owners.setdefault(file.key, number) == number:
+                chosen[file.path] = Choice(number, file)
+                folded.add(path)
+                folders |= parents
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +270,18 @@ class Staged:
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Verified files in the staging folder, by their path inside the cache directory, which does not have them yet.
-    They came from the objects `packs`; `superfluous` objects had no file that others lack."""
+    They came from the objects `packs`."""
 
     files: dict[str, Staged] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
-    superfluous: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
     seconds: float = 0.0
     seeded_from: str = ""
 
 
-def fetch(
-    packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = None, left_alone: Collection[str] = ()
-) -> Fetched:
-    """Read, verify and unpack the selected files of all packs but `left_alone`, in parallel. Other frames are not read.
+def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Event | None = None) -> Fetched:
+    """Read, verify and unpack the selected files of all packs into the inbox, in parallel. Other frames are not read.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
@@ -55,11 +291,11 @@ def fetch(
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
-    task = _Unpacking(packs.store, inbox, abandoned)
+    task = _Unpacking(packs.store, directory.inbox, abandoned)
     packs.refresh(WHOLE_PACK_BYTES, abandoned)
     listings = 1
     while True:
-        selection = packs.select(left_alone)
+        selection = packs.select()
         needed = selection.needed
         failures = task.unpack([(p, needed[p.entry.name]) for p in selection.packs if p.entry.name in needed])
         if not failures:
@@ -69,12 +305,31 @@ def fetch(
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(WHOLE_PACK_BYTES, abandoned)
+    stored_bytes = task.stored_bytes + sum(len(p.beginning) for p in selection.packs if p.entry.name in needed)
     packs.forget_beginnings()
     folders = [task.folder(pack) for pack in selection.packs]
     files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}
-    superfluous = tuple(pack.entry.name for pack in selection.packs if pack.entry.name not in needed)
     seconds = time.perf_counter() - started
-    return Fetched(files, tuple(needed), superfluous, selection.refused, task.stored_bytes, seconds)
+    return Fetched(files, tuple(needed), selection.refused, stored_bytes, seconds)
+
+
+def install(fetched: Fetched, directory: CacheDirectory) -> int:
+    """Move fetched files into the cache directory, each atomically. Returns their number.
+
+    Raises:
+        OSError: the cache directory cannot be written.
+    """
+    if fetched.seeded_from:
+        directory.outgoing.plant({path: staged.file.owner for path, staged in fetched.files.items()})
+    directory.outgoing.expect(fetched.files)
+    for path, staged in fetched.files.items():
+        target = f"{directory.path}/{path}"
+        try:
+            os.replace(staged.local, target)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.replace(staged.local, target)
+    return len(fetched.files)
 
 
 class _Unpacking:
@@ -86,7 +341,6 @@ class _Unpacking:
         self._inbox = inbox
         self._abandoned = abandoned
         self._done: set[tuple[str, int]] = set()
-        self._counted: set[str] = set()
         self._lock = threading.Lock()
 
     def folder(self, pack: StoredPack) -> Path:
@@ -135,6 +389,3 @@ class _Unpacking:
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
             self.stored_bytes += reader.requested_bytes
-            if pack.entry.name not in self._counted:
-                self._counted.add(pack.entry.name)
-                self.stored_bytes += len(pack.beginning)

@@ -1,147 +1,18 @@
-"""Verifies stored packs: the rules by which they are used or refused, their heads, and whole packs."""
+"""Verifies stored packs whole, or their heads alone, and says what is wrong with each."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from compile_cache.errors import (
-    ManifestTooLarge,
-    ObjectNotFound,
-    PackError,
-    PackForbidden,
-    RefusedPack,
-    SettingsError,
-    StoreError,
-    TooManyPacks,
-)
-from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.format import Head, head_bytes, read_head, runs, unpack_run
-from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
+from compile_cache.storage.pack.format import Head, runs, unpack_run
+from compile_cache.storage.pack.signing import TrustedKeys
+from compile_cache.storage.rules import HeadReader, Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.stores.transfer import ObjectReader, in_daemon_threads, read_exactly
-
-# A first read of 1 MiB gets all of a pack of usual size. A first read of 64 KiB gets the head of most packs.
-WHOLE_PACK_BYTES = 1 << 20
-HEAD_READ_BYTES = 64 << 10
-# A longer head waits for its turn: it is read while no other head is unpacked.
-_USUAL_HEAD_BYTES = 1 << 20
-_MOST_KEPT_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The limits, the trusted keys (without any, every pack is used), and the signer of new packs.
-
-    A signer without trusted keys trusts only itself. Otherwise a merge would re-sign packs that anybody uploaded.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    trusted: TrustedKeys = field(default_factory=TrustedKeys)
-    signer: Signer | None = None
-
-    def __post_init__(self) -> None:
-        """Let a signer without trusted keys trust itself."""
-        if self.signer and not self.trusted:
-            object.__setattr__(self, "trusted", TrustedKeys([self.signer.public_key]))
-
-    @classmethod
-    def of(cls, settings: Settings) -> Rules:
-        """The rules of a boot with these settings.
-
-        Raises:
-            SettingsError: a key is invalid, the signing key is not trusted, or `cryptography` is needed, but not
-                installed. The message names the variables.
-        """
-        signer, trusted, problems = None, TrustedKeys(), []
-        try:
-            signer = Signer(settings.signing_key) if settings.signing_key else None
-        except SettingsError as error:
-            problems.append(f"{PREFIX}SIGNING_KEY: {error}")
-        try:
-            trusted = TrustedKeys(settings.trusted_keys)
-        except SettingsError as error:
-            problems.append(f"{PREFIX}TRUSTED_KEYS: {error}")
-        if signer and trusted and signer.public_key not in trusted.texts:
-            problems.append(
-                f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
-                f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
-            )
-        if problems:
-            raise SettingsError("; ".join(problems))
-        return cls(trusted=trusted, signer=signer)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPack:
-    """A pack in the store: its verified head, and its first bytes as far as they are in memory."""
-
-    entry: StoredObject
-    head: Head
-    beginning: bytes = b""
-
-
-class HeadReader:
-    """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
-    pack.
-
-    Several threads may read. They fetch usual heads in parallel, but unpack and check one at a time. So memory holds
-    one unpacked manifest, and the files of the usable packs.
-    """
-
-    def __init__(self, store: ObjectStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
-        """`known` packs count against the limits. `room` is what is left of these."""
-        self._store = store
-        self._rules = rules
-        self.room = rules.limits
-        self._kept_bytes = 0
-        self._turn = threading.Lock()
-        for pack in known:
-            self.room = self.room.less(0, len(pack.head.manifest.files), pack.head.weight_bytes)
-
-    def read(
-        self, entry: StoredObject, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None
-    ) -> StoredPack:
-        """The pack with its verified head; the first read asks for `first_bytes`.
-
-        Raises:
-            TooManyPacks: the other heads leave no room for this one.
-            PackForbidden: the rules forbid the pack's use, or it lies in another key's place.
-            PackError: the pack is damaged. The message says how.
-            StoreError: the pack cannot be read.
-        """
-        limits = self._rules.limits
-        if entry.size_bytes > limits.size_bytes:
-            raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
-        beginning = read_exactly(self._store, entry.name, 0, min(first_bytes, entry.size_bytes), abandoned)
-        end = min(head_bytes(beginning, limits), entry.size_bytes)
-        if len(beginning) < end <= _USUAL_HEAD_BYTES:
-            beginning += read_exactly(self._store, entry.name, len(beginning), end - len(beginning), abandoned)
-
-        def read_at(start: int, size_bytes: int) -> bytes:
-            end = min(start + size_bytes, entry.size_bytes)
-            if end <= len(beginning) or end <= start:
-                return beginning[start:end]
-            return read_exactly(self._store, entry.name, start, end - start, abandoned)
-
-        folder, _, name = entry.name.rpartition("/")
-        with self._turn:
-            try:
-                head = read_head(read_at, name, self.room, self._rules.trusted)
-            except ManifestTooLarge as error:
-                if self.room == limits:
-                    raise
-                raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
-            if head.stored_bytes != entry.size_bytes:
-                raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
-            if head.manifest.key.prefix != f"{folder}/":
-                raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
-            self.room = self.room.less(0, len(head.manifest.files), head.weight_bytes)
-            self._kept_bytes += len(beginning)
-            return StoredPack(entry, head, beginning if self._kept_bytes <= _MOST_KEPT_BYTES else b"")
+from compile_cache.storage.stores.transfer import ObjectReader, in_daemon_threads
 
 
 class PackState(StrEnum):
@@ -168,11 +39,6 @@ class VerifiedPack:
     head: Head | None = None
     signed_by: str | None = None
 
-    @property
-    def refusal(self) -> RefusedPack:
-        """The pack in a report."""
-        return RefusedPack(self.entry.name, self.reason, self.state is not PackState.UNREADABLE)
-
 
 def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) -> Head:
     """Read a whole pack from `store`, verify everything in it, and keep nothing.
@@ -189,14 +55,12 @@ def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) ->
     return head
 
 
-def verify_whole(store: ObjectStore, entry: StoredObject, rules: Rules) -> VerifiedPack | None:
-    """Verify everything in one pack; None if the pack no longer exists."""
-    return _verify(store, entry, rules, lambda: verify_pack(store, entry.name, entry.size_bytes, rules))
-
-
 def verify_all(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    found = (verify_whole(store, entry, rules) for entry in entries)
+    found = (
+        _verify(store, entry, rules, functools.partial(verify_pack, store, entry.name, entry.size_bytes, rules))
+        for entry in entries
+    )
     return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 

@@ -136,7 +136,7 @@ class Mirror(ReadOnly):
             content = self._files.read(INDEX, 0, MOST_INDEX_BYTES + 1)
             found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
         except ObjectNotFound as error:
-            raise ObjectNotFound(f"{error}; make it with `compile-cache pull --to FOLDER`") from error
+            raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
         except ValueError as error:
             raise StoreError(f"cannot list {address_in(self.location, INDEX)}: {error}; make it again") from error
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))

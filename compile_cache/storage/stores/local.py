@@ -2,7 +2,7 @@
 
 Web servers list folders in many ways or not at all, so a folder behind one has its listing in a file:
 
-<folder>/index.json    {"objects": [{"name": "v1/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
+<folder>/index.json    {"objects": [{"name": "v2/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
 
 log = logging.getLogger("compile_cache")
 
@@ -124,6 +124,12 @@ def write_index(folder: Path) -> int:
     entries = [entry for entry in store.list("") if entry.name != INDEX]
     store.put(INDEX, msgspec.json.encode(_Index(entries)))
     return len(entries)
+
+
+def index_folder(store: ObjectStore) -> None:
+    """Write the index of a store that is a folder. Without it, a web server's readers would not see a change."""
+    if isinstance(store, LocalStore) and Path(store.location).is_dir():
+        write_index(Path(store.location))
 
 
 def parse_index(content: bytes) -> list[StoredObject]:

@@ -1,0 +1,249 @@
+"""Publishes a key's files: finds what the store lacks, packs it, puts it, and merges packs if there are too many.
+
+The store's listing, in the order of the store's own time, is the only index. All packs of a key add up. A pack's head
+names its content, so a boot reads only the frames that it needs, and a publisher uploads only new files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compile_cache.errors import ObjectNotFound, PackError, StoreError
+from compile_cache.key.environment import Environment
+from compile_cache.storage.directory import CacheDirectory, logical_key
+from compile_cache.storage.fetch import USED, PacksOfKey, choose
+from compile_cache.storage.pack.format import Pack, Source, sha256_of, write_pack
+from compile_cache.storage.pack.manifest import PackFile, is_plain
+from compile_cache.storage.rules import StoredPack
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.verify import verify_pack
+
+MOST_PACKS = 4
+# The first packs are small, so that the most valuable files are stored even if there is hardly any time.
+_SMALLEST_PART_BYTES = 4 << 20
+_LARGEST_PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """How many packs were merged and deleted, and the length of the pack that was stored instead, if any."""
+
+    packs: int = 0
+    stored_bytes: int = 0
+
+
+class Publication:
+    """Publishes files of `directory` under the key of `packs`. For one thread at a time.
+
+    Without a store to write, each method raises StoreError.
+    """
+
+    def __init__(
+        self, store: ObjectStore | None, packs: PacksOfKey, environment: Environment, directory: CacheDirectory
+    ) -> None:
+        self.packs = packs
+        self.directory = directory
+        self._store = store
+        self._environment = environment
+        # Files that the last `stage` left out, because no boot could restore them: why, by path.
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def _writing(self) -> ObjectStore:
+        if self._store is None:
+            raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
+        return self._store
+
+    def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
+        """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
+        owners, as `Outgoing.ready` has them. Files that no boot could restore are left out: see `left_out`.
+
+        Raises:
+            StoreError: the store was not listed before, and cannot be listed.
+            OSError: the staging folder cannot be written.
+        """
+        if not self.packs.is_listed:
+            self.packs.refresh()
+        self.left_out = {}
+        staged: list[Pack] = []
+        self.directory.empty_outbox()
+        for part in _parts(sorted(self._new(files), key=_by_value)):
+            self._write(part, creator, staged)
+        return tuple(staged)
+
+    def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
+        """The files that the store lacks. It has, or had, a file whose path or whose logical key is in a known pack."""
+        keys, paths = ({pair[place] for pair in self.packs.seen} for place in (0, 1))
+        for path, owner in files.items():
+            local, key = self.directory.path / path, logical_key(path)
+            if not is_plain(path):
+                self.left_out[path] = "no pack can have this path"
+                continue
+            if path not in paths and key in keys:
+                here = (other for other in paths if logical_key(other) == key)
+                key = _variant(key, [other for other in here if (self.directory.path / other).exists()])
+            if path not in paths and key not in keys:
+                yield Source(local, path, key, owner)
+
+    def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
+        """Write a part as a pack. If a boot would refuse it beside the others of its key, write its halves instead."""
+        room = self.packs.room_beside(staged)
+        why = f"its key has room for no more than {room}"
+        if sum(map(_size_bytes, part)) <= room.size_bytes and len(part) <= room.files:
+            pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
+            why = self.packs.why_refused(pack, room, staged)
+            if not why:
+                staged.append(pack)
+                return
+            pack.local.unlink()
+        if len(part) > 1:
+            middle = len(part) // 2
+            self._write(part[:middle], creator, staged)
+            self._write(part[middle:], creator, staged)
+        else:
+            self.left_out[part[0].path] = why
+
+    def is_superseded(self, pack: Pack) -> bool:
+        """Whether another container has meanwhile published a part of this staged pack."""
+        keys = {key for key, _ in self.packs.seen}
+        return any(file.key in keys for file in pack.manifest.files)
+
+    def publish(self, pack: Pack) -> None:
+        """Upload a staged pack: one PUT of an immutable object. Its files are not staged again.
+
+        Raises:
+            StoreError: the pack was not stored. No stored object has changed.
+        """
+        name, is_first = self.packs.key.prefix + pack.name, not self.packs.known
+        self._writing.put(name, pack.local)
+        entry = StoredObject(name, pack.stored_bytes, pack.manifest.created_s)
+        self.packs.add(StoredPack(entry, pack.head))
+        if is_first:
+            record = self.packs.key.environment_prefix + "environment.json"
+            self._writing.put(record, self._environment.to_json().encode())
+
+    def merge(self, creator: str) -> Merged:
+        """If the written store has more than four packs of this key, merge those whose files the directory has. The new
+        pack is read back before the others are deleted.
+
+        Any number of processes may merge at once, and each may be killed at any moment. Whoever deletes a pack has
+        stored its files in a later one, and has then seen that all merged packs were still there. If one of them is
+        gone, somebody else has merged or removed it, and the new pack is deleted instead.
+
+        Raises:
+            StoreError: the store failed. Nothing is lost.
+            PackError: the merged pack is damaged. Nothing was deleted.
+            OSError: the staging folder cannot be written.
+        """
+        store, directory, key, rules = self._writing, self.directory.path, self.packs.key, self.packs.rules
+        packs = PacksOfKey(store, key, rules)
+        packs.refresh()
+        if len(packs.known) <= MOST_PACKS:
+            return Merged()
+        merged, files = _mergeable(packs, directory)
+        if len(merged) < 2:
+            return Merged()
+        sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
+        self.directory.empty_outbox()
+        pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
+        if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:
+            return Merged()  # torch has just rewritten a file
+        name = key.prefix + pack.name
+        store.put(name, pack.local)
+        pack.local.unlink()
+        try:
+            verify_pack(store, name, pack.stored_bytes, rules)
+        except ObjectNotFound:  # somebody else has merged it already
+            return Merged()
+        except PackError:
+            store.delete(name)
+            raise
+        if not merged.keys() <= {entry.name for entry in packs.list()}:
+            store.delete(name)
+            return Merged()
+        for old in merged:
+            store.delete(old)
+        return Merged(len(merged), pack.stored_bytes)
+
+    def mark_used(self, today: str) -> None:
+        """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.
+
+        The name has no time of day, so a thousand boots in a day write one object.
+
+        Raises:
+            StoreError: the use cannot be recorded.
+        """
+        name = USED + today
+        if not self.packs.known or name in self.packs.uses:
+            return
+        self._writing.put(self.packs.key.prefix + name, b"")
+        for older in [use for use in self.packs.uses if use < name]:
+            self._writing.delete(self.packs.key.prefix + older)
+        self.packs.uses = {name}
+
+
+def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
+    """The packs of this signer (unsigned ones, if there is none) of which every file is here, or has a logical key that
+    comes from another of these packs; and the files to put into the merged pack, by path."""
+    signer = packs.rules.signer
+    own = signer.public_key if signer else None
+    found = {name: pack for name, pack in packs.known.items() if pack.head.signed_by == own}
+    while True:
+        chosen = {path: choice.file for path, choice in choose([p.head.manifest for p in found.values()]).items()}
+        missing = {file.key for path, file in chosen.items() if not _is_here(directory / path, file)}
+        keys = {file.key for file in chosen.values()} - missing
+        whole = {name: p for name, p in found.items() if all(file.key in keys for file in p.head.manifest.files)}
+        if len(whole) == len(found):
+            return whole, chosen
+        found = whole
+
+
+def _is_here(local: Path, file: PackFile) -> bool:
+    try:
+        return local.stat().st_size == file.size_bytes and sha256_of(local) == file.sha256
+    except FileNotFoundError:
+        return False
+
+
+def _variant(key: str, siblings: Sequence[str]) -> str:
+    """The logical key of a further entry under `key`, beside the stored `siblings` that this process has. Without any,
+    `key` itself: the entry is for the same as a stored one.
+
+    Inductor keeps several graphs under one key, with guards on sizes, and compiles another one if none of them applies.
+    """
+    if not siblings:
+        return key
+    names = "\n".join(sorted(os.path.basename(path) for path in siblings))
+    return f"{key}/after/{hashlib.sha256(names.encode()).hexdigest()[:32]}"
+
+
+def _by_value(source: Source) -> tuple[int, str]:
+    """The sort key by value: graph entries first, because they save lowering and code generation; then compiled code;
+    then the rest."""
+    if source.key != source.path:
+        return 0, source.path
+    return (1 if source.path.endswith((".so", ".cubin", ".hsaco", ".py")) else 2), source.path
+
+
+def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """`sources` in order, in parts of limited size. Each limit is twice the one before."""
+    part: list[Source] = []
+    size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
+    for source in sources:
+        # All files of a logical key go into one pack, because a restore takes them from the first pack that has the
+        # key.
+        if part and size_bytes > most_bytes and source.key != part[-1].key:
+            yield part
+            part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
+        part.append(source)
+        size_bytes += _size_bytes(source)
+    if part:
+        yield part
+
+
+def _size_bytes(source: Source) -> int:
+    return source.local.stat().st_size if source.local.exists() else 0
