@@ -13,8 +13,8 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 QUANTIZE := $(VENV)/quantize
 
 # An hour. `make test` has a small part of it.
-SOAKS := "fuzz_packs.py --cases 20000" "soak_publish.py --rounds 200" \
-  "soak_publish.py --calm --rounds 3 --processes 100 --store s3" \
+SOAKS := "soak_publish.py --rounds 200" \
+  "soak_publish.py --calm --rounds 3 --store s3" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 

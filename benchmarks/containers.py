@@ -1,6 +1,6 @@
 """Simulated containers: what the soaks share. A fake compile, a cache over a store, and a store that counts.
 
-Nothing here imports torch: a publisher stages what it finds in its cache directory, whoever wrote it.
+Nothing here imports torch: a publisher stages what is handed over, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from compile_cache.errors import PackError, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import detect_environment
 from compile_cache.storage.directory import CacheDirectory, logical_key
-from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.fetch import Fetched, PacksOfKey, fetch, install
+from compile_cache.storage.pack.format import PACK_NAME, Pack
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, StoredObject, Stores
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.verify import verify_pack
 
@@ -122,20 +123,51 @@ def files_in(folder: Path) -> Iterator[str]:
     return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def open_cache(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[CompileCache, CacheDirectory]:
-    """A container's cache, and its own directory below `root`."""
-    directory = CacheDirectory.claim(root)
-    return CompileCache(Stores(store, store), key, ENVIRONMENT, directory, Rules()), directory
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A container's own: what it publishes, and its directory."""
+
+    publication: Publication
+
+    @property
+    def directory(self) -> CacheDirectory:
+        """The cache directory."""
+        return self.publication.directory
+
+    def restore(self) -> Fetched:
+        """Fetch and install the key."""
+        fetched = fetch(self.publication.packs, self.directory)
+        install(fetched, self.directory)
+        return fetched
+
+    def hand_over(self) -> None:
+        """Let everything be published that was not restored, as if a compiler had just finished it."""
+        self.directory.outgoing.hand_over(self.directory.outgoing.appeared())
+
+    def stage(self) -> Sequence[Pack]:
+        """Packs of all that."""
+        self.hand_over()
+        return self.publication.stage(self.directory.outgoing.ready(), "the benchmark")
+
+    def publish(self) -> None:
+        """Put them."""
+        for pack in self.stage():
+            self.publication.publish(pack)
+
+
+def open_cache(store: ObjectStore, root: Path, key: CacheKey = KEY) -> Cache:
+    """A container's cache, with its own directory below `root`."""
+    packs = PacksOfKey(store, key, Rules())
+    return Cache(Publication(store, packs, ENVIRONMENT, CacheDirectory.claim(root)))
 
 
 def restored_keys(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[set[str], list[str]]:
     """What the next container restores: its logical keys, and a line for each thing that is not as it should be."""
-    cache, directory = open_cache(store, root, key)
-    fetched = cache.fetch()
-    problems = [f"{pack.name} is refused: {pack.reason}" for pack in fetched.refused]
-    cache.install(fetched)
-    paths = list(files_in(directory.path))
-    problems += [f"{path} is wrong" for path in paths if not is_right(path, (directory.path / path).read_bytes())]
+    cache = open_cache(store, root, key)
+    problems = [f"{pack.name} is refused: {pack.reason}" for pack in cache.restore().refused]
+    folder = cache.directory.path
+    paths = list(files_in(folder))
+    problems += [f"{path} is wrong" for path in paths if not is_right(path, (folder / path).read_bytes())]
     return {logical_key(path) for path in paths}, problems
 
 

@@ -1,7 +1,7 @@
 """Processes that publish overlapping sets of artifacts at once under one key, while some are killed.
 
     python benchmarks/soak_publish.py --rounds 200 --processes 32 --seed 0 --store local
-    python benchmarks/soak_publish.py --calm --rounds 1 --processes 100 --store s3
+    python benchmarks/soak_publish.py --calm --rounds 3 --store s3
 
 Each process is a container with a cache directory of its own: it restores, writes what a compile would, with bytes
 and file names of its own under logical keys that all share, publishes through a `Publisher`, and does so again. Some
@@ -47,7 +47,6 @@ from containers import (
     damaged,
     files_in,
     graph,
-    make_content,
     open_cache,
     packs_in,
     restored_keys,
@@ -67,7 +66,8 @@ LEAST_FINISHED = 0.5
 MOST_PACKS_LEFT, MOST_UPLOADED = 5, 3.0  # of a calm round
 # A publisher's pace, so that a round takes some seconds. In a fleet no prediction is disturbed by a merge.
 PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}
-CALM_PACE = {"_SPREAD_S": 1.0, "_MERGE_AFTER_S": 0.5}
+CALM_PACE = {"_MERGE_AFTER_S": 1.0}
+_CALM_COMPILE_S = 5.0  # at most
 PATIENCE_S, CALM_PATIENCE_S = 60.0, 600.0
 _GRAPHS = 20
 _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
@@ -75,7 +75,7 @@ _NEW_GRAPH_BYTES = (2 << 10, 4 << 10, 16 << 10)
 _NEW_ARTIFACTS = 3
 # Kinds of calls to the store, and how many moments, just before or just after one, a process may have of each.
 _CALLS = {"any": 40, "list": 4, "put pack": 2, "read pack": 12, "delete pack": 4}
-_KILLED = 0.4
+_KILLED = 0.6  # a third of them: the others end before their moment
 _STALLED = 0.2
 _MERGES = 0.4
 _STALL_S = (0.1, 0.8)
@@ -97,7 +97,6 @@ class Turn:
 
     seed: int
     artifacts: tuple[Artifact, ...]
-    rewrites: bool = False
     is_stopped: bool = False
     merges: bool = False
     death: Moment | None = None
@@ -124,7 +123,6 @@ def make_turn(seed: int, round_number: int, number: int, is_calm: bool = False) 
     return Turn(
         chance.getrandbits(64),
         chosen,
-        rewrites=chance.random() < 0.1,
         is_stopped=chance.random() < 0.25,
         merges=merges,
         death=make_moment(chance) if is_killed and not at_once else None,
@@ -181,7 +179,7 @@ class Container:
     def __init__(self, url: str, root: Path) -> None:
         self._store = MortalStore(open_url(url))
         self._told = root.with_suffix(".jsonl")
-        self._cache, self._directory = open_cache(self._store, root)
+        self._cache = open_cache(self._store, root)
 
     def live(self, turns: Sequence[Turn]) -> None:
         """Boot in the first turn, publish in all, and end."""
@@ -207,23 +205,21 @@ class Container:
             file.write(json.dumps(told) + "\n")
 
     def _boot(self) -> None:
-        fetched = self._cache.fetch()
-        self._cache.install(fetched)
+        refused = self._cache.restore().refused
         self._say("booted")
-        for pack in fetched.refused:
+        for pack in refused:
             self._say("incomplete" if not pack.is_final else "wrong", text=f"{pack.name} is refused: {pack.reason}")
 
     def _publish(self, turn: Turn) -> None:
-        folder, chance = self._directory.path, random.Random(turn.seed)
+        folder, chance = self._cache.directory.path, random.Random(turn.seed)
+        time.sleep(chance.uniform(0.0, _CALM_COMPILE_S) if turn.is_calm else 0.0)
         compile_missing(folder, turn.artifacts, turn.seed)
-        if turn.rewrites:  # in place, as Triton's autotuner does: it is published as one that replaces another
-            path = chance.choice(sorted(path for path in files_in(folder) if logical_key(path) == path))
-            (folder / path).write_bytes(make_content(path, 4 << 10, chance))
+        self._cache.hand_over()
         keys = {logical_key(path) for path in files_in(folder)}
         self._say("publishing")
         boot = BootReport()
         report = boot.publish
-        running = publisher.Publisher(self._cache, boot, Settings(exit_budget_s=PATIENCE_S))
+        running = publisher.Publisher(self._cache.publication, boot, Settings(exit_budget_s=PATIENCE_S))
         running.start()
         if not turn.is_stopped:
             if running.wait(PATIENCE_S) and not report.failures:
@@ -238,7 +234,7 @@ class Container:
         if report.merged_packs:
             self._say("merged")
         for _ in range(2 if turn.merges else 0):  # the second finds packs that others are deleting
-            if self._cache.merge("a process").packs:
+            if self._cache.publication.merge("a process").packs:
                 self._say("merged")
 
 
@@ -330,13 +326,13 @@ class Soak:
     def _check_calm(self, done: Round) -> None:
         """What a fleet left, once the next container has merged it, and what it uploaded."""
         store = open_url(self._url)
-        following, _ = open_cache(store, self._folder / "following")
-        following.install(following.fetch())
-        following.merge("the next container")
+        following = open_cache(store, self._folder / "following")
+        following.restore()
+        following.publication.merge("the next container")
         turns = (make_turn(self._seed, done.number, process, True) for process in range(self._processes))
-        alone, directory = open_cache(LocalStore(self._folder / "nothing"), self._folder / "alone")
-        compile_missing(directory.path, {artifact for turn in turns for artifact in turn.artifacts}, 0)
-        uploaded = done.uploaded_bytes / sum(pack.stored_bytes for pack in alone.stage((), "alone"))
+        alone = open_cache(LocalStore(self._folder / "nothing"), self._folder / "alone")
+        compile_missing(alone.directory.path, {artifact for turn in turns for artifact in turn.artifacts}, 0)
+        uploaded = done.uploaded_bytes / sum(pack.stored_bytes for pack in alone.stage())
         if len(packs_in(store)) > MOST_PACKS_LEFT or uploaded > MOST_UPLOADED:
             done.violations.append(f"{len(packs_in(store))} packs are left, and {uploaded:.2f} caches were uploaded")
 

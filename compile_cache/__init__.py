@@ -12,8 +12,8 @@ from compile_cache.errors import CompileCacheError
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.lifecycle.boot import Boot, boot
 from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.settings import VERSION
 
-# The project's one version: pyproject.toml reads it, so that a copied folder has it too.
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "__version__", "boot"]

@@ -10,6 +10,8 @@ from typing import Any
 
 from compile_cache.errors import SettingsError
 
+# The project's one version: pyproject.toml reads it, so that a copied folder has it too.
+VERSION = "0.1.0"
 PREFIX = "COMPILE_CACHE_"
 
 SCOPES = ("regional", "whole", "off")

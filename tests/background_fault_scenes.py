@@ -148,7 +148,10 @@ def not_started() -> dict[str, Any]:
         cache = Path(boot.report.cache_dir)
         cache.with_name("a").touch()
     assert boot.wait_compiled(PATIENCE_S)
-    told = {"regions": told_of(boot, model, (Wide,)), "unproved": sorted(boot._regions.withheld)}
+    told = {
+        "regions": told_of(boot, model, (Wide,)),
+        "ready": sorted(boot._regions.policy.outgoing.ready(is_ending=True)),
+    }
     served_alone(boot, model, Wide)
     return told | {"report": report(boot)}
 
@@ -157,22 +160,24 @@ def arriving() -> dict[str, Any]:
     """When an artifact may be published: the publisher may look at any moment."""
     from compile_cache.background.orders import Workshop
 
-    withheld: dict[str, bool] = {}
+    ready: dict[str, bool] = {}
     take = Workshop.take
 
-    def look_and_take(self: Workshop, paths: Any) -> None:
-        path = next(path for path in paths if path.endswith(".aot"))
-        withheld["before_its_file"] = path in boot._regions.withheld
+    def take_and_look(self: Workshop, paths: Any) -> None:
         take(self, paths)
+        outgoing = boot._regions.policy.outgoing
+        outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
+        ready["with_its_file"] = bool({*paths} & outgoing.ready().keys())
 
-    Workshop.take = look_and_take
+    Workshop.take = take_and_look
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide
 
         model = begun(boot, (Wide,))
     assert boot.wait_compiled(PATIENCE_S)
-    (path,) = boot._regions.policy._orders.arrived_s
-    withheld["before_its_call"] = path in boot._regions.withheld
+    outgoing = boot._regions.policy.outgoing
+    (path,) = [path for path in outgoing.ready(is_ending=True) if path.endswith(".aot")]
+    ready["before_its_call"] = path in outgoing.ready()
     served_alone(boot, model, Wide)
-    withheld["after_its_call"] = path in boot._regions.withheld
-    return {"withheld": withheld}
+    ready["after_its_call"] = path in outgoing.ready()
+    return {"ready": ready}

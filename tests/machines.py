@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import Fetched
+from compile_cache.storage.fetch import Fetched, PacksOfKey, fetch, install
 from compile_cache.storage.pack.format import Pack
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.publish import Publication
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One boot on one machine: a cache directory of its own, and a cache over a store that others use too."""
+    """One boot on one machine: a cache directory of its own, and a store that others use too."""
 
-    cache: CompileCache
-    directory: CacheDirectory
+    publication: Publication
+
+    @property
+    def directory(self) -> CacheDirectory:
+        return self.publication.directory
+
+    @property
+    def packs(self) -> PacksOfKey:
+        return self.publication.packs
 
     def write(self, files: dict[str, bytes]) -> None:
         write_files(self.directory.path, files)
@@ -25,9 +33,12 @@ class Machine:
     def files(self) -> dict[str, bytes]:
         return read_files(self.directory.path)
 
+    def fetch(self, directory: CacheDirectory | None = None, abandoned: threading.Event | None = None) -> Fetched:
+        return fetch(self.packs, directory or self.directory, abandoned)
+
     def restore(self) -> Fetched:
-        fetched = self.cache.fetch()
-        self.cache.install(fetched)
+        fetched = self.fetch()
+        install(fetched, self.directory)
         return fetched
 
     def restored(self) -> dict[str, bytes]:
@@ -35,16 +46,23 @@ class Machine:
         self.restore()
         return self.files()
 
+    def stage(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
+        """Packs of everything that no restore brought."""
+        outgoing = self.directory.outgoing
+        outgoing.hand_over(outgoing.appeared())
+        files = {path: owner for path, owner in outgoing.ready().items() if path not in withheld}
+        return self.publication.stage(files, "the test")
+
     def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
-        packs = self.cache.stage(withheld, "the test")
+        packs = self.stage(withheld)
         for pack in packs:
-            self.cache.publish(pack)
+            self.publication.publish(pack)
         return packs
 
     def publish_after_a_look(self) -> list[str]:
         """Publish what is new after another look at the store, as the publisher does; the packs' names."""
-        self.cache.refresh()
-        return [self.cache.key.prefix + pack.name for pack in self.publish()]
+        self.packs.refresh()
+        return [self.packs.key.prefix + pack.name for pack in self.publish()]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -416,7 +416,7 @@ def paths_of(pack: Path) -> list[str]:
     from compile_cache.storage.pack.signing import TrustedKeys
 
     content = pack.read_bytes()
-    head = read_head(lambda start, size: content[start : start + size], pack.name, Limits(), TrustedKeys())
+    head = read_head(content, pack.name, Limits(), TrustedKeys())
     return [file.path for file in head.manifest.files]
 
 

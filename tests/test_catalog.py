@@ -24,7 +24,7 @@ from compile_cache.storage.stores.local import LocalStore
 
 PACK = "a" * 64 + ".pack"
 OTHER_PACK = "b" * 64 + ".pack"
-FOLDER = "v1/0a/org--model/1/"
+FOLDER = "v2/0a/org--model/1/"
 
 
 def listing(*names: str) -> Catalog:
@@ -61,19 +61,19 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
 @pytest.mark.parametrize(
     "name",
     [
-        "v1/readme.txt",
-        "v1/0a/notes.json",
-        "v1/0a/org--model/1/deeper/" + PACK,
-        "v2/0a/org--model/1/" + PACK,
+        "v2/readme.txt",
+        "v2/0a/notes.json",
+        "v2/0a/org--model/1/deeper/" + PACK,
+        "v1/0a/org--model/1/" + PACK,
         "index.json",
-        "v1/0a/../1/" + PACK,
-        "v1/0a/.hidden/1/" + PACK,
-        "v1/0a/org model/1/" + PACK,
-        "v1/0a/\x1b[31mred/1/" + PACK,
-        "v1/0a/two\nlines/1/" + PACK,
-        "v1/\x1b]0;title\x07/environment.json",
-        "v1/0a/org--model/1/\x1b[2J.pack",
-        f"v1/0a/{'m' * 129}/1/{PACK}",
+        "v2/0a/../1/" + PACK,
+        "v2/0a/.hidden/1/" + PACK,
+        "v2/0a/org model/1/" + PACK,
+        "v2/0a/\x1b[31mred/1/" + PACK,
+        "v2/0a/two\nlines/1/" + PACK,
+        "v2/\x1b]0;title\x07/environment.json",
+        "v2/0a/org--model/1/\x1b[2J.pack",
+        f"v2/0a/{'m' * 129}/1/{PACK}",
     ],
 )
 def test_what_no_boot_would_have_named_is_a_stranger(name):
@@ -86,12 +86,12 @@ def test_what_no_boot_would_have_named_is_a_stranger(name):
 def test_a_store_of_each_kind_is_read_from_its_listing(store, key, environment):
     name = put_pack(store, key)
     put_record(store, environment)
-    store.put("v1/readme.txt", b"hello")
+    store.put("v2/readme.txt", b"hello")
     catalog = read_catalog(store)
     assert [(version.key, [pack.name for pack in version.packs]) for version in catalog.versions] == [(key, [name])]
     assert read_record(store, catalog, key.environment) == environment
-    assert [entry.name for entry in catalog.strangers] == ["v1/readme.txt"]
-    assert read_catalog(store, "v1/other/") == Catalog()
+    assert [entry.name for entry in catalog.strangers] == ["v2/readme.txt"]
+    assert read_catalog(store, "v2/other/") == Catalog()
 
 
 # Records.
@@ -100,7 +100,7 @@ def test_a_store_of_each_kind_is_read_from_its_listing(store, key, environment):
 def record_of(local: LocalStore, content: bytes) -> Environment | None:
     """What is read of a record that an attacker has given the right name."""
     digest = hashlib.sha256(content).hexdigest()[:32]
-    local.put(f"v1/{digest}/environment.json", content)
+    local.put(f"v2/{digest}/environment.json", content)
     return read_record(local, read_catalog(local), digest)
 
 
@@ -110,7 +110,7 @@ def with_value(environment: Environment, **values: object) -> bytes:
 
 def test_an_environment_without_a_record_or_with_that_of_another_digest_has_none(local, environment):
     assert read_record(local, read_catalog(local), "0a") is None
-    local.put("v1/0a/environment.json", environment.to_json().encode())
+    local.put("v2/0a/environment.json", environment.to_json().encode())
     assert read_record(local, read_catalog(local), "0a") is None
 
 
@@ -190,6 +190,6 @@ def test_a_miss_is_explained_by_the_nearest_that_is_stored(local, key, environme
 def test_a_forged_record_explains_nothing_and_is_not_shown(local, key, environment):
     elsewhere = replace(environment, gpu="")
     put_pack(local, replace(key, environment=elsewhere.digest))
-    local.put(f"v1/{elsewhere.digest}/environment.json", with_value(environment, gpu="\x1b[31m"))
+    local.put(f"v2/{elsewhere.digest}/environment.json", with_value(environment, gpu="\x1b[31m"))
     line = explain_miss(local, key, environment)
     assert line == "org--model is stored for another environment, whose record cannot be read"

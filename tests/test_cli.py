@@ -62,7 +62,7 @@ def digest_of(name: str) -> str:
 
 
 def packs(local: LocalStore) -> set[str]:
-    return {entry.name for entry in local.list("v1/") if entry.name.endswith(".pack")}
+    return {entry.name for entry in local.list("v2/") if entry.name.endswith(".pack")}
 
 
 # ls
@@ -73,7 +73,7 @@ def test_ls_lists_what_was_used_last_first_with_totals_and_the_environments_summ
     new = put_pack(local, replace(key, model_version="new"))
     put_record(local, environment)
     mark = replace(key, model_version="old").prefix + "used-2026-11-20"
-    for other in (mark, "v1/notes.txt"):
+    for other in (mark, "v2/notes.txt"):
         local.put(other, b"")
     for name, days in ((mark, 0), (new, 3), (old, 40)):
         set_age(root, name, days, 1_800_000_000)
@@ -124,7 +124,7 @@ def test_nothing_in_a_store_reaches_the_terminal_as_a_command(run, local, key, e
     plain = replace(environment, gpu="[link=https://example.com]GPU[/link]")
     name = put_pack(local, replace(key, environment=plain.digest), {"[red]a": b""}, creator="[blink]creator")
     put_record(local, plain)
-    local.put(f"v1/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
+    local.put(f"v2/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
     said = {
         command[0]: run(*command)
         for command in (["ls"], ["show", digest_of(name), "--files"], ["verify"], ["rm", "org--model", "--yes"])
@@ -166,7 +166,7 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
     [
         ("org--model/v10", "v10"),
         ("org--model/v1", "v1"),
-        ("{digest}/org--model/v1/", "v1"),
+        ("{digest}/org--model/v2/", "v1"),
         ("{digest}/org--model/v2", "v2"),
         ("org--model/0123456789ab", "0123456789abcdef" * 2),
         ("{pack:.12}", "v10"),
@@ -199,7 +199,7 @@ def test_a_slash_ends_a_models_name(run, local, key):
     assert packs(local) == {longer}
 
 
-@pytest.mark.parametrize("text", ["", "/", "v1/", " ", "org--model/v3", "org--model/version-1/x"])
+@pytest.mark.parametrize("text", ["", "/", "v2/", " ", "org--model/v3", "org--model/version-1/x"])
 def test_what_names_nothing_is_refused(run, local, key, text):
     name = put_pack(local, key)
     for command in (["rm", text, "--yes"], ["show", text, "--json"], ["rm", "org--model", text, "--yes"]):
@@ -277,8 +277,8 @@ def test_what_is_copied_can_be_served_and_copied_on_and_is_the_same(run, local, 
     index = json.loads((baked / "index.json").read_text())
     assert {entry["name"] for entry in index["objects"]} == {entry.name for entry in local.list("")}
     assert run("copy", "--from", baked, "--to", further).code == 0
-    copies = {entry.name: local.read(entry.name) for entry in local.list("v1/")}
-    assert {entry.name: LocalStore(further).read(entry.name) for entry in LocalStore(further).list("v1/")} == copies
+    copies = {entry.name: local.read(entry.name) for entry in local.list("v2/")}
+    assert {entry.name: LocalStore(further).read(entry.name) for entry in LocalStore(further).list("v2/")} == copies
     assert run("copy", "--to", baked).out == f"copied 0 packs, 0 bytes, to {baked}; 1 pack there already\n"
 
 
@@ -380,7 +380,7 @@ def test_rm_deletes_versions_and_packs_that_are_named_and_no_others(run, local, 
     found = run("rm", "org--model/version-1", digest_of(other)[:12], "--yes")
     assert found.code == 0
     assert sorted(found.lines[-4:-1]) == sorted(f"removed {name}" for name in (first, second, other))
-    assert {entry.name for entry in local.list("v1/")} == {kept}
+    assert {entry.name for entry in local.list("v2/")} == {kept}
     assert [one["name"] for one in run("rm", digest_of(kept), "--yes", "--json").json["removed"]] == [kept]
 
 
@@ -412,7 +412,7 @@ def test_explain_says_hit_with_files_and_bytes_where_a_boot_would_hit(run, local
 
 def test_explain_says_from_which_version_a_boot_would_be_seeded(run, local, variables, root):
     put_pack(local, replace(explained_key(run), model_version="earlier"))
-    assert run("explain", MODEL).lines[-1].startswith("restore: seeded from version earlier (nothing in v1/")
+    assert run("explain", MODEL).lines[-1].startswith("restore: seeded from version earlier (nothing in v2/")
     variables.setenv("COMPILE_CACHE_STORE", "off")
     variables.setenv("COMPILE_CACHE_LAYERS", str(root))  # a layer seeds nothing
     assert run("explain", MODEL).lines[-1].startswith("restore: miss (version ")
@@ -467,8 +467,8 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
     restore.start()
     restore._fetching.done.wait(60)
-    assert restore._fetching.cache is not None, restore._fetching.failure
-    assert explained_key(run) == restore._fetching.cache.key
+    assert restore._fetching.packs is not None, restore._fetching.failure
+    assert explained_key(run) == restore._fetching.packs.key
 
 
 def test_explain_warns_where_nothing_is_restored(run, variables):

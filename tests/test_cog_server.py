@@ -144,7 +144,7 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
         running.wait_ready()
         running.stop(signal.SIGKILL)
     left = LocalStore(tmp_path / "store")
-    for entry in left.list("v1/"):
+    for entry in left.list("v2/"):
         if entry.name.endswith(".pack"):
             verify_pack(left, entry.name, entry.size_bytes, Rules())
     assert boot_once(environ).compiled_now == 0

@@ -82,7 +82,7 @@ def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path
     copied = copy(store, target)
     assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
     arrived = read_files(tmp_path / "target")
-    assert arrived == {name: store.read(name) for name in [*names, f"v1/{environment.digest}/environment.json"]}
+    assert arrived == {name: store.read(name) for name in [*names, f"v2/{environment.digest}/environment.json"]}
 
 
 def test_a_store_of_each_kind_takes_what_a_folder_has(source, store, key, environment):
@@ -199,8 +199,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from compile_cache.storage.copy import copy_versions
-from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.rules import Rules
 

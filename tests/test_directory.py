@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from compile_cache.errors import CacheDirectoryError
-from compile_cache.storage.directory import CacheDirectory, FileStamp, is_artifact, logical_key
+from compile_cache.storage.directory import CacheDirectory, is_artifact, logical_key
 
 CLAIM_AND_WAIT = """
 import sys
@@ -87,9 +87,7 @@ def test_a_claimed_directory_is_emptied_with_its_inbox_and_outbox(tmp_path):
         (tmp_path / folder / "deep").mkdir(parents=True)
         (tmp_path / folder / "deep" / "file").write_text("left over")
     directory = CacheDirectory.claim(tmp_path)
-    assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.empty_outbox())] == [
-        []
-    ] * 3
+    assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.outbox)] == [[]] * 3
 
 
 def test_the_folders_above_are_made(tmp_path):
@@ -284,13 +282,13 @@ def fill(directory: CacheDirectory, *paths: str) -> None:
         file.write_text(path)
 
 
-def test_a_scan_finds_every_artifact_with_its_size_and_time(tmp_path):
+def test_a_scan_finds_every_artifact_with_its_time(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
     assert directory.scan() == {}
     fill(directory, "fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin")
     found = directory.scan()
     assert found.keys() == {"fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"}
-    assert found["x.so"] == FileStamp(4, (directory.path / "x.so").stat().st_mtime_ns)
+    assert found["x.so"] == (directory.path / "x.so").stat().st_mtime_ns
 
 
 @pytest.mark.parametrize(
@@ -324,12 +322,46 @@ def test_a_scan_follows_no_links(tmp_path):
     assert directory.scan() == {}
 
 
-def test_a_rewritten_file_has_another_stamp(tmp_path):
+# What may be published.
+
+
+def test_a_file_appears_once_and_not_if_it_was_expected(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
-    fill(directory, "a")
-    before = directory.scan()
-    (directory.path / "a").write_text("another size")
-    assert directory.scan() != before
+    outgoing = directory.outgoing
+    outgoing.expect(["expected"])
+    fill(directory, "expected", "a", "b")
+    os.utime(directory.path / "b", ns=(2, 2))
+    assert outgoing.appeared(finished_ns=2) == {"b"}
+    assert outgoing.appeared() == {"a"}
+    fill(directory, "c")
+    assert outgoing.appeared() == {"c"}
+    assert outgoing.ready(is_ending=True) == {}
+
+
+def test_files_wait_for_their_time_for_their_owner_or_for_the_end(tmp_path):
+    outgoing = CacheDirectory.claim(tmp_path).outgoing
+    outgoing.hand_over(["now"])
+    outgoing.hand_over(["released", "its.so"], "released", 60)
+    outgoing.hand_over(["waits"], "waits", 60)
+    assert outgoing.ready() == {"now": ""}
+    outgoing.release("released")
+    assert outgoing.ready() == {"now": "", "released": "released", "its.so": "released"}
+    assert outgoing.ready(is_ending=True) == {**outgoing.ready(), "waits": "waits"}
+    outgoing.hand_over(["waits"], "waits", -1)
+    assert outgoing.ready(is_ending=True) == outgoing.ready()
+
+
+def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
+    outgoing = CacheDirectory.claim(tmp_path).outgoing
+    outgoing.plant({"seed": "seed", "seed.so": "seed", "other": "other", "nobody's": ""})
+    outgoing.expect(["restored"])
+    outgoing.hand_over(["one", "one.so"], "one", 60)
+    outgoing.use("seed")
+    for owner in ("one", "seed", "restored", "Class"):
+        outgoing.withdraw(owner)
+    outgoing.release("one")
+    assert outgoing.ready(is_ending=True) == {"nobody's": ""}
+    assert outgoing.withheld == {"one", "one.so", "seed", "seed.so", "restored"}
 
 
 @pytest.mark.parametrize("name", ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"])

@@ -15,9 +15,8 @@ from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.fetch import choose
+from compile_cache.storage.fetch import PacksOfKey, choose, fetch
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, check_paths, parse_manifest
-from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 
 MB = 1_000_000
@@ -120,17 +119,16 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
     test's time."""
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.pack.signing import TrustedKeys
-    from compile_cache.storage.publish import CompileCache
     from compile_cache.storage.rules import Rules
 
     store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
 
     def look(key: CacheKey) -> tuple[int, int]:
-        cache = CompileCache(Stores(store, store), key, None, directory, Rules(trusted=TrustedKeys(trusted)))
-        cache.refresh()
-        selection = cache.packs.select()
+        packs = PacksOfKey(store, key, Rules(trusted=TrustedKeys(trusted)))
+        packs.refresh()
+        selection = packs.select()
         if not selection.files:
-            cache.fetch()
+            fetch(packs, directory)
         return len(selection.files), len(selection.refused)
 
     look(CacheKey("nothing", "is", "stored"))
@@ -138,10 +136,19 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
     return [*look(KEY), memory_bytes() - before]
 
 
-def put(folder: Path, manifests: Iterable[bytes], signature: bytes = b"") -> None:
+def unsigned(content: bytes) -> bytes:
+    return b""
+
+
+def borrowed(content: bytes) -> bytes:
+    return OURS.sign(b"another")
+
+
+def put(folder: Path, manifests: Iterable[bytes], sign: Callable[[bytes], bytes] = unsigned) -> None:
     store = LocalStore(folder / "store")
     for manifest in manifests:
-        store.put(KEY.prefix + name_of(manifest), assemble(manifest, signature=signature))
+        pack = assemble(manifest, sign=sign)
+        store.put(KEY.prefix + name_of(pack), pack)
 
 
 def wide(number: int) -> bytes:
@@ -155,16 +162,16 @@ def incompressible(number: int) -> bytes:
     return manifest_of(KEY, b'"' + Random(number).randbytes(MANIFEST_BYTES // 2 - 200).hex().encode() + b'"')
 
 
-@pytest.mark.parametrize("signature", [b"", OURS.sign(b"another")], ids=["unsigned", "with a borrowed signature"])
-def test_with_keys_required_wide_manifests_cost_little_memory(tmp_path, signature):
-    put(tmp_path, map(wide, range(16)), signature)
+@pytest.mark.parametrize("sign", [unsigned, borrowed])
+def test_with_keys_required_wide_manifests_cost_little_memory(tmp_path, sign):
+    put(tmp_path, map(wide, range(16)), sign)
     files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
     assert (files, refused) == (0, 16)
     assert more_bytes < 64 * MB
 
 
 def test_with_keys_required_manifests_that_are_long_in_the_store_cost_little_memory(tmp_path):
-    put(tmp_path, map(incompressible, range(3)), OURS.sign(b"another"))
+    put(tmp_path, map(incompressible, range(3)), borrowed)
     files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
     assert (files, refused) == (0, 3)
     assert more_bytes < 64 * MB

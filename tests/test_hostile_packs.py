@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
+import shutil
 import tempfile
 from pathlib import Path
+from random import Random
 
 import pytest
 from hostile_packs import (
+    KINDS,
     LIMITS,
     MIB,
     ODD_VALUES,
     OURS,
     TABLE,
     THEIRS,
+    Corpus,
     Draft,
     Hostile,
+    digest,
     encode,
-    name_of,
+    fingerprint,
     places,
     put_at,
     read_tree,
@@ -101,6 +108,37 @@ def test_anything_at_all_is_refused(content):
         assert reason_to_refuse(pack, None)
 
 
+@functools.cache
+def corpus() -> Corpus:
+    return Corpus()
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 2**32))
+@settings(max_examples=3 * settings().max_examples)
+def test_a_pack_changed_at_random_is_refused_in_one_line_or_gives_what_it_states(kind, seed):
+    case = KINDS[kind](Random(seed), corpus())
+    with tempfile.TemporaryDirectory() as root:
+        inside = Path(root, "inbox", "pack")
+        try:
+            restore(case.name, case.content, inside, LIMITS, TrustedKeys(case.trusted))
+        except PackError as error:
+            reason = str(error)
+            assert reason.isprintable()
+            assert 0 < len(reason) < 500
+        else:
+            found = {path: digest(content) for path, content in read_tree(inside).items()}
+            assert fingerprint(found) in case.may_give
+        shutil.rmtree(inside, ignore_errors=True)
+        assert {path.name for path in Path(root).rglob("*")} <= {"inbox"}
+
+
+def test_packs_that_are_not_changed_are_not_refused(tmp_path):
+    for number, draft in enumerate(corpus().drafts):
+        restore(*draft.put_together(), tmp_path / str(number), LIMITS, TrustedKeys(draft.trusted))
+        found = {path: digest(content) for path, content in read_tree(tmp_path / str(number)).items()}
+        assert {fingerprint(found)} == draft.gives()
+
+
 # Manifests.
 
 
@@ -108,10 +146,10 @@ def test_anything_at_all_is_refused(content):
     st.dictionaries(names.map(str.casefold), st.tuples(texts, st.integers(0, 3 * MIB)), max_size=2),
     texts,
     st.floats(0, 1e11),
-    st.sampled_from([None, SHA256]),
+    st.sampled_from(["", "precompiled/a/1.aot"]),
 )
-def test_a_manifest_says_what_was_written(files, creator, created_s, replaces):
-    listed = tuple(PackFile(path, key, size_bytes, SHA256, replaces) for path, (key, size_bytes) in files.items())
+def test_a_manifest_says_what_was_written(files, creator, created_s, owner):
+    listed = tuple(PackFile(path, key, size_bytes, SHA256, owner) for path, (key, size_bytes) in files.items())
     size_bytes = sum(file.size_bytes for file in listed)
     sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
     manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)
@@ -142,10 +180,22 @@ def test_a_signed_pack_is_used_where_no_key_is_asked_for():
     assert restore(*draft.put_together(), None).signed_by == THEIRS.public_key
 
 
-def test_a_name_says_nothing_about_who_signed():
-    """It is the manifest's digest, which anybody can compute."""
+@pytest.mark.parametrize("content", [b"[" * 10_000, b"no frame of zstd"], ids=["hard to read", "not compressed"])
+@pytest.mark.parametrize(
+    ("sign", "words"), [(THEIRS.sign, "not trusted"), (lambda _: OURS.sign(b"another"), "does not match")]
+)
+def test_nothing_is_decompressed_before_a_trusted_key_has_signed_it(content, sign, words, monkeypatch):
+    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
+    draft = small_draft(is_signed=True)
+    draft.sign, draft.head = sign, {"stored": content}
+    assert re.search(words, reason_to_refuse(draft, None))
+
+
+def test_nothing_is_decompressed_that_does_not_match_its_name(monkeypatch):
+    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
     draft = small_draft()
-    assert draft.put_together()[0] == small_draft(is_signed=True).put_together()[0] == name_of(encode(draft.record))
+    draft.name = "0" * 64 + ".pack"
+    assert "does not match its name" in reason_to_refuse(draft, None)
 
 
 # Paths.

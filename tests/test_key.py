@@ -43,8 +43,8 @@ def test_a_path_segment_stays_as_it_is(text):
 
 def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):
     key = CacheKey.of(environment, "org/model", "7")
-    assert key.prefix == f"v1/{environment.digest}/org--model/7/"
-    assert key.environment_prefix == f"v1/{environment.digest}/"
+    assert key.prefix == f"v2/{environment.digest}/org--model/7/"
+    assert key.environment_prefix == f"v2/{environment.digest}/"
 
 
 def test_keys_differ_if_any_part_differs(environment):

@@ -28,7 +28,7 @@ def pack(version: str, number: int, days: float, model: str = "m", environment: 
 
 
 def other(version: str, name: str, days: float, model: str = "m", environment: str = "e") -> StoredObject:
-    return StoredObject(f"v1/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
+    return StoredObject(f"v2/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
 
 
 def plan(policy: PrunePolicy, *entries: StoredObject) -> list[Removal]:
@@ -131,8 +131,8 @@ def test_a_version_that_is_gone_by_now_is_not_counted():
     ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], True)]
 )
 def test_a_record_goes_with_the_last_object_of_its_environment(stays, record_stays):
-    record = StoredObject("v1/e/environment.json", 10, NOW_S - 50 * DAY_S)
-    entries = [record, StoredObject("v1/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
+    record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
+    entries = [record, StoredObject("v2/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
     store = Memory(entries)
     apply_prune(store, plan(MONTH, *entries))
     assert list(store.entries.values()) == [record, *stays] if record_stays else not store.entries
@@ -163,11 +163,11 @@ def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
     new = put_pack(local, key)
     put_pack(local, replace(key, environment="0" * 32))
     put_record(local, environment)
-    local.put(f"v1/{'0' * 32}/environment.json", b"{}")
-    set_age(Path(local.location), "v1/", 50, NOW_S)
+    local.put(f"v2/{'0' * 32}/environment.json", b"{}")
+    set_age(Path(local.location), "v2/", 50, NOW_S)
     set_age(Path(local.location), new, 1, NOW_S)
     gone, kept = apply_prune(local, plan_prune(read_catalog(local), MONTH, NOW_S))
-    assert {entry.name for entry in local.list("v1/")} == {new, f"v1/{environment.digest}/environment.json"}
+    assert {entry.name for entry in local.list("v2/")} == {new, f"v2/{environment.digest}/environment.json"}
     assert (len(gone), kept) == (2, [])
 
 
@@ -175,7 +175,7 @@ def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
 
 days = st.floats(0, 100)
 names = st.sampled_from(["a", "b", "c"])
-folders = st.builds("v1/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
+folders = st.builds("v2/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
 objects = st.builds(
     lambda folder, name, size, age: StoredObject(folder + name, size, NOW_S - age * DAY_S),
     folders,
@@ -186,7 +186,7 @@ objects = st.builds(
     days,
 )
 records = st.builds(
-    lambda environment, age: StoredObject(f"v1/{environment}/environment.json", 7, NOW_S - age * DAY_S),
+    lambda environment, age: StoredObject(f"v2/{environment}/environment.json", 7, NOW_S - age * DAY_S),
     st.sampled_from(["e", "f"]),
     days,
 )
@@ -212,7 +212,7 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
     assert kept == []
     assert {entry.name for entry in entries} - store.entries.keys() == set(store.deleted)
     assert {entry.name for entry in gone} >= {pack.name for removal in found for pack in removal.version.packs}
-    left = catalog_of(store.list("v1/"))
+    left = catalog_of(store.list("v2/"))
     removed_keys = {removal.version.key for removal in found}
     assert {key: version.packs for key, version in with_packs(left).items()} == {
         key: version.packs for key, version in with_packs(catalog).items() if key not in removed_keys

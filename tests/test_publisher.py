@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from machines import write_files
+from machines import Machine
 from marked_processes import wait_for
 from programs import run_program
 
 from compile_cache.errors import StoreUnavailable
-from compile_cache.inductor.counters import CompileCounts
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.directory import CacheDirectory, Outgoing
+from compile_cache.storage.fetch import PacksOfKey
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, Stores
+from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -60,15 +60,18 @@ class HangingStore(LocalStore):
 
 @dataclass
 class Compiled:
-    """A compiler that is done."""
+    """A compiler of which some files are losers of autotuning."""
 
-    withheld: Collection[str] = ()
+    outgoing: Outgoing | None = None
     unread: Collection[str] = ()
-    is_compiling: bool = False
-    arrived: int = 0
+    has_others: bool = False
 
-    def unread_files(self) -> Collection[str]:
-        return self.unread
+    def unread_files(self, paths: Collection[str]) -> set[str]:
+        return set(self.unread) & set(paths)
+
+    def hand_over_others(self) -> None:
+        self.has_others = False
+        self.outgoing.hand_over(self.outgoing.appeared())
 
 
 @dataclass(frozen=True)
@@ -76,30 +79,33 @@ class Started:
     """A publisher at work, and what it reports."""
 
     publisher: Publisher
-    cache: CompileCache
-    directory: CacheDirectory
+    machine: Machine
     report: PublishReport
     written: Path  # the report of the whole boot, after each attempt
 
-    def write(self, files: dict[str, bytes]) -> None:
-        write_files(self.directory.path, files)
+    def make(self, files: dict[str, bytes], owner: str = "", wait_s: float = 0.0) -> None:
+        self.machine.write(files)
+        self.machine.directory.outgoing.hand_over(files, owner, wait_s)
 
 
 @pytest.fixture
 def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Started]]:
-    """Starts a publisher over the store given, with FILES in its directory; it is stopped after the test."""
+    """Starts a publisher over the store given, with FILES handed over; it is stopped after the test."""
     monkeypatch.setattr("compile_cache.lifecycle.publisher._POLL_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", 0.01)
     monkeypatch.setattr("compile_cache.lifecycle.publisher._SPREAD_S", 0.0)
     started = []
 
     def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
         directory = CacheDirectory.claim(tmp_path / "cache")
-        cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
+        machine = Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
         report, written = BootReport(), tmp_path / "report.json"
         settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
-        publisher = Publisher(cache, report, settings, compiler or Compiled())
-        started.append(Started(publisher, cache, directory, report.publish, written))
-        started[-1].write(files)
+        if compiler is not None:
+            compiler.outgoing = directory.outgoing
+        publisher = Publisher(machine.publication, report, settings, compiler)
+        started.append(Started(publisher, machine, report.publish, written))
+        started[-1].make(files)
         if begin:
             publisher.start()
             publisher.wait(exit_budget_s)
@@ -123,27 +129,17 @@ def hanging(tmp_path) -> Iterator[HangingStore]:
     store.released.set()
 
 
-@pytest.fixture
-def counts(monkeypatch) -> CompileCounts:
-    """What the publisher is told of torch's counters; more graphs there mean that something was compiled."""
-    told = CompileCounts()
-    monkeypatch.setattr("compile_cache.lifecycle.publisher.read_counts", lambda: CompileCounts(told.graphs))
-    return told
-
-
 def restored(store: ObjectStore, folder: Path, of: Started) -> dict[str, bytes]:
     """What the next boot finds in the store."""
-    directory = CacheDirectory.claim(folder / "next")
-    cache = CompileCache(Stores(store, store), of.cache.key, of.cache.environment, directory, Rules())
-    cache.install(cache.fetch())
-    return {path: (directory.path / path).read_bytes() for path in directory.scan()}
+    packs = PacksOfKey(store, of.machine.packs.key, Rules())
+    return Machine(Publication(store, packs, None, CacheDirectory.claim(folder / "next"))).restored()
 
 
 def test_everything_is_published_at_the_start_and_the_report_tells_it(store, tmp_path, start):
     started = start(store)
     assert started.publisher.wait(PATIENCE_S)
     assert restored(store, tmp_path, started) == FILES
-    (entry,) = started.cache.packs.list()
+    (entry,) = started.machine.packs.list()
     assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
     assert started.report.failures == []
 
@@ -180,85 +176,76 @@ def test_with_nothing_new_there_is_nothing_to_wait_for(tmp_path, start):
     assert not (tmp_path / "store").exists()
 
 
-class Arriving(Compiled):
-    """While the publisher stages, an artifact arrives that must not be published yet."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self._arrive = arrive
-        self._looks = 0
-
-    @property
-    def withheld(self) -> Collection[str]:
-        self._looks += 1
-        if self._looks == 1:
-            self._arrive()
-            return ()
-        return ("late.aot",)
+# What is handed over.
 
 
-def test_what_arrives_while_the_publisher_stages_is_not_published_unless_it_may_be(store, tmp_path, start):
-    compiler = Arriving(lambda: started.write({"late.aot": b"not compared"}))
-    started = start(store, compiler=compiler, begin=False)
-    started.publisher.start()
-    started.publisher.wait(PATIENCE_S)
+def test_what_is_written_but_not_handed_over_is_not_published(store, tmp_path, start):
+    started = start(store)
+    started.machine.write({"unfinished.so": b""})
     started.publisher.flush()
-    assert restored(store, tmp_path, started).keys() == FILES.keys()
-
-
-def test_withheld_files_are_counted_and_never_published(store, tmp_path, start):
-    started = start(store, compiler=Compiled({"kernel.so"}))
-    started.publisher.flush()
-    assert started.report.withheld_files == 1
-    assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
-
-
-@pytest.mark.usefixtures("counts")
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_file_that_is_no_longer_withheld_is_published(store, tmp_path, start, is_stopped):
-    compiler = Compiled({"kernel.so"})
-    started = start(store, compiler=compiler)
-    compiler.withheld = ()
-    if is_stopped:
-        started.publisher.flush()
-    else:
-        wait_for(lambda: started.report.packs == 2)
     assert restored(store, tmp_path, started) == FILES
 
 
-@pytest.mark.usefixtures("counts")
-def test_a_record_of_the_second_process_is_published_although_this_process_has_compiled_nothing(store, tmp_path, start):
+def test_what_no_case_made_is_published_when_torch_has_compiled_something(store, tmp_path, start):
     started = start(store, compiler=(compiler := Compiled()))
+    started.machine.write({"others.so": b"of the user's own torch.compile"})
+    assert started.publisher.wait(0)
+    compiler.has_others = True
     assert started.publisher.wait(PATIENCE_S)
-    started.write({"graphs.cached": b"{}"})
-    compiler.arrived += 1
-    assert started.publisher.wait(PATIENCE_S)
-    assert restored(store, tmp_path, started) == {**FILES, "graphs.cached": b"{}"}
+    assert restored(store, tmp_path, started).keys() == {*FILES, "others.so"}
 
 
-# What is compiled later.
+def test_what_no_boot_reads_and_what_failed_is_counted_and_not_published(store, tmp_path, start):
+    started = start(store, compiler=Compiled(unread={"kernel.so"}), begin=False)
+    started.make({"wrong.aot": b"wrong", "wrong.so": b"its kernel"}, "wrong.aot")
+    started.machine.directory.outgoing.withdraw("wrong.aot")
+    started.machine.directory.outgoing.plant({"unused.aot": "unused.aot"})
+    started.publisher.start()
+    started.publisher.flush()
+    assert (started.report.withheld_files, started.report.unread_files) == (2, 2)
+    assert restored(store, tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
 
 
-def test_what_is_compiled_later_is_published_when_compiling_is_quiet(store, tmp_path, start, counts, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", 0.01)
+@pytest.mark.parametrize("way", ["its owner is released", "its time has come", "the process ends"])
+def test_a_file_that_waits_is_published_when(store, tmp_path, start, way):
     started = start(store)
-    started.write({"later.so": b"later"})
-    counts.graphs += 1
-    wait_for(lambda: started.report.packs == 2)
-    assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
+    started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", 60)
+    assert started.publisher.wait(0)  # nobody waits for it
+    if way == "the process ends":
+        started.publisher.flush()
+    elif way == "its owner is released":
+        started.machine.directory.outgoing.release("one.aot")
+    else:
+        started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", -1)
+    assert started.publisher.wait(PATIENCE_S)
+    assert restored(store, tmp_path, started) == {**FILES, "one.aot": b"code", "one.so": b"its kernel"}
 
 
-@pytest.mark.parametrize("slow", ["_QUIET_S", "_POLL_S"])
-def test_what_is_compiled_last_is_staged_soon_and_published_at_the_exit(
-    store, tmp_path, start, counts, monkeypatch, slow
+def test_what_fails_after_it_was_packed_is_not_published(store, tmp_path, start, monkeypatch):
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", PATIENCE_S)
+    started = start(store)
+    started.make({"one.aot": b"code"}, "one.aot")
+    wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
+    started.machine.directory.outgoing.withdraw("one.aot")
+    started.publisher.flush()
+    assert restored(store, tmp_path, started) == FILES
+
+
+@pytest.mark.parametrize("slow", ["nothing", "_QUIET_S", "_POLL_S"])
+def test_what_is_made_later_is_packed_soon_and_published_when_it_is_quiet_or_at_the_exit(
+    store, tmp_path, start, monkeypatch, slow
 ):
-    monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", PATIENCE_S)
+    if slow != "nothing":
+        monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", PATIENCE_S)
     started = start(store)
-    started.write({"later.so": b"later"})
-    counts.graphs += 1
+    started.make({"later.so": b"later"})
     if slow == "_QUIET_S":
         wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
         assert started.report.packs == 1
-    started.publisher.flush()
+    if slow == "nothing":
+        wait_for(lambda: started.report.packs == 2)
+    else:
+        started.publisher.flush()
     assert restored(store, tmp_path, started) == {**FILES, "later.so": b"later"}
 
 
@@ -335,7 +322,7 @@ def test_flushing_a_store_that_hangs_ends_within_the_budget_and_says_what_is_los
 
 def test_a_staging_that_does_not_end_in_time_is_said_to_be_lost(store, start, monkeypatch, hanging):
     started = start(store, exit_budget_s=0.2, begin=False)
-    monkeypatch.setattr(started.cache, "stage", lambda *_: hanging.put("", b"") or ())
+    monkeypatch.setattr(started.machine.publication, "stage", lambda *_: hanging.put("", b"") or ())
     started.publisher.start()
     assert hanging.reached.wait(PATIENCE_S)
     started.publisher.flush()
@@ -365,14 +352,14 @@ def test_flushing_twice_publishes_once(tmp_path, start):
 PUBLISH_AND_END = """
 import sys, threading
 from pathlib import Path
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.publish import Publication
+from compile_cache.storage.fetch import PacksOfKey
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.key.environment import detect_environment
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.settings import Settings
-from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.rules import Rules
 
@@ -382,8 +369,9 @@ directory = CacheDirectory.claim(Path(folder))
 for number in range(50):
     (directory.path / f"{number}.so").write_bytes(bytes([number]) * 10_000)
 key, environment = CacheKey("environment", "model", "version"), detect_environment("", "", {})
-cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-publisher = Publisher(cache, BootReport(), Settings(exit_budget_s=float(budget_s)))
+directory.outgoing.hand_over(directory.outgoing.appeared())
+publication = Publication(store, PacksOfKey(store, key, Rules()), environment, directory)
+publisher = Publisher(publication, BootReport(), Settings(exit_budget_s=float(budget_s)))
 """
 START = "publisher.start()\n"
 HANG = """
@@ -407,10 +395,10 @@ def run_to_the_end(program: str, folder: Path, store: str, budget_s: float = 60)
 def test_a_process_that_ends_has_published_everything_and_keeps_its_code(tmp_path, environment, store, program, code):
     url, _, _ = store.location.partition(" at ")
     assert run_to_the_end(program, tmp_path, url) == (code, "")
-    directory = CacheDirectory.claim(tmp_path / "next")
-    key = CacheKey("environment", "model", "version")
-    cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
-    assert cache.install(cache.fetch()) == 50
+    packs = PacksOfKey(store, CacheKey("environment", "model", "version"), Rules())
+    assert (
+        len(Machine(Publication(store, packs, environment, CacheDirectory.claim(tmp_path / "next"))).restored()) == 50
+    )
 
 
 def test_a_store_that_hangs_does_not_keep_a_process_from_ending(tmp_path):

@@ -481,7 +481,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
-    assert compiler.withheld
+    assert compiler.policy.outgoing.withheld
     assert not list(directory.path.rglob("*.compared"))
 
 

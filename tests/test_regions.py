@@ -178,8 +178,8 @@ def test_region_that_computes_something_else_answers_as_eager_from_the_first_cal
     assert steps == {"WideBlock": "cold", "CheatingBlock": "eager"}
     assert answers == [close(expected)]
     assert run(model) == close(expected)
-    assert compiler.withheld
-    assert compiler.withheld < stored(directory.path).keys()
+    assert compiler.policy.outgoing.withheld
+    assert compiler.policy.outgoing.withheld < stored(directory.path).keys()
 
 
 def test_models_own_error_passes_through_and_demotes_nothing(compiler):

@@ -54,7 +54,7 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         restore, prefix = prepare(
             tmp_path / folder, store=str(tmp_path / folder / "store"), layers=(str(tmp_path / folder / "layer"),)
         )
-        environment, model, _ = prefix.removeprefix("v1/").rstrip("/").split("/")
+        environment, model, _ = prefix.removeprefix("v2/").rstrip("/").split("/")
         put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
         restore.start()
         assert join(restore) == outcome

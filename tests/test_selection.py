@@ -13,8 +13,8 @@ from compile_cache.storage.fetch import choose
 from compile_cache.storage.pack.manifest import Manifest, PackFile, check_paths
 
 
-def file(path: str, content: str = "A", key: str | None = None, replaces: str | None = None) -> PackFile:
-    return PackFile(path, path if key is None else key, 1, content, replaces)
+def file(path: str, content: str = "A", key: str | None = None) -> PackFile:
+    return PackFile(path, path if key is None else key, 1, content)
 
 
 def pack(*files: PackFile) -> Manifest:
@@ -70,40 +70,6 @@ def test_a_key_whose_first_path_is_taken_is_chosen_from_a_later_pack():
     assert contents(*packs) == {"a": "A", "c": "A"}
 
 
-# What replaces what.
-
-
-def test_a_file_that_replaces_the_one_that_won_takes_its_place_and_one_that_replaces_another_does_not():
-    assert contents(pack(file("a", "A")), pack(file("a", "B", replaces="A"))) == {"a": "B"}
-    assert contents(pack(file("a", "A")), pack(file("a", "C", replaces="B"))) == {"a": "A"}
-
-
-def test_a_chain_of_replacements_is_followed_in_whatever_order_it_is_listed():
-    first, second, third = pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "C", replaces="B"))
-    assert contents(first, second, third) == contents(first, third, second) == {"a": "C"}
-
-
-def test_of_two_that_replace_the_same_the_first_wins_and_its_successors_with_it():
-    base, one, other = pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "X", replaces="A"))
-    assert contents(base, one, other, pack(file("a", "Y", replaces="X"))) == {"a": "B"}
-    assert contents(base, other, one, pack(file("a", "Y", replaces="X"))) == {"a": "Y"}
-
-
-def test_replacements_in_a_circle_end():
-    packs = [pack(file("a", "A")), pack(file("a", "B", replaces="A")), pack(file("a", "A", replaces="B"))]
-    assert contents(*packs) == {"a": "A"}
-    assert contents(pack(file("a", "A", replaces="A")), pack(file("a", "A", replaces="A"))) == {"a": "A"}
-
-
-def test_a_successor_is_used_where_what_it_replaces_is_not_there():
-    assert contents(pack(file("a", "B", replaces="A"))) == {"a": "B"}
-
-
-def test_a_replacement_is_for_its_own_path_alone():
-    packs = [pack(file("a", "A"), file("b", "A")), pack(file("a", "B", replaces="A"))]
-    assert contents(*packs) == {"a": "B", "b": "A"}
-
-
 # Paths that exclude each other.
 
 
@@ -121,21 +87,18 @@ def test_folders_that_differ_in_case_alone_may_both_be_there():
 # Of any packs.
 
 SHA256S = ["A", "B", "C", "D"]
-replaced = st.none() | st.sampled_from(SHA256S)
 # As the library names files: a path has one logical key, and a key may have several paths.
 own_files = st.builds(
-    lambda key, number, content, replaces: file(f"{key}/{number}", content, key, replaces),
+    lambda key, number, content: file(f"{key}/{number}", content, key),
     st.sampled_from(["fxgraph", "aotautograd", "triton", "so"]),
     st.integers(0, 2),
     st.sampled_from(SHA256S),
-    replaced,
 )
 any_files = st.builds(
     file,
     st.lists(st.sampled_from("aAbß"), min_size=1, max_size=3).map("/".join),
     st.sampled_from(SHA256S),
     st.sampled_from("1234"),
-    replaced,
 )
 
 
@@ -179,12 +142,8 @@ def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs)
 @given(packs_of(any_files), packs_of(any_files))
 @settings(max_examples=2 * settings().max_examples)
 def test_later_packs_take_no_path_away(packs, more):
-    """A pack that is published later, by whomever, changes no file but those that it replaces."""
-    before, after = choose(packs), choose([*packs, *more])
-    assert before.keys() <= after.keys()
-    for path, choice in after.items():
-        if path in before and choice != before[path]:
-            assert choice.file.replaces is not None
+    """A pack that is published later, by whomever, changes no file."""
+    assert choose(packs).items() <= choose([*packs, *more]).items()
 
 
 @given(packs_of(any_files))

@@ -25,10 +25,9 @@ def store(tmp_path) -> LocalStore:
 
 def publish(store: LocalStore, root: Path, name: str) -> set[str]:
     """What one container compiles, in one pack; its logical keys."""
-    cache, directory = open_cache(store, root)
-    compile_missing(directory.path, graph(name, 4096), seed=0)
-    for pack in cache.stage((), "the test"):
-        cache.publish(pack)
+    cache = open_cache(store, root)
+    compile_missing(cache.directory.path, graph(name, 4096), seed=0)
+    cache.publish()
     return {artifact.key for artifact in graph(name, 4096)}
 
 
@@ -72,10 +71,9 @@ def test_a_pack_that_was_damaged_is_a_violation_and_named(store, tmp_path):
 
 
 def test_a_wrong_content_is_a_violation_though_its_pack_verifies(store, tmp_path):
-    cache, directory = open_cache(store, tmp_path / "a")
-    (directory.path / "wrong.py").write_bytes(b"nothing that was compiled for it")
-    for pack in cache.stage((), "the test"):
-        cache.publish(pack)
+    cache = open_cache(store, tmp_path / "a")
+    (cache.directory.path / "wrong.py").write_bytes(b"nothing that was compiled for it")
+    cache.publish()
     assert checked(store, tmp_path, set()).violations == ["wrong.py is wrong"]
 
 

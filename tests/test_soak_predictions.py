@@ -19,10 +19,9 @@ from compile_cache.storage.stores.local import LocalStore
 def store(tmp_path):
     """A folder with one published pack."""
     store = LocalStore(tmp_path / "store")
-    cache, directory = open_cache(store, tmp_path / "directory")
-    compile_missing(directory.path, graph("one", 4096), 0)
-    for pack in cache.stage(frozenset(), "test"):
-        cache.publish(pack)
+    cache = open_cache(store, tmp_path / "directory")
+    compile_missing(cache.directory.path, graph("one", 4096), 0)
+    cache.publish()
     return store
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import toxic_proxy
 from boots import boot_once, settings
-from machines import read_files, write_files
+from machines import Machine, read_files
 from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
 
@@ -24,9 +24,9 @@ from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.fetch import PacksOfKey
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.s3 import S3Store
 
@@ -120,12 +120,11 @@ def packs(tmp_path_factory) -> Packs:
     environment = environment_for(boot_settings(root), directory.path, environ())
     store = LocalStore(tmp_path_factory.mktemp("store"))
     key = key_for(boot_settings(root), environment, MODEL, "1")
-    cache = CompileCache(Stores(store, store), key, environment, directory, Rules())
+    machine = Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
     names = []
     for files in (SMALL, LARGE):
-        write_files(directory.path, files)
-        (pack,) = cache.stage((), "the test")
-        cache.publish(pack)
+        machine.write(files)
+        (pack,) = machine.publish()
         names.append(key.prefix + pack.name)
     os.close(directory.lock_fd)
     return Packs(root, {entry.name: store.read(entry.name) for entry in store.list("")}, *names)
@@ -292,7 +291,7 @@ class Published:
     publisher: Publisher
     report: PublishReport
     proxy: ToxicProxy
-    healthy: CompileCache
+    healthy: Machine
 
     def stored_files(self) -> dict[str, bytes]:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
@@ -308,20 +307,21 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     environment = detect_environment("", "", {})
     started: list[Publisher] = []
 
-    def cache(endpoint_url: str, name: str) -> CompileCache:
+    def machine(endpoint_url: str, name: str) -> Machine:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
         store = S3Store(s3_bucket.name, "models")
         directory = CacheDirectory.claim(tmp_path / name)
-        return CompileCache(Stores(store, store), key, environment, directory, Rules())
+        return Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
 
     def make() -> Published:
-        spoiled = cache(proxy.url, "spoiled")
-        write_files(tmp_path / "spoiled" / "0", MADE)
+        spoiled = machine(proxy.url, "spoiled")
+        spoiled.write(MADE)
+        spoiled.directory.outgoing.hand_over(MADE)
         report = BootReport()
-        publisher = Publisher(spoiled, report, Settings(exit_budget_s=EXIT_BUDGET_S))
+        publisher = Publisher(spoiled.publication, report, Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
         publisher.start()
-        return Published(publisher, report.publish, proxy, cache(s3_bucket.endpoint_url, "healthy"))
+        return Published(publisher, report.publish, proxy, machine(s3_bucket.endpoint_url, "healthy"))
 
     yield make
     for publisher in started:

@@ -41,6 +41,11 @@ def answer(block: Product, rows: int) -> torch.Tensor:
         return block(tensor(rows, 16))
 
 
+def functions_of(compiler: Regions) -> list[str]:
+    """The paths of all functions that were handed over."""
+    return [path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".aot")]
+
+
 def served(compiler: Regions) -> dict[str, int]:
     (region,) = compiler.by_class.values()
     return dict(region.served)
@@ -101,29 +106,18 @@ def test_a_prediction_compares_all_instances_and_the_next_one_is_served(many):
         assert served(compiler) == expected
 
 
-def test_code_is_not_published_before_it_was_compared_on_all_instances(many):
+def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
     blocks, compiler = many
-    (path,) = compiler.policy.orders().arrived_s
+    (path,) = functions_of(compiler)
+    outgoing = compiler.policy.outgoing
     answer_all(blocks[:5])
-    assert path in compiler.withheld
+    assert path not in outgoing.ready()
+    at_the_end = outgoing.ready(is_ending=True)
+    assert at_the_end[path] == path
     answer_all(blocks[5:])
-    assert path not in compiler.withheld
-
-
-def test_code_that_was_not_compared_is_published_after_a_minute(many):
-    _, compiler = many
-    (path,) = compiler.policy.orders().arrived_s
-    assert path in compiler.withheld
-    compiler.policy.orders().arrived_s[path] -= 61
-    assert path not in compiler.withheld
-
-
-def test_code_of_which_there_was_no_call_is_published_at_the_end(many):
-    blocks, compiler = many
-    compiler.is_ending = True
-    assert not compiler.withheld
-    answer_all(blocks[:5])
-    assert compiler.withheld
+    assert outgoing.ready().items() >= at_the_end.items()
+    assert outgoing.ready()[path.replace(".aot", ".compared")] == path
+    assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}
 
 
 class Memory:
@@ -186,7 +180,7 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path
         block.adapter = None
         for _ in range(4):
             torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-        assert len(compiler.policy.orders().arrived_s) == 2
+        assert len(functions_of(compiler)) == 2
         assert served(compiler)["precompiled"] >= 1
         assert not only_report(compiler).reason
 
@@ -213,7 +207,7 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_
         for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
             block.scale = scale
             torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
-        assert len(compiler.policy.orders().arrived_s) == 2
+        assert len(functions_of(compiler)) == 2
         assert served(compiler)["precompiled"] == 4
         block.shift = 5.0
         for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before

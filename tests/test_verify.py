@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from filled_stores import GRAPH, damage, put_pack
+from filled_stores import GRAPH, put_pack
+from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import PackState, VerifiedPack, verify_all, verify_heads, verify_whole
+from compile_cache.storage.verify import PackState, VerifiedPack, verify_all, verify_heads
 
-ANYBODY = TrustedKeys()
 EVERYONE = Rules()
-LIMITS = Limits()
 LARGE = {"ab/kernel.so": bytes(range(256)) * 4096}
+PRIVATE, PUBLIC = make_keys("one")
+STRANGER = make_keys("stranger")[1]
 
 
 @pytest.fixture
@@ -33,42 +36,72 @@ def entry_of(local: LocalStore, name: str) -> StoredObject:
     return next(entry for entry in local.list("") if entry.name == name)
 
 
-def verify(
-    local: LocalStore, name: str, limits: Limits = LIMITS, trusted: TrustedKeys = ANYBODY, whole: bool = True
-) -> VerifiedPack:
-    entry, rules = entry_of(local, name), Rules(limits, trusted)
-    return verify_whole(local, entry, rules) if whole else verify_heads(local, [entry], rules)[0]
+def verify(local: LocalStore, name: str, rules: Rules = EVERYONE, whole: bool = True) -> VerifiedPack:
+    (found,) = (verify_all if whole else verify_heads)(local, [entry_of(local, name)], rules)
+    return found
 
 
-def test_a_pack_in_its_place_is_sound(local, key):
-    found = verify(local, put_pack(local, key))
-    assert (found.state, found.reason, found.signed_by) == (PackState.SOUND, "", None)
-    assert [file.path for file in found.head.manifest.files] == list(GRAPH)
+def flip_last(pack: bytes) -> bytes:
+    return pack[:-1] + bytes([pack[-1] ^ 1])
 
 
-def test_a_byte_that_flipped_is_damage(tmp_path, local, key):
-    name = put_pack(local, key)
-    damage(tmp_path, name)
-    assert verify(local, name).state is PackState.DAMAGED
+def flip_signature(pack: bytes) -> bytes:
+    start = pack.index(struct.pack("<II", 0x184D2A51, 96)) + 8 + 32
+    return pack[:start] + bytes([pack[start] ^ 1]) + pack[start + 1 :]
 
 
-def test_a_head_alone_does_not_show_damage_further_on(tmp_path, local, key):
-    name = put_pack(local, key, LARGE)
-    damage(tmp_path, name)
-    assert verify(local, name, whole=False).state is PackState.SOUND
+@dataclass(frozen=True)
+class Row:
+    """A stored pack that was changed, the rules here, and what is said of it."""
+
+    state: PackState
+    reason: str = ""
+    change: Callable[[bytes], bytes] = bytes
+    rules: Rules = EVERYONE
+    signer: Signer | None = None
+    signed_by: str | None = None
+    is_large: bool = False
+    whole: bool = True
 
 
-@pytest.mark.parametrize("size_bytes", [0, 5, 60, 300])
-def test_a_pack_that_was_cut_is_damaged(tmp_path, local, key, size_bytes):
-    name = put_pack(local, key)
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size_bytes])
-    assert verify(local, name).state is PackState.DAMAGED
+SOUND, DAMAGED, REFUSED = PackState.SOUND, PackState.DAMAGED, PackState.REFUSED
+OURS = Rules(trusted=TrustedKeys([PUBLIC]))
+THEIRS = Rules(trusted=TrustedKeys([STRANGER]))
+ROWS = {
+    "in its place": Row(SOUND),
+    "a flipped bit": Row(DAMAGED, r"\w", flip_last),
+    "a flipped bit, and only the head is read": Row(SOUND, "", flip_last, is_large=True, whole=False),
+    **{f"cut to {size} bytes": Row(DAMAGED, r"\w", lambda pack, size=size: pack[:size]) for size in (0, 5, 60, 300)},
+    "no pack": Row(DAMAGED, "does not begin like a pack", lambda pack: b"hello" * 100),
+    "a later format": Row(REFUSED, "format 3", lambda pack: pack[:16] + struct.pack("<I", 3) + pack[20:]),
+    **{
+        f"beyond {limits}": Row(REFUSED, r"\w", rules=Rules(limits), is_large=True)
+        for limits in (Limits(size_bytes=1000), Limits(files=0), Limits(manifest_bytes=100))
+    },
+    # Damage behind the head is not looked for.
+    "refused and damaged": Row(REFUSED, r"\w", flip_last, Rules(Limits(size_bytes=1000)), is_large=True),
+    "not signed": Row(REFUSED, "not signed", rules=THEIRS),
+    "signed by a stranger": Row(REFUSED, PUBLIC.replace("+", r"\+"), rules=THEIRS, signer=Signer(PRIVATE)),
+    "signed by a trusted key": Row(SOUND, rules=OURS, signer=Signer(PRIVATE), signed_by=PUBLIC),
+    "signed, and all are trusted": Row(SOUND, signer=Signer(PRIVATE), signed_by=PUBLIC),
+    "another signature": Row(REFUSED, "does not match", flip_signature, OURS, Signer(PRIVATE)),
+    "another signature, and all are trusted": Row(REFUSED, "does not match", flip_signature, signer=Signer(PRIVATE)),
+}
 
 
-def test_what_is_no_pack_but_named_as_one_is_damaged(local, key):
-    name = f"{key.prefix}{'a' * 64}.pack"
-    local.put(name, b"hello" * 100)
-    assert verify(local, name).state is PackState.DAMAGED
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_pack_is_sound_damaged_or_refused(tmp_path, local, key, row: Row):
+    name = put_pack(local, key, LARGE if row.is_large else GRAPH, signer=row.signer)
+    (tmp_path / name).write_bytes(row.change((tmp_path / name).read_bytes()))
+    found = verify(local, name, row.rules, row.whole)
+    assert (found.state, found.signed_by) == (row.state, row.signed_by)
+    assert bool(found.reason) == bool(row.reason)
+    assert re.search(row.reason, found.reason)
+
+
+def test_the_files_of_a_sound_pack_are_told(local, key):
+    head = verify(local, put_pack(local, key), whole=False).head
+    assert [file.path for file in head.manifest.files] == list(GRAPH)
 
 
 def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(tmp_path, local, key):
@@ -76,71 +109,21 @@ def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(tmp_path,
     other = replace(key, model_version="other").prefix + name.rpartition("/")[2]
     local.put(other, tmp_path / name)
     found = verify(local, other)
-    assert found.state is PackState.REFUSED
+    assert found.state is REFUSED
     assert key.prefix in found.reason
 
 
-def test_a_pack_of_a_later_format_is_refused_and_not_damaged(tmp_path, local, key):
-    name = put_pack(local, key)
-    content = bytearray((tmp_path / name).read_bytes())
-    struct.pack_into("<I", content, 16, 2)
-    (tmp_path / name).write_bytes(content)
-    found = verify(local, name)
-    assert found.state is PackState.REFUSED
-    assert "format 2" in found.reason
-
-
-@pytest.mark.parametrize("limits", [Limits(size_bytes=1000), Limits(files=1), Limits(manifest_bytes=100)], ids=str)
-def test_a_pack_beyond_the_limits_is_refused_and_not_damaged(local, key, limits):
-    assert verify(local, put_pack(local, key, {**LARGE, "b": b"", "c": b""}), limits).state is PackState.REFUSED
-
-
-def test_a_pack_that_is_refused_is_not_read_beyond_its_head(tmp_path, local, key):
-    name = put_pack(local, key, LARGE)
-    damage(tmp_path, name)
-    assert verify(local, name, Limits(size_bytes=1000)).state is PackState.REFUSED
-
-
-def test_an_unsigned_pack_and_one_by_a_stranger_who_is_named_are_refused_where_keys_are_trusted(local, key):
-    private, public = generate_keys()
-    for signer, reason in ((None, "not signed"), (Signer(private), public)):
-        found = verify(local, put_pack(local, key, signer=signer), trusted=TrustedKeys([generate_keys()[1]]))
-        assert found.state is PackState.REFUSED
-        assert reason in found.reason
-
-
-@pytest.mark.parametrize("is_trusted", [True, False])
-def test_the_key_that_signed_is_named_whether_it_is_trusted_or_all_are(local, key, is_trusted):
-    private, public = generate_keys()
-    trusted = TrustedKeys([public]) if is_trusted else ANYBODY
-    found = verify(local, put_pack(local, key, signer=Signer(private)), trusted=trusted)
-    assert (found.state, found.signed_by) == (PackState.SOUND, public)
-
-
-@pytest.mark.parametrize("is_trusted", [True, False])
-def test_a_signature_that_does_not_fit_is_refused_and_named_nobodys(tmp_path, local, key, is_trusted):
-    private, public = generate_keys()
-    name = put_pack(local, key, signer=Signer(private))
-    content = (tmp_path / name).read_bytes()
-    start = content.index(struct.pack("<II", 0x184D2A51, 96)) + 8 + 32
-    (tmp_path / name).write_bytes(content[:start] + bytes([content[start] ^ 1]) + content[start + 1 :])
-    found = verify(local, name, trusted=TrustedKeys([public]) if is_trusted else ANYBODY)
-    assert (found.state, found.signed_by) == (PackState.REFUSED, None)
-
-
 def test_without_cryptography_a_signature_is_told_and_not_vouched_for(local, key, monkeypatch):
-    private, public = generate_keys()
-    name = put_pack(local, key, signer=Signer(private))
+    name = put_pack(local, key, signer=Signer(PRIVATE))
     for module in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, module, None)
-    found = verify(local, name)
-    assert (found.state, found.signed_by, found.head.signed_by) == (PackState.SOUND, None, public)
+    found = verify(local, name, whole=False)
+    assert (found.state, found.signed_by, found.head.signed_by) == (SOUND, None, PUBLIC)
 
 
 def test_a_pack_that_was_deleted_meanwhile_is_left_out(local, key):
     entry = entry_of(local, put_pack(local, key))
     local.delete(entry.name)
-    assert verify_whole(local, entry, EVERYONE) is None
     assert verify_all(local, [entry], EVERYONE) == verify_heads(local, [entry], EVERYONE) == []
 
 
@@ -152,9 +135,8 @@ class Failing(LocalStore):
 
 
 def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
-    entry = entry_of(local, put_pack(local, key))
-    found = verify_whole(Failing(Path(tmp_path)), entry, EVERYONE)
-    assert (found.state, found.refusal.is_final) == (PackState.UNREADABLE, False)
+    name = put_pack(local, key)
+    assert verify(Failing(Path(tmp_path)), name).state is PackState.UNREADABLE
 
 
 def test_heads_come_in_the_order_of_the_packs(local, key):

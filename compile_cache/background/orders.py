@@ -8,11 +8,9 @@ paths have the same length, one can replace the other in any file, pickles inclu
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,14 +39,11 @@ _REWRITTEN = (".best_config",)
 
 
 class Orders:
-    """The orders of a boot: `queue`. They begin once released, at READY.
-
-    `arrived_s` says when the records that the process made arrived, by path, on the clock of `time.monotonic`.
-    """
+    """The orders of a boot: `queue`. They begin once released, at READY."""
 
     def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
         self._settings = settings
-        self.arrived_s: dict[str, float] = {}
+        self._directory = directory
         self._workshop = Workshop(directory)
         self._log = directory.logs / "compiling.log"
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
@@ -80,8 +75,7 @@ class Orders:
             ArtifactError: an artifact is damaged.
             OSError: a file is missing, or the cache directory cannot be written.
         """
-        # Before the files exist: the publisher may be looking. Nothing is compared with the files of graphs.
-        self.arrived_s[answer.path] = time.monotonic() if answer.is_precompiled else -math.inf
+        self._directory.outgoing.expect(answer.files)  # before they exist: another thread may be looking
         self._workshop.take(answer.files)
 
     def _start(self) -> CompilingProcess:

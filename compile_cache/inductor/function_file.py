@@ -28,6 +28,9 @@ SUFFIX = ".aot"
 CACHED = ".cached"
 # Of the mark beside an artifact that was compared with eager on all instances.
 COMPARED = ".compared"
+# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
+# compares it first.
+UNPROVED_S = 60.0
 
 _MAGIC = b"CCPRE\x00\x00\x01"
 _LENGTH = struct.Struct(">I")

@@ -93,11 +93,6 @@ class Artifacts:
         # By a group's path, why torch compiles no function for its calls.
         self._not_precompilable: dict[str, str] = {}
 
-    @property
-    def used(self) -> set[str]:
-        """The records of this boot's calls."""
-        return self._cached | set(self._functions)
-
     def forget_options(self) -> None:
         """Read Inductor's options again at the next call, in that call's thread."""
         self._options = None
@@ -137,15 +132,17 @@ class Artifacts:
         """Whether a boot has compared this function with eager on all instances."""
         return (self._directory / path).with_suffix(COMPARED).exists()
 
-    def mark_compared(self, path: str) -> None:
-        """Note for later boots that this function was compared with eager on all instances.
+    def mark_compared(self, path: str) -> str:
+        """Note for later boots that this function was compared with eager on all instances. Returns the mark's path.
 
         Raises:
             OSError: the mark cannot be written.
         """
+        mark = f"{path.removesuffix(SUFFIX)}{COMPARED}"
         if not self.is_compared(path):
-            with replacing((self._directory / path).with_suffix(COMPARED)) as file:
+            with replacing(self._directory / mark) as file:
                 file.write(b"compared with eager on all instances\n")
+        return mark
 
     def cached(
         self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

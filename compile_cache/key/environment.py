@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Variables with these prefixes change generated code, except those that only decide where or how fast it is compiled.
 _CODE_VARIABLES = ("TORCHINDUCTOR_", "TRITON_", "INDUCTOR_", "TORCH_COMPILE_")

@@ -316,10 +316,11 @@ class Boot:
     def _note_restored(self, restored: Restored) -> None:
         self.report.restore = restored.report
         self.report.store = restored.location
-        if restored.cache is not None:
-            self.report.model_name = restored.cache.key.model_name
-            self.report.model_version = restored.cache.key.model_version
-            self.report.environment = restored.cache.key.environment
+        if restored.publication is not None:
+            key = restored.publication.packs.key
+            self.report.model_name = key.model_name
+            self.report.model_version = key.model_version
+            self.report.environment = key.environment
         if self._directory is not None:
             self._restored_files = frozenset(self._directory.scan())
 
@@ -353,12 +354,12 @@ class Boot:
     def _start_publishing(self) -> None:
         if self._restore is None:
             return
-        cache = self._restored.cache if self._restored is not None else None
-        if cache is None or not self._settings.may_publish:
+        publication = self._restored.publication if self._restored is not None else None
+        if publication is None or not self._settings.may_publish:
             return
         from compile_cache.lifecycle.publisher import Publisher
 
-        self._publisher = Publisher(cache, self.report, self._settings, self._regions)
+        self._publisher = Publisher(publication, self.report, self._settings, self._regions)
         self._publisher.start()
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The publisher: a background thread that puts new artifacts into the store, from READY until the process ends.
 
-Cog has no teardown hook, so everything is published as soon as the warm-up has succeeded. Artifacts that are compiled
-later are staged at once as finished packs, and published once compiling has been quiet for a while. The exit hook only
-waits until this thread has uploaded the staged packs: Python 3.12 starts no threads at exit.
+Cog has no teardown hook, so everything is published as soon as the warm-up has succeeded. Files that are handed over
+later are staged at once as finished packs, and published once no others follow. The exit hook only waits until this
+thread has uploaded the staged packs: Python 3.12 starts no threads at exit.
 
 Containers that start together compile the same. So each waits a random time and lists the store again before it
 uploads: most find the artifacts there, and upload only what is missing. A file that two upload is merged later.
@@ -15,18 +15,17 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable
-from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.host import log_to_container
-from compile_cache.settings import Settings
+from compile_cache.settings import VERSION, Settings
 from compile_cache.storage.pack.format import Pack
-from compile_cache.storage.publish import MOST_PACKS, CompileCache
+from compile_cache.storage.publish import MOST_PACKS, Publication
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
@@ -35,40 +34,37 @@ if TYPE_CHECKING:
 log = logging.getLogger("compile_cache")
 
 _POLL_S = 0.5
-_QUIET_S = 10.0
-# Artifacts of the second process arrive complete, and are published soon.
-_ARRIVED_QUIET_S = 1.0
+# Files that follow within this time go into the same packs.
+_QUIET_S = 3.0
 _RETRY_S = 30.0
 # Containers that start together wait up to so long before they upload.
 _SPREAD_S = 3.0
 # Until then, the first predictions have the CPU to themselves.
 _MERGE_AFTER_S = 20.0
+_CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes for one boot. `start` begins at READY and registers the exit hook.
+    """Publishes for one boot, or one program, what is handed over to `directory.outgoing`. `start` begins at READY and
+    registers the exit hook. `regions` hands over the files that no case made.
 
     Each attempt updates and writes `report`.
     """
 
     def __init__(
-        self, cache: CompileCache, report: BootReport, settings: Settings, regions: Regions | None = None
+        self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
     ) -> None:
-        self._cache = cache
+        self._publication = publication
+        self._outgoing = publication.directory.outgoing
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
         self._regions = regions
-        self._creator = _creator()
         self._closing = threading.Event()
         self._marked_on = ""
         self._merge_at: float | None = None
         self._staged: list[Pack] = []
-        # torch's counts and the records of the second process, or a program's files, when the artifacts were staged.
-        self._staged_at: tuple[CompileCounts, object] | None = None
-        self._withheld: set[str] = set()
-        # Another program's files that may be published, if no compiler of this process makes any.
-        self.program_files: object = None
+        self._staged_files: Mapping[str, str] | None = None
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
@@ -79,9 +75,9 @@ class Publisher:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is left to publish, or the last attempt failed. True only if all is stored then."""
-        if self._staged_at is not None and self._is_to_stage():  # the thread has not noticed it yet
+        if self._staged_files is not None and self._is_to_stage():  # the thread has not noticed it yet
             self._idle.clear()
-        return self._idle.wait(timeout_s) and not self._waiting() and not self._cache.left_out
+        return self._idle.wait(timeout_s) and not self._waiting() and not self._publication.left_out
 
     def _waiting(self) -> str:
         """What is to be stored, and is not stored yet, in words; empty if there is nothing."""
@@ -94,8 +90,6 @@ class Publisher:
         again."""
         if self._thread.is_alive() and not self._closing.is_set():
             log_to_container()
-            if self._regions is not None:
-                self._regions.is_ending = True
             self._closing.set()
             self._thread.join(self._settings.exit_budget_s)
             if self._thread.is_alive():
@@ -106,14 +100,13 @@ class Publisher:
             raise StoreUnavailable(f"COMPILE_CACHE_EXIT_BUDGET_S={self._settings.exit_budget_s:g} is over; lost {lost}")
 
     def _run(self) -> None:
-        """Until the exit, stage new artifacts when the counters move or a file may be published now, and publish them
-        when the counters stand still."""
+        """Until the exit, stage files soon after they are handed over, and publish them when no others follow."""
         due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
             if (closing or time.monotonic() >= stage_due_s) and self._is_to_stage():
                 self._idle.clear()
-                quiet_s = self._quiet_s()
+                quiet_s = 0.0 if self._staged_files is None else _QUIET_S
                 stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _retry_s()
                 due_s = time.monotonic() + quiet_s + random.uniform(0.0, _SPREAD_S)
             if self._staged and (closing or time.monotonic() >= due_s):
@@ -128,19 +121,8 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        if self._regions is None:
-            return self._staged_at != self._now()
-        is_changed = self._staged_at != self._now() or not self._withheld <= set(self._regions.withheld)
-        return is_changed and not self._regions.is_compiling
-
-    def _now(self) -> tuple[CompileCounts, object]:
-        return read_counts(), self._regions.arrived if self._regions else self.program_files
-
-    def _quiet_s(self) -> float:
-        """The seconds without compiling after which new artifacts are published; 0 for the warm-up's."""
-        if self._staged_at is None:
-            return 0.0
-        return _QUIET_S if read_counts().since(self._staged_at[0]).misses else _ARRIVED_QUIET_S
+        has_others = self._regions is not None and self._regions.has_others
+        return has_others or self._staged_files != self._outgoing.ready(self._closing.is_set())
 
     def _tend(self) -> None:
         """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
@@ -148,15 +130,15 @@ class Publisher:
         today = datetime.now(UTC).date().isoformat()
         if self._marked_on != today:
             self._marked_on = today
-            self._attempt(lambda: self._cache.mark_used(today), is_upkeep=True)
-            if len(self._cache.packs.known) > MOST_PACKS:
+            self._attempt(lambda: self._publication.mark_used(today), is_upkeep=True)
+            if len(self._publication.packs.known) > MOST_PACKS:
                 self._merge_at = time.monotonic() + _MERGE_AFTER_S * random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
             self._attempt(self._merge, is_upkeep=True)
 
     def _merge(self) -> None:
-        merged = self._cache.merge(self._creator)
+        merged = self._publication.merge(_CREATOR)
         self._report.merged_packs += merged.packs
         log.info("publish.merged packs=%d bytes=%d", merged.packs, merged.stored_bytes)
 
@@ -182,25 +164,20 @@ class Publisher:
         return None
 
     def _stage(self) -> None:
-        now = self._now()
-        self._staged, self._staged_at = [], None  # staging empties the outbox first; after a failure it is due again
-        withheld, unread = self._left_out()
+        self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again
+        if self._regions is not None:
+            self._regions.hand_over_others()
+        ready = self._outgoing.ready(self._closing.is_set())
+        unread = self._regions.unread_files(ready) if self._regions is not None else set()
         with noted("publish", "pack"):
-            staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-            while late := {file.path for pack in staged for file in pack.manifest.files} & self._left_out()[0]:
-                withheld |= late  # arrived meanwhile, and not compared yet
-                staged = list(self._cache.stage({*withheld, *unread}, self._creator))
-        self._staged, self._staged_at, self._withheld = staged, now, withheld
-        self._report.withheld_files = len(withheld)
-        self._report.unread_files = len(unread)
-        if self._cache.left_out:
-            raise PackForbidden("no boot could restore " + "; ".join(self._cache.left_out))
-
-    def _left_out(self) -> tuple[set[str], set[str]]:
-        """The files that must not be published, and those that need not be."""
-        if self._regions is None:
-            return set(), set()
-        return set(self._regions.withheld), set(self._regions.unread_files())
+            files = {path: record for path, record in ready.items() if path not in unread}
+            staged = self._publication.stage(files, _CREATOR)
+        self._staged, self._staged_files = list(staged), ready
+        self._report.withheld_files = len(self._outgoing.withheld)
+        self._report.unread_files = len(unread | (self._outgoing.seeds.keys() - ready.keys()))
+        if left_out := self._publication.left_out:
+            path, why = next(iter(left_out.items()))
+            raise PackForbidden(f"no boot could restore {len(left_out)} files, such as {path!r:.200}: {why}")
 
     def _put_staged(self) -> None:
         """Upload the packs that are still missing in the store, most valuable first. Before each, list the store again.
@@ -208,23 +185,21 @@ class Publisher:
         Raises:
             StoreUnavailable: a listed pack cannot be read now, and may have the same files.
         """
+        packs = self._publication.packs
         while True:
-            self._drop_published()
+            packs.refresh()
+            if self._is_to_stage() or any(map(self._publication.is_superseded, self._staged)):
+                self._stage()
             if not self._staged:
                 return
-            if not (self._cache.packs.is_fully_known or self._closing.is_set()):
+            if not (packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)
 
-    def _drop_published(self) -> None:
-        self._cache.refresh()
-        if any(self._cache.is_superseded(pack) for pack in self._staged):
-            self._stage()
-
     def _put(self, pack: Pack) -> None:
         started = time.perf_counter()
-        self._cache.publish(pack)
+        self._publication.publish(pack)
         self._marked_on = ""
         self._report.packs += 1
         self._report.files += len(pack.manifest.files)
@@ -237,9 +212,3 @@ class Publisher:
 def _retry_s() -> float:
     """The seconds until the next attempt. They are random, so that containers that failed together spread out."""
     return _RETRY_S * random.uniform(0.5, 1.5)
-
-
-def _creator() -> str:
-    from compile_cache import __version__
-
-    return f"compile_cache {__version__}"

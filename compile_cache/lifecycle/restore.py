@@ -16,8 +16,8 @@ from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, install
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import Stores, open_stores
 from compile_cache.timeline import noted
@@ -27,12 +27,12 @@ log = logging.getLogger("compile_cache")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The result of a restore. `cache` publishes under the boot's key; None if the key is unknown or the cache
+    """The result of a restore. `publication` publishes under the boot's key; None if the key is unknown or the cache
     directory cannot be written."""
 
     report: RestoreReport
     location: str
-    cache: CompileCache | None = None
+    publication: Publication | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +147,30 @@ class Restore:
         differences = known.environment.differences(observed)
         if differences and not self._abandoned.is_set():
             failure = self._fetch_again(known.stores, observed)
-        cache = self._fetching.cache
-        if failure is not None or cache is None:
+        packs = self._fetching.packs
+        if failure is not None or packs is None:
             if self._fetching.done.is_set():
                 self._directory.empty_inbox()  # the disk was too small for the packs, and compiling needs the space
-            # A new cache, because a thread that has not ended still uses the other one.
-            return self._restored("failed", str(failure), self._cache(known.stores, observed))
-        return self._install(cache, "torch says otherwise: " + "; ".join(differences) if differences else "")
+            # New packs, because a thread that has not ended still uses the others.
+            packs, reason = self._packs(known.stores, observed), str(failure)
+            return self._restored("failed", reason, Publication(known.stores.writing, packs, observed, self._directory))
+        publication = Publication(known.stores.writing, packs, observed, self._directory)
+        return self._install(publication, "torch says otherwise: " + "; ".join(differences) if differences else "")
 
-    def _install(self, cache: CompileCache, contradiction: str) -> Restored:
+    def _install(self, publication: Publication, contradiction: str) -> Restored:
         fetched = self._fetching.fetched
         try:
-            files = cache.install(fetched)
+            files = install(fetched, self._directory)
         except OSError as error:
             return self._restored("failed", str(error))
-        reason = contradiction or f"nothing in {cache.key.prefix}"
+        reason = contradiction or f"nothing in {publication.packs.key.prefix}"
         if fetched.seeded_from:
-            return self._restored("seeded", reason, cache, files)
+            return self._restored("seeded", reason, publication, files)
         if files:
-            return self._restored("hit", contradiction, cache, files)
-        return self._restored("discarded" if contradiction else "miss", reason, cache)
+            return self._restored("hit", contradiction, publication, files)
+        return self._restored("discarded" if contradiction else "miss", reason, publication)
 
-    def _restored(self, outcome: str, reason: str, cache: CompileCache | None = None, files: int = 0) -> Restored:
+    def _restored(self, outcome: str, reason: str, publication: Publication | None = None, files: int = 0) -> Restored:
         fetched, stores = self._fetching.fetched, self._known.stores if self._known else None
         report = RestoreReport(
             outcome,
@@ -181,7 +183,7 @@ class Restore:
             seconds=fetched.seconds,
             refused=list(fetched.refused),
         )
-        return Restored(report, self._location, cache)
+        return Restored(report, self._location, publication)
 
     @property
     def _location(self) -> str:
@@ -203,40 +205,40 @@ class Restore:
             environment = self._environment or environment_for(self._settings, self._directory.path, self._environ)
             version = version_for(self._settings, self._model, self._sources)
             self._known = _Known(stores, environment, version)
-        self._fetch(self._cache(stores, environment), fetching)
+        self._fetch(self._packs(stores, environment), stores, environment, fetching)
 
     def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
         """Drop the files of the wrong environment, and fetch those of the observed one."""
 
         def run(fetching: _Fetching) -> None:
             self._directory.empty_inbox()
-            self._fetch(self._cache(stores, observed), fetching)
+            self._fetch(self._packs(stores, observed), stores, observed, fetching)
 
         self._fetching = _Fetching(run)
         self._fetching.start()
         return self._wait()
 
-    def _cache(self, stores: Stores, environment: Environment) -> CompileCache:
+    def _packs(self, stores: Stores, environment: Environment) -> PacksOfKey:
         version = self._known.version if self._known else ""
         key = key_for(self._settings, environment, self._model, version)
-        return CompileCache(stores, key, environment, self._directory, Rules.of(self._settings))
+        return PacksOfKey(stores.reading, key, Rules.of(self._settings))
 
-    def _fetch(self, cache: CompileCache, fetching: _Fetching) -> None:
+    def _fetch(self, own: PacksOfKey, stores: Stores, environment: Environment, fetching: _Fetching) -> None:
         """Fetch what a boot takes. If there is nothing, find out why."""
-        fetching.cache = cache
+        fetching.packs = own
         refused: tuple[RefusedPack, ...] = ()
         seconds = 0.0
-        for packs in candidates(cache.packs, cache.stores.writing):
-            with noted("restore", "fetch" if packs is cache.packs else "other versions"):
-                fetched = fetch(packs, self._directory.inbox, self._abandoned)
+        for packs in candidates(own, stores.writing):
+            with noted("restore", "fetch" if packs is own else "other versions"):
+                fetched = fetch(packs, self._directory, self._abandoned)
             refused, seconds = refused + fetched.refused, seconds + fetched.seconds
             if fetched.files:
                 break
-        seeded_from = packs.key.model_version if fetched.files and packs is not cache.packs else ""
+        seeded_from = packs.key.model_version if fetched.files and packs is not own else ""
         fetching.fetched = replace(fetched, refused=refused, seconds=seconds, seeded_from=seeded_from)
-        if cache.is_empty and not fetched.files and not self._abandoned.is_set():
+        if not (own.known or fetched.files or self._abandoned.is_set()):
             fetching.done.set()  # nobody has to wait for the explanation
-            fetching.explanation = explain_miss(cache.stores.reading, cache.key, cache.environment)
+            fetching.explanation = explain_miss(stores.reading, own.key, environment)
             log.info("restore.miss reason=%s", fetching.explanation)
 
 
@@ -244,7 +246,7 @@ class _Fetching:
     """A fetch on its own thread, and its result. `done` is set when `fetched` and `failure` are final."""
 
     def __init__(self, work: Callable[[_Fetching], None]) -> None:
-        self.cache: CompileCache | None = None
+        self.packs: PacksOfKey | None = None
         self.fetched = Fetched()
         self.failure: Exception | None = None
         self.explanation = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -94,15 +93,14 @@ class Program:
             if came := signal.sigtimedwait(_PASSED_ON, 0.02):
                 raise SystemExit(128 + came.si_signo)
         restored = restore.join()
-        if restored.cache is None or not (settings.may_publish or restored.report.files):
+        if restored.publication is None or not (settings.may_publish or restored.report.files):
             raise CompileCacheError(f"nothing can be restored or published: {restored.report.reason}")
         restored.report.waited_s = time.monotonic() - started
         log.info("\n".join(restored.report.lines()))
         self._also = also and _link(also, directory.path / "also")
-        directory.finished_ns = time.time_ns()
         directory.activate(environ)
         os.set_inheritable(directory.lock_fd, True)  # the command owns the directory if this process is killed
-        self._publisher = Publisher(restored.cache, BootReport(), settings)
+        self._publisher = Publisher(restored.publication, BootReport(), settings)
         if settings.may_publish:
             self._publisher.start()
 
@@ -110,9 +108,9 @@ class Program:
         """Let new files be published if none changed for 5 s, or after the end. Younger ones may be half-written (g++
         writes libraries in place), but not after the exit code 0."""
         finished_ns = time.time_ns() - (0 if code == 0 else int(_STILL_S * 1e9))
-        files = self._directory.scan(math.inf)
-        if code is not None or all(stamp.modified_ns <= finished_ns for stamp in files.values()):
-            self._directory.finished_ns, self._publisher.program_files = finished_ns, (code, files)
+        if code is not None or all(changed_ns <= finished_ns for changed_ns in self._directory.scan().values()):
+            outgoing = self._directory.outgoing
+            outgoing.hand_over(outgoing.appeared(finished_ns))
 
     def end(self, code: int) -> None:
         """Publish the rest."""

@@ -33,8 +33,9 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
-from compile_cache.serving.policy import GROWS, Policy, Source
+from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.source import GROWS, Source
 from compile_cache.serving.trial import Trials, grows
 
 if TYPE_CHECKING:

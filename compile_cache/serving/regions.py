@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from compile_cache.errors import NotAModuleError
-from compile_cache.inductor.counters import read_counts
-from compile_cache.inductor.function_file import COMPARED, PRECOMPILED, SUFFIX
+from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.tuning import unread_files
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
@@ -27,9 +25,6 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
-# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
-# compares it first.
-_UNPROVED_S = 60.0
 _FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
 
 
@@ -44,7 +39,7 @@ class Regions:
         self._directory = directory
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
-        self.is_ending = False
+        self._others_at: CompileCounts | None = None
         self._left_eager: dict[str, RegionReport] = {}
         self._deadline_s = math.inf
         _all.add(self)
@@ -128,30 +123,23 @@ class Regions:
         return self.policy.making.locked()
 
     @property
-    def arrived(self) -> int:
-        """How many records the second process has made so far."""
-        return len(self.policy.arrived_s)
+    def has_others(self) -> bool:
+        """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
+        return self._others_at != read_counts() and not self.is_compiling
 
-    def unread_files(self) -> set[str]:
-        """The files that no warm boot will read: candidates that autotuning did not choose, and precompiled regions of
-        another version that this boot's model did not use."""
-        files = self._directory.scan()
-        used = (self.policy.artifacts.used if self.policy.artifacts else set()) | set(self.policy.arrived_s)
-        used |= {f"{path.removesuffix(SUFFIX)}{COMPARED}" for path in used}
-        unused = {path for path in files if path.startswith(f"{PRECOMPILED}/") and path not in used}
-        return unread_files(files) | unused
+    def hand_over_others(self) -> None:
+        """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
+        toolchain. Not while a case makes files."""
+        if self.policy.making.acquire(blocking=False):
+            try:
+                self._others_at = read_counts()
+                self.policy.outgoing.hand_over(self.policy.outgoing.appeared())
+            finally:
+                self.policy.making.release()
 
-    @property
-    def withheld(self) -> set[str]:
-        """The files that must not be published: code that failed; and code of the second process that arrived less than
-        a minute ago and was not compared on all instances, unless the process ends before any call of its kind."""
-        regions = list(self.by_class.values())
-        cases = [case for region in regions for case in region.kinds if case.code]
-        young = {path for path, at_s in self.policy.arrived_s.items() if time.monotonic() < at_s + _UNPROVED_S}
-        if self.is_ending:
-            young &= {case.code.path for case in cases if case.code and (case.serves_any or case.unended)}
-        unproved = young.difference(case.code.path for case in cases if case.code and case.has_passed)
-        return unproved.union(*(region.source.withheld for region in regions))
+    def unread_files(self, paths: Iterable[str]) -> set[str]:
+        """Those that no warm boot will read: candidates that autotuning did not choose."""
+        return unread_files(paths)
 
     def forget_second_process(self) -> None:
         """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""

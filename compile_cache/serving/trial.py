@@ -22,8 +22,9 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, Standing, State
 from compile_cache.serving.moment import LOCK
-from compile_cache.serving.policy import GROWS, Policy, Source
+from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.source import GROWS, Source
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
@@ -166,23 +167,18 @@ class Trials:
         with LOCK:
             is_proved = case.state is State.PROVED
             case.standings.update(dict.fromkeys(self._instances if is_proved else (module,), Standing.SERVES))
+        self._source.release(case)
         if is_proved:
             self._take(case)
         else:
-            self._mark_compared(case)
             self._policy.moment.note(case, lambda: self._take(case))
-
-    def _mark_compared(self, case: Case) -> None:
-        """If the code has passed on all instances, note it for later boots, before the code is published."""
-        if case.has_passed and case.code is not None:
-            self._policy.mark_compared(case.code.path)
 
     def _take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
         at once."""
         if not case.has_passed:
             return case.state is State.ARRIVED
-        self._mark_compared(case)
+        self._source.release(case)
         if case.code is not None and case.code.step != "precompiled":
             case.move(State.CACHED)
         elif case.move(State.PRECOMPILED):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from compile_cache.errors import CacheDirectoryError
@@ -28,12 +29,67 @@ _LEFT_OUT_FOLDERS = frozenset({"locks"})
 _LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
-    """The size and the time of a file. If both are the same, its content counts as unchanged."""
+class Outgoing:
+    """The files of a cache directory that may be published: whoever made a file hands it over, finished and right.
 
-    size_bytes: int
-    modified_ns: int
+    A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
+    class of a region. `seeds` are another version's files, with their owners. They may be published once this version
+    uses the owner. `withheld` are files of code that failed.
+
+    Several threads use it. Each change is one operation of a dictionary or a set, so a fork needs no lock.
+    """
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self.seeds: dict[str, str] = {}
+        self.withheld: set[str] = set()
+        self._directory = directory
+        self._known: set[str] = set()
+        # By path: the owner, and the time from which the file may be published, on the clock of `time.monotonic`.
+        self._handed_over: dict[str, tuple[str, float]] = {}
+
+    def expect(self, paths: Iterable[str]) -> None:
+        """Note files that somebody else is about to write: they do not count as `appeared`."""
+        self._known.update(paths)
+
+    def appeared(self, finished_ns: float = math.inf) -> set[str]:
+        """The files that have appeared since the last call. Files that were changed after `finished_ns` come later."""
+        new = self._directory.scan(finished_ns).keys() - self._known
+        self._known |= new
+        return new
+
+    def plant(self, seeds: Mapping[str, str]) -> None:
+        """Take the files of another version. Those without an owner may be published: torch looks them up."""
+        self.expect(seeds)
+        self.seeds |= seeds
+        self.use("")
+
+    def hand_over(self, paths: Iterable[str], owner: str = "", wait_s: float = 0.0) -> None:
+        """Let files be published, after `wait_s`, or when the process ends."""
+        due_s = time.monotonic() + wait_s
+        handed_over = {path: (owner, due_s) for path in paths}
+        self.expect(handed_over)
+        self._handed_over |= handed_over
+
+    def release(self, owner: str) -> None:
+        """Let the files of `owner` that wait be published now."""
+        self.hand_over(self._handed_over_by(owner), owner)
+
+    def use(self, owner: str) -> None:
+        """Let the seeds of `owner` be published."""
+        self.hand_over([path for path, other in self.seeds.items() if other == owner], owner)
+
+    def withdraw(self, owner: str) -> None:
+        """Publish nothing more of `owner`."""
+        self.withheld |= self._handed_over_by(owner) | ({owner} & self._known)
+
+    def _handed_over_by(self, owner: str) -> set[str]:
+        return {path for path, (other, _) in list(self._handed_over.items()) if other == owner}
+
+    def ready(self, is_ending: bool = False) -> dict[str, str]:
+        """The files that may be published now, with their owners."""
+        now = math.inf if is_ending else time.monotonic()
+        handed_over = list(self._handed_over.items())
+        return {path: owner for path, (owner, due_s) in handed_over if due_s <= now and path not in self.withheld}
 
 
 class CacheDirectory:
@@ -42,12 +98,11 @@ class CacheDirectory:
     def __init__(self, root: Path, number: int, lock_fd: int) -> None:
         self.path = root / str(number)
         self.inbox = root / f"{number}.inbox"
-        self._outbox = root / f"{number}.outbox"
+        self.outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
-        # Files that another program has changed later may be half-written. They do not count as artifacts.
-        self.finished_ns = float("inf")
+        self.outgoing = Outgoing(self)
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
@@ -69,7 +124,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    beside = directory.inbox, directory._outbox, directory.logs, compilers_folder(directory.path)
+                    beside = directory.inbox, directory.outbox, directory.logs, compilers_folder(directory.path)
                     for folder in (directory.path, *beside):
                         _make_empty(folder)
                 except OSError:
@@ -111,26 +166,24 @@ class CacheDirectory:
         """
         _make_empty(self.inbox)
 
-    def empty_outbox(self) -> Path:
-        """The folder for finished packs, emptied.
+    def empty_outbox(self) -> None:
+        """Remove finished packs.
 
         Raises:
-            OSError: the folder cannot be emptied.
+            OSError: the outbox cannot be emptied.
         """
-        _make_empty(self._outbox)
-        return self._outbox
+        _make_empty(self.outbox)
 
     def activate(self, environ: MutableMapping[str, str]) -> None:
         """Point Inductor and Triton at this directory. Call it before torch is imported. Triton reads its path once."""
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
-    def scan(self, finished_ns: float | None = None) -> dict[str, FileStamp]:
-        """The stamps of all finished artifacts by path inside the directory. Reads no file, and follows no link: if a
-        link has replaced the directory, there are none."""
-        latest_ns = self.finished_ns if finished_ns is None else finished_ns
+    def scan(self, finished_ns: float = math.inf) -> dict[str, int]:
+        """All artifacts that were last changed until `finished_ns`: the time of that, in ns, by path inside the
+        directory. Reads no file, and follows no link: if a link has replaced the directory, there are none."""
         files = _walk(self.path, "") if self.path.resolve() == self._place else ()
-        return {path: stamp for path, stamp in files if stamp.modified_ns <= latest_ns}
+        return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns}
 
 
 def compilers_folder(path: Path) -> Path:
@@ -138,12 +191,12 @@ def compilers_folder(path: Path) -> Path:
     return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
 
 
-def scan_folder(root: Path) -> dict[str, FileStamp]:
-    """The stamps of all artifacts below `root` by relative path. Reads no file."""
-    return dict(_walk(root, ""))
+def scan_folder(root: Path) -> set[str]:
+    """All artifacts below `root` by relative path. Reads no file."""
+    return {path for path, _ in _walk(root, "")}
 
 
-def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
+def _walk(root: Path, folder: str) -> Iterator[tuple[str, int]]:
     try:
         entries = list(os.scandir(root / folder))
     except (FileNotFoundError, PermissionError):  # a temporary folder, renamed meanwhile, or a removed or closed one
@@ -158,7 +211,7 @@ def _walk(root: Path, folder: str) -> Iterator[tuple[str, FileStamp]]:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # a temporary file, renamed meanwhile
                 continue
-            yield path, FileStamp(status.st_size, status.st_mtime_ns)
+            yield path, status.st_mtime_ns
 
 
 def _own(root: Path) -> None:

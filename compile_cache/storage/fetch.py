@@ -8,19 +8,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import msgspec
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import predecessors
-from compile_cache.storage.directory import FileStamp
-from compile_cache.storage.pack.format import PACK_NAME, Run, Source, runs, unpack_run
-from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of, is_plain, weight_of
-from compile_cache.storage.rules import HEAD_READ_BYTES, WHOLE_PACK_BYTES, HeadReader, Rules, StoredPack
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_head, runs, unpack_run
+from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
+from compile_cache.storage.rules import (
+    HEAD_READ_BYTES,
+    WHOLE_PACK_BYTES,
+    HeadReader,
+    Rules,
+    StoredPack,
+    room_beside,
+)
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
 
@@ -61,7 +66,8 @@ class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
     `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `seen` has
-    the logical keys of all packs that were ever known, those deleted meanwhile among them, but not of damaged ones.
+    the logical key and the path of each file of all packs that were ever known, those deleted meanwhile among them, but
+    not of damaged ones.
     """
 
     def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
@@ -70,16 +76,15 @@ class PacksOfKey:
         self.rules = rules
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
-        self.seen: set[str] = set()
+        self.seen: set[tuple[str, str]] = set()
         self.is_listed = False
-        self._refused: dict[str, RefusedPack] = {}
-        self._unavailable: set[str] = set()
-        self._without_room: set[str] = set()
+        # Packs that count as absent, by name, with the kind of error.
+        self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
 
     @property
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
-        return not self._unavailable
+        return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first. Objects that are not named like packs are ignored.
@@ -105,7 +110,7 @@ class PacksOfKey:
             if not set(vanished) - set(before):
                 break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
-            self._refused[name] = RefusedPack(name, "the store lists it, but does not have it", is_final=False)
+            self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
         self.is_listed = True
 
     def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
@@ -114,8 +119,7 @@ class PacksOfKey:
         first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
         vanished: list[str] = []
-        self._refused = {name: refused for name, refused in self._refused.items() if refused.is_final}
-        self._unavailable, self._without_room = set(), set()
+        self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
         reader = HeadReader(self.store, self.rules, found.values())
 
         def look(entry: StoredObject) -> None:
@@ -128,50 +132,44 @@ class PacksOfKey:
             except Abandoned:
                 raise
             except (PackError, StoreError) as error:
-                self._refuse(entry, error)
+                self._refuse(entry.name, error)
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
         self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
-        self.seen |= self._keys()
+        self.seen |= self._files()
         return vanished
 
-    def _keys(self) -> set[str]:
-        return {file.key for pack in self.known.values() for file in pack.head.manifest.files}
+    def _files(self) -> set[tuple[str, str]]:
+        return {pair for pack in self.known.values() for pair in _keys_and_paths(pack)}
 
     def add(self, pack: StoredPack) -> None:
         """Add a pack that was just uploaded."""
         self.known[pack.entry.name] = pack
-        self.seen |= self._keys()
+        self.seen |= _keys_and_paths(pack)
 
     def drop(self, entry: StoredObject, error: PackError | StoreError) -> None:
         """Count a pack as absent, because reading more of it failed. The files of a damaged pack may be published
         again."""
         pack = self.known.pop(entry.name, None)
         if pack is not None and isinstance(error, PackError):
-            self.seen -= {file.key for file in pack.head.manifest.files} - self._keys()
-        self._refuse(entry, error)
+            self.seen -= _keys_and_paths(pack) - self._files()
+        self._refuse(entry.name, error)
 
-    def _refuse(self, entry: StoredObject, error: PackError | StoreError) -> None:
-        self._refused[entry.name] = RefusedPack.after(entry.name, error)
-        if isinstance(error, StoreUnavailable):
-            self._unavailable.add(entry.name)
-        elif isinstance(error, TooManyPacks):
-            self._without_room.add(entry.name)
+    def _refuse(self, name: str, error: PackError | StoreError) -> None:
+        self._refused[name] = RefusedPack.after(name, error), type(error)
 
     def forget_beginnings(self) -> None:
         """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
         self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
 
-    def select(self, left_alone: Collection[str] = ()) -> Selection:
-        """The files to restore: those of all packs but `left_alone`, up to the limit of unpacked bytes."""
+    def select(self) -> Selection:
+        """The files to restore: those of all packs, up to the limit of unpacked bytes."""
         limits, packs, too_large = self.rules.limits, [], []
         keys: set[str] = set()
         size_bytes = 0
         for name, pack in self.known.items():
-            if name in left_alone:
-                continue
-            new = [file for file in pack.head.manifest.files if file.key not in keys or file.replaces is not None]
+            new = [file for file in pack.head.manifest.files if file.key not in keys]
             more_bytes = sum(file.size_bytes for file in new)
             if size_bytes + more_bytes > limits.size_bytes:
                 too_large.append(RefusedPack(name, f"all packs together unpack to more than {limits.size_bytes} bytes"))
@@ -181,33 +179,38 @@ class PacksOfKey:
             size_bytes += more_bytes
         files = choose([pack.head.manifest for pack in packs])
         whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
-        return Selection(packs, whole, (*self._refused.values(), *too_large), size_bytes)
+        return Selection(packs, whole, (*(refused for refused, _ in self._refused.values()), *too_large), size_bytes)
 
-    def refusals(self, sources: Sequence[Source], stamps: Mapping[str, FileStamp]) -> dict[str, str]:
-        """Why no boot would restore a new file beside the packs of this key and the files before it, by path."""
-        plain = [source for source in sources if is_plain(source.path)]
-        files = [PackFile(s.path, s.key, stamps[s.path].size_bytes, "0" * 64, s.replaces, True) for s in plain]
-        manifests = [*(pack.head.manifest for pack in self.known.values()), Manifest(self.key, tuple(files), (), "", 0)]
-        new = {path: choice.file for path, choice in choose(manifests).items() if choice.pack == len(self.known)}
-        width = weight_of(manifests[-1].to_json()) // len(manifests[-1].to_json())
-        room = HeadReader(self.store, self.rules, self.known.values()).room
-        room = room.less(self.select().size_bytes, 0, 1024 * width)
-        refused = {}
-        for path in (source.path for source in sources):
-            if path not in new:
-                refused[path] = "no pack can have this path, or not beside another one (case, or a file as a folder)"
-                continue
-            # With the records of frames. Each 4 MiB may begin another pack, whose manifest has 1024 other bytes. A file
-            # that cannot be compressed takes more bytes in a pack, and packs have the same limit.
-            size_bytes = new[path].size_bytes
-            record_bytes = len(msgspec.json.encode(new[path])) + 50 + (size_bytes >> 11)
-            left = room.less(size_bytes + (size_bytes >> 8) + record_bytes, 1, width * record_bytes)
-            short = [name for name, rest in asdict(left).items() if rest < 0]
-            if self._without_room or short:
-                refused[path] = f"{' and '.join(short) or 'packs'} of its key would exceed {self.rules.limits}"
-            else:
-                room = left
-        return refused
+    def room_beside(self, staged: Sequence[Pack]) -> Limits:
+        """What the limits leave for one more pack beside those of this key and the `staged` ones; nothing if they have
+        left no room for a stored one."""
+        if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
+            return Limits(0, 0, 0)
+        size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
+        return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
+
+    def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
+        return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
+
+    def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
+        """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
+        It is read as a boot reads it."""
+        try:
+            with pack.local.open("rb") as file:
+                read_head(file.read(pack.head.start), pack.name, room, self.rules.trusted)
+        except PackError as error:
+            return str(error)
+        if pack.stored_bytes > self.rules.limits.size_bytes:
+            return f"it has {pack.stored_bytes} bytes; {self.rules.limits.size_bytes} are allowed"
+        manifests = [head.manifest for head in self._heads([*staged, pack])]
+        files = choose(manifests)
+        if len(pack.manifest.files) > sum(choice.pack == len(manifests) - 1 for choice in files.values()):
+            return "another file of its key has its path in another case, or has it as a folder"
+        return ""
+
+
+def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
+    return {(file.key, file.path) for file in pack.head.manifest.files}
 
 
 def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
@@ -235,9 +238,8 @@ def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
 def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
     """The chosen file for each path. The packs are in the order of their listing.
 
-    For each logical key, the first pack that has it wins. Then the first file that replaces the winner wins, and so on:
-    a store's clock is too coarse to list every successor after its predecessor. Paths that clash with a chosen one
-    (file against folder, case) are skipped.
+    For each logical key, the first pack that has it wins. Paths that clash with a chosen one (file against folder,
+    case) are skipped.
     """
     chosen: dict[str, Choice] = {}
     owners: dict[str, int] = {}
@@ -245,7 +247,6 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
     folders: set[str] = set()
     # Keep each folded path in memory once, because there may be many long paths.
     paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
-    successors: dict[tuple[str, str | None], list[Choice]] = {}
     for number, manifest in enumerate(manifests):
         for file in manifest.files:
             path = paths[file.path.casefold()]
@@ -255,11 +256,6 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
                 chosen[file.path] = Choice(number, file)
                 folded.add(path)
                 folders |= parents
-            else:
-                successors.setdefault((file.path, file.replaces), []).append(Choice(number, file))
-    for path in chosen:
-        while following := successors.get((path, chosen[path].file.sha256)):
-            chosen[path] = following.pop(0)
     return chosen
 
 
@@ -274,21 +270,18 @@ class Staged:
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Verified files in the staging folder, by their path inside the cache directory, which does not have them yet.
-    They came from the objects `packs`; `superfluous` objects had no file that others lack."""
+    They came from the objects `packs`."""
 
     files: dict[str, Staged] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
-    superfluous: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
     seconds: float = 0.0
     seeded_from: str = ""
 
 
-def fetch(
-    packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = None, left_alone: Collection[str] = ()
-) -> Fetched:
-    """Read, verify and unpack the selected files of all packs but `left_alone`, in parallel. Other frames are not read.
+def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Event | None = None) -> Fetched:
+    """Read, verify and unpack the selected files of all packs into the inbox, in parallel. Other frames are not read.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
@@ -298,11 +291,11 @@ def fetch(
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
-    task = _Unpacking(packs.store, inbox, abandoned)
+    task = _Unpacking(packs.store, directory.inbox, abandoned)
     packs.refresh(WHOLE_PACK_BYTES, abandoned)
     listings = 1
     while True:
-        selection = packs.select(left_alone)
+        selection = packs.select()
         needed = selection.needed
         failures = task.unpack([(p, needed[p.entry.name]) for p in selection.packs if p.entry.name in needed])
         if not failures:
@@ -312,12 +305,31 @@ def fetch(
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(WHOLE_PACK_BYTES, abandoned)
+    stored_bytes = task.stored_bytes + sum(len(p.beginning) for p in selection.packs if p.entry.name in needed)
     packs.forget_beginnings()
     folders = [task.folder(pack) for pack in selection.packs]
     files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}
-    superfluous = tuple(pack.entry.name for pack in selection.packs if pack.entry.name not in needed)
     seconds = time.perf_counter() - started
-    return Fetched(files, tuple(needed), superfluous, selection.refused, task.stored_bytes, seconds)
+    return Fetched(files, tuple(needed), selection.refused, stored_bytes, seconds)
+
+
+def install(fetched: Fetched, directory: CacheDirectory) -> int:
+    """Move fetched files into the cache directory, each atomically. Returns their number.
+
+    Raises:
+        OSError: the cache directory cannot be written.
+    """
+    if fetched.seeded_from:
+        directory.outgoing.plant({path: staged.file.owner for path, staged in fetched.files.items()})
+    directory.outgoing.expect(fetched.files)
+    for path, staged in fetched.files.items():
+        target = f"{directory.path}/{path}"
+        try:
+            os.replace(staged.local, target)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.replace(staged.local, target)
+    return len(fetched.files)
 
 
 class _Unpacking:
@@ -329,7 +341,6 @@ class _Unpacking:
         self._inbox = inbox
         self._abandoned = abandoned
         self._done: set[tuple[str, int]] = set()
-        self._counted: set[str] = set()
         self._lock = threading.Lock()
 
     def folder(self, pack: StoredPack) -> Path:
@@ -378,6 +389,3 @@ class _Unpacking:
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
             self.stored_bytes += reader.requested_bytes
-            if pack.entry.name not in self._counted:
-                self._counted.add(pack.entry.name)
-                self.stored_bytes += len(pack.beginning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -74,6 +75,13 @@ class StoredPack:
     beginning: bytes = b""
 
 
+def room_beside(limits: Limits, heads: Iterable[Head]) -> Limits:
+    """What is left of the limits beside these packs. Their sizes count where files are chosen: some are there twice."""
+    for head in heads:
+        limits = limits.less(0, len(head.manifest.files), head.weight_bytes)
+    return limits
+
+
 class HeadReader:
     """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
     pack.
@@ -86,11 +94,9 @@ class HeadReader:
         """`known` packs count against the limits. `room` is what is left of these."""
         self._store = store
         self._rules = rules
-        self.room = rules.limits
+        self.room = room_beside(rules.limits, (pack.head for pack in known))
         self._kept_bytes = 0
         self._turn = threading.Lock()
-        for pack in known:
-            self.room = self.room.less(0, len(pack.head.manifest.files), pack.head.weight_bytes)
 
     def read(
         self, entry: StoredObject, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None
@@ -111,18 +117,17 @@ class HeadReader:
         if len(beginning) < end <= _USUAL_HEAD_BYTES:
             beginning += read_exactly(self._store, entry.name, len(beginning), end - len(beginning), abandoned)
 
-        def read_at(start: int, size_bytes: int) -> bytes:
-            end = min(start + size_bytes, entry.size_bytes)
-            if end <= len(beginning) or end <= start:
-                return beginning[start:end]
-            return read_exactly(self._store, entry.name, start, end - start, abandoned)
+        def content() -> bytes:
+            is_read = len(beginning) >= end
+            return beginning if is_read else read_exactly(self._store, entry.name, 0, end, abandoned)
 
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
             try:
-                head = read_head(read_at, name, self.room, self._rules.trusted)
-            except ManifestTooLarge as error:
-                if self.room == limits:
+                head = read_head(content(), name, self.room, self._rules.trusted)
+            except PackError as error:
+                traceback.clear_frames(error.__traceback__)  # they would keep the head in memory
+                if not isinstance(error, ManifestTooLarge) or self.room == limits:
                     raise
                 raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
             if head.stored_bytes != entry.size_bytes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, RefusedPack, SettingsError, StoreError
+from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
 from compile_cache.storage.pack.format import Head, runs, unpack_run
 from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.rules import HeadReader, Rules
@@ -38,11 +39,6 @@ class VerifiedPack:
     head: Head | None = None
     signed_by: str | None = None
 
-    @property
-    def refusal(self) -> RefusedPack:
-        """The pack in a report."""
-        return RefusedPack(self.entry.name, self.reason, self.state is not PackState.UNREADABLE)
-
 
 def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) -> Head:
     """Read a whole pack from `store`, verify everything in it, and keep nothing.
@@ -59,14 +55,12 @@ def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) ->
     return head
 
 
-def verify_whole(store: ObjectStore, entry: StoredObject, rules: Rules) -> VerifiedPack | None:
-    """Verify everything in one pack; None if the pack no longer exists."""
-    return _verify(store, entry, rules, lambda: verify_pack(store, entry.name, entry.size_bytes, rules))
-
-
 def verify_all(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    found = (verify_whole(store, entry, rules) for entry in entries)
+    found = (
+        _verify(store, entry, rules, functools.partial(verify_pack, store, entry.name, entry.size_bytes, rules))
+        for entry in entries
+    )
     return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 

@@ -1,15 +1,15 @@
-"""A pack: one immutable file that carries artifacts, named by the SHA-256 of its manifest.
+"""A pack: one immutable file that carries artifacts, named by the SHA-256 of its header and its stored manifest.
 
 Layout (the whole pack is a valid zstd stream; zstd skips the first and the third part):
 
     header      fixed size: magic, format version, lengths of the two parts that follow
-    manifest    one zstd frame of canonical JSON: key, files, frames, creator, time
-    signature   a skippable frame, empty in an unsigned pack
+    manifest    one zstd frame of JSON: key, files, frames, creator, time
+    signature   a skippable frame, empty in an unsigned pack: of header and manifest, as they are stored
     frames      independent zstd frames of at most 1 MiB, unpacked, in the manifest's order
 
-One ranged read gets the head: header, manifest and signature. Only the head decides whether a pack may be used. Then
-any file can be read and verified without the others, because the manifest has its digest. RFC 8878, sections 3.1.1 and
-3.1.2, describes both kinds of frames.
+One ranged read gets the head: header, manifest and signature. Only the head decides whether a pack may be used. Name
+and signature are checked before the manifest is decompressed. Then any file can be read and verified without the
+others, because the manifest has its digest. RFC 8878, sections 3.1.1 and 3.1.2, describes both kinds of frames.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import re
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol
 
 import zstandard
 
@@ -37,17 +37,16 @@ from compile_cache.storage.pack.manifest import (
     Limits,
     Manifest,
     PackFile,
-    digest_of,
     parse_manifest,
     weight_of,
 )
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, TrustedKeys
 
 _SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
 
 _LEVEL = 3
-PACK_VERSION = 1
+PACK_VERSION = 2
 
 _SKIPPABLE = struct.Struct("<II")  # magic number, length
 _HEADER_MAGIC = 0x184D2A50
@@ -57,12 +56,9 @@ _IDENTITY = b"compcach"
 HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
 
 _CHUNK_BYTES = 1 << 20
-_SIGNATURE_BYTES = 4096
-_FRAME_HEADER_BYTES = 18  # the most that RFC 8878 allows, 3.1.1.1
+_MOST_SIGNATURE_BYTES = 4096
 # Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
-# A function of an offset and a number of bytes. It returns these bytes of a pack, or fewer at the pack's end.
-ReadAt = Callable[[int, int], bytes]
 
 
 class Readable(Protocol):
@@ -74,12 +70,13 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file to pack: the local file, and its path and logical key inside the cache directory."""
+    """A file to pack: the local file, its path and logical key inside the cache directory, and its owner (see
+    `Outgoing`)."""
 
     local: Path
     path: str
     key: str
-    replaces: str | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,22 @@ class Pack:
     """A finished pack on the local disk."""
 
     local: Path
-    stored_bytes: int
-    manifest: Manifest
+    head: Head
 
     @property
     def name(self) -> str:
         """The object's name inside its key's prefix."""
         return self.local.name
+
+    @property
+    def stored_bytes(self) -> int:
+        """The length of the whole pack."""
+        return self.head.stored_bytes
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is in it."""
+        return self.head.manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +131,13 @@ def write_pack(
         files, frames = _write_frames(body, sources)
         manifest = Manifest(key, tuple(files), tuple(frames), creator, time.time())
         text = manifest.to_json()
-        local = folder / (digest_of(text) + _SUFFIX)
-        with replacing(local) as file:
-            file.write(make_head(text, signer.sign(text) if signer else b""))
+        name, head = make_head(text, signer)
+        with replacing(folder / name) as file:
+            file.write(head)
             body.seek(0)
             while chunk := body.read(_CHUNK_BYTES):
                 file.write(chunk)
-    return Pack(local, local.stat().st_size, manifest)
+    return Pack(folder / name, Head(manifest, len(head), signer.public_key if signer else None, weight_of(text)))
 
 
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
@@ -161,7 +167,7 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
             if size_bytes > FRAME_BYTES:
                 finish_frame()
             can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & 0o100), digest.hexdigest()
-            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.replaces, can_run))
+            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.owner, can_run))
     finish_frame()
     return files, frames
 
@@ -182,12 +188,18 @@ class Head:
         return self.start + self.manifest.frames_bytes
 
 
-def make_head(manifest: bytes, signature: bytes) -> bytes:
-    """The first bytes of a pack."""
+def make_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
+    """The name and the first bytes of a pack with this manifest."""
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(manifest)
-    header = _HEADER.pack(_IDENTITY, PACK_VERSION, len(stored), len(manifest), len(signature))
-    skipped = _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
-    return _SKIPPABLE.pack(_HEADER_MAGIC, len(header)) + header + stored + skipped
+    header = _HEADER.pack(_IDENTITY, PACK_VERSION, len(stored), len(manifest), SIGNATURE_BYTES if signer else 0)
+    named = _SKIPPABLE.pack(_HEADER_MAGIC, len(header)) + header + stored
+    signature = signer.sign(named) if signer else b""
+    return _name_of(named), named + _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
+
+
+def _name_of(named: bytes | memoryview) -> str:
+    """The name of a pack with this header and stored manifest, which has the digests of all files."""
+    return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,90 +242,47 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     header = _Header(*lengths)
     if max(header.stored_bytes, header.manifest_bytes) > limits.manifest_bytes:
         raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
-    if header.signature_bytes > _SIGNATURE_BYTES:
-        raise PackForbidden(f"its signature claims more than the {_SIGNATURE_BYTES} bytes allowed")
+    if header.signature_bytes > _MOST_SIGNATURE_BYTES:
+        raise PackForbidden(f"its signature claims more than the {_MOST_SIGNATURE_BYTES} bytes allowed")
     return header
 
 
-def read_head(read: ReadAt, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Read and verify the head of the pack that is stored as `name`.
+def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
+    """Verify and read the head of the pack that is stored as `name`. `content` has `head_bytes` bytes, or more.
 
-    The checks are, in order: the format, the limits, whether a trusted key claims to have signed the pack, the name,
-    the signature, and the whole manifest with every path. Memory holds the unpacked manifest and a few megabytes.
+    The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
+    Memory holds the unpacked manifest beside `content`.
 
     Raises:
         PackForbidden: `limits` or `trusted` forbid the pack's use.
         PackError: the pack is damaged, and no part of it may be used. The message says how.
     """
-    header = _parse_header(read(0, HEADER_BYTES), limits)
-    signature = _read_signature(read, header)
-    trusted.check_signer(signature)
-    text = bytearray(header.manifest_bytes)
-    try:
-        _unpack_manifest(read, header, text)
-        if digest_of(text) + _SUFFIX != name:
-            raise PackError("its manifest does not match its name")
-        signed_by = trusted.verify(text, signature)
-        weight_bytes = weight_of(text)
-        if weight_bytes > limits.manifest_bytes:
-            raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
-        manifest = parse_manifest(text, limits)
-    finally:
-        text.clear()  # an error's traceback would keep the text in memory
-    if manifest.digest() + _SUFFIX != name:  # for example, a field occurs twice
-        raise PackError("its manifest is not written as packs are")
-    return Head(manifest, header.end, signed_by, weight_bytes)
-
-
-def _read_signature(read: ReadAt, header: _Header) -> bytes:
-    expected = _SKIPPABLE.pack(_SIGNATURE_MAGIC, header.signature_bytes)
-    stored = read(header.manifest_end, len(expected) + header.signature_bytes)
-    if len(stored) < len(expected) + header.signature_bytes:
+    header = _parse_header(content, limits)
+    if len(content) < header.end:
         raise PackError("it ends before the end of its signature")
-    if stored[: len(expected)] != expected:
+    named = memoryview(content)[: header.manifest_end]
+    if _name_of(named) != name:
+        raise PackError("its manifest does not match its name")
+    magic, length = _SKIPPABLE.unpack_from(content, header.manifest_end)
+    if (magic, length) != (_SIGNATURE_MAGIC, header.signature_bytes):
         raise PackError("its signature is not where it should be")
-    return stored[len(expected) :]
+    signed_by = trusted.verify(named, content[header.end - length : header.end])
+    text = bytearray(header.manifest_bytes)
+    _unpack_manifest(named[HEADER_BYTES:], text)
+    weight_bytes = weight_of(text)
+    if weight_bytes > limits.manifest_bytes:
+        raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
+    return Head(parse_manifest(text, limits), header.end, signed_by, weight_bytes)
 
 
-def _unpack_manifest(read: ReadAt, header: _Header, text: bytearray) -> None:
-    """Fill `text` piece by piece. A decompression bomb fills only the stated length, which is within the limits."""
-    source = _Pieces(read, HEADER_BYTES, header.manifest_end)
+def _unpack_manifest(stored: memoryview, text: bytearray) -> None:
+    """Fill `text`. A decompression bomb fills only the stated length, which is within the limits."""
     try:
-        if zstandard.frame_content_size(read(HEADER_BYTES, _FRAME_HEADER_BYTES)) != len(text):
+        unpacked = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES).stream_reader(stored)
+        if unpacked.readinto(text) < len(text) or unpacked.read(1):
             raise PackError(f"its manifest is not {len(text)} bytes long, as stated")
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
-        unpacked = decompressor.stream_reader(cast("IO[bytes]", source), _CHUNK_BYTES)  # it only calls `read`
-        filled = 0
-        while filled < len(text) and (more := unpacked.readinto(memoryview(text)[filled:])):
-            filled += more
-        if filled < len(text) or unpacked.read(1) or not source.is_read:
-            raise PackError("its manifest is not exactly one zstd frame of the length stated")
     except zstandard.ZstdError as error:
         raise PackError(f"its manifest is damaged: {error}") from error
-
-
-class _Pieces:
-    """A part of a pack for zstd's stream reader, which reads only what it needs. The last byte comes alone: if the
-    frame ends earlier, the reader never asks for that byte, and the bytes after the frame are noticed."""
-
-    def __init__(self, read: ReadAt, start: int, end: int) -> None:
-        self._read = read
-        self._position = start
-        self._end = end
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the reader has asked for all bytes."""
-        return self._position >= self._end
-
-    def read(self, size_bytes: int) -> bytes:
-        """The next bytes; none at the end."""
-        left_bytes = self._end - self._position
-        if left_bytes > 1:
-            left_bytes = min(size_bytes, left_bytes - 1)
-        data = self._read(self._position, left_bytes) if left_bytes > 0 else b""
-        self._position += len(data)
-        return data
 
 
 def runs(head: Head) -> Iterator[Run]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -36,14 +35,14 @@ _Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One artifact: its path in the cache directory and its logical key. If the file was changed in place, `replaces`
-    is the SHA-256 of its previous content. `executable`: its owner may execute it."""
+    """One artifact: its path in the cache directory and its logical key. `owner`: see
+    `Outgoing`. `executable`: its user may execute it."""
 
     path: str
     key: str
     size_bytes: _Size
     sha256: _Sha256
-    replaces: _Sha256 | None = None
+    owner: str = ""
     executable: bool = False
 
     def __post_init__(self) -> None:
@@ -97,33 +96,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(frame.stored_bytes for frame in self.frames)
 
     def to_json(self) -> bytes:
-        """The exact bytes that are stored and signed. Their digest names the pack."""
+        """The bytes that are stored, compressed."""
         return msgspec.json.encode(self)
-
-    def digest(self) -> str:
-        """`digest_of` those bytes, which are never in memory as a whole."""
-        encode = msgspec.json.encode
-        start, end = encode(msgspec.structs.replace(self, files=(), frames=())).split(b'"files":[],"frames":[]')
-        digest = hashlib.sha256(start + b'"files":[')
-        for records, after in ((self.files, b'],"frames":['), (self.frames, b"]" + end)):
-            for number, record in enumerate(records):
-                digest.update(b"," * (number > 0) + encode(record))
-            digest.update(after)
-        return digest.hexdigest()
 
 
 _DECODER = msgspec.json.Decoder(Manifest)
 
 
-def digest_of(manifest: bytes | bytearray) -> str:
-    """The name of a pack. The manifest has every file's digest, so this digest covers the whole content."""
-    return hashlib.sha256(manifest).hexdigest()
-
-
 def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
     """Read and check a manifest. Memory holds the text, and the files and frames within the limits.
-
-    The same manifest may be written as another text, which is not a pack's: see `read_head`.
 
     Raises:
         ManifestTooLarge: the manifest names more files or frames than `limits` allow.
@@ -164,6 +145,7 @@ def _check(manifest: Manifest, limits: Limits) -> None:
         _check_line(part, _NAME_BYTES, "key")
     for file in manifest.files:
         _check_line(file.key, _KEY_BYTES, "logical key")
+        _check_line(file.owner, _PATH_BYTES, "owner")
     check_paths(file.path for file in manifest.files)
 
 

@@ -1,4 +1,4 @@
-"""Signatures prove who made a pack: Ed25519 (RFC 8032) over the exact bytes of a manifest.
+"""Signatures prove who made a pack: Ed25519 (RFC 8032) over the exact bytes of its header and its stored manifest.
 
 A stored signature is the public key (32 bytes), then the signature (64 bytes). So it names the trusted key that
 verifies it. A key is one line of text that begins with its kind, so a private key in place of a public one is refused.
@@ -17,11 +17,12 @@ PRIVATE_PREFIX = "private-ed25519:"
 PUBLIC_PREFIX = "public-ed25519:"
 
 _KEY_BYTES = 32
-_SIGNATURE_BYTES = 64
+# A stored signature: with the key that made it.
+SIGNATURE_BYTES = _KEY_BYTES + 64
 
 
 class Signer:
-    """Signs manifests with one private key."""
+    """Signs packs with one private key."""
 
     def __init__(self, private_key: str) -> None:
         """Read a private key in the form of `generate_keys`.
@@ -36,9 +37,9 @@ class Signer:
         """The public key that others trust, as text."""
         return _text(PUBLIC_PREFIX, self._key.public_key().public_bytes_raw())
 
-    def sign(self, manifest: bytes) -> bytes:
-        """The public key and the signature: 96 bytes."""
-        return bytes(self._key.public_key().public_bytes_raw() + self._key.sign(manifest))
+    def sign(self, content: bytes) -> bytes:
+        """The public key and the signature: `SIGNATURE_BYTES`."""
+        return bytes(self._key.public_key().public_bytes_raw() + self._key.sign(content))
 
 
 class TrustedKeys:
@@ -62,41 +63,33 @@ class TrustedKeys:
         """The keys as text, sorted."""
         return tuple(sorted(_text(PUBLIC_PREFIX, key) for key in self._keys))
 
-    def check_signer(self, signature: bytes) -> str | None:
-        """The public key that `signature` names; None for an unsigned pack that may be used. Verifies nothing.
-
-        Raises:
-            PackForbidden: `signature` names no trusted key, or is no signature.
-        """
-        if not signature:
-            if self._keys:
-                raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
-            return None
-        if len(signature) != _KEY_BYTES + _SIGNATURE_BYTES:
-            raise PackForbidden(f"its signature has {len(signature)} bytes, not {_KEY_BYTES + _SIGNATURE_BYTES}")
-        public = signature[:_KEY_BYTES]
-        if self._keys and public not in self._keys:
-            raise PackForbidden(f"it is signed by {_text(PUBLIC_PREFIX, public)}, which is not trusted")
-        return _text(PUBLIC_PREFIX, public)
-
-    def verify(self, manifest: bytes | bytearray, signature: bytes) -> str | None:
-        """The public key that signed `manifest`; None for an unsigned pack that may be used.
+    def verify(self, content: bytes | memoryview, signature: bytes) -> str | None:
+        """The public key that signed `content`; None for an unsigned pack that may be used.
 
         Without trusted keys, the result is the key that the signature names, unverified: then every pack is used, and
         `cryptography` may be missing.
 
         Raises:
-            PackForbidden: no trusted key signed the manifest, or the signature does not match it.
+            PackForbidden: no trusted key signed the content, or the signature does not match it.
             SettingsError: `cryptography` is not installed.
         """
-        named = self.check_signer(signature)
-        if named is None or not self._keys:
+        if not signature:
+            if self._keys:
+                raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
+            return None
+        if len(signature) != SIGNATURE_BYTES:
+            raise PackForbidden(f"its signature has {len(signature)} bytes, not {SIGNATURE_BYTES}")
+        public = signature[:_KEY_BYTES]
+        named = _text(PUBLIC_PREFIX, public)
+        if not self._keys:
             return named
+        if public not in self._keys:
+            raise PackForbidden(f"it is signed by {named}, which is not trusted")
         ed25519 = _ed25519()
         from cryptography.exceptions import InvalidSignature
 
         try:
-            ed25519.Ed25519PublicKey.from_public_bytes(signature[:_KEY_BYTES]).verify(signature[_KEY_BYTES:], manifest)
+            ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature[_KEY_BYTES:], content)
         except InvalidSignature as error:
             raise PackForbidden(f"its signature by {named} does not match its manifest") from error
         return named
