@@ -14,7 +14,7 @@ QUANTIZE := $(VENV)/quantize
 
 # An hour. `make test` has a small part of it.
 SOAKS := "soak_publish.py --rounds 200" \
-  "soak_publish.py --calm --rounds 3 --processes 100 --store s3" \
+  "soak_publish.py --calm --rounds 3 --store s3" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 

@@ -502,6 +502,7 @@ def environment(kind: str, args: Any) -> dict[str, str]:
         "GO_FAST": "on" if has_fast else "off",
         "LORA_LOCAL": str(args.store),
         "COMPILE_CACHE_COLD_START": "block" if kind == "cold" else "background",
+        "COMPILE_CACHE_SETUP_BUDGET_S": "0",
     }
 
 

@@ -1,7 +1,7 @@
 """Processes that publish overlapping sets of artifacts at once under one key, while some are killed.
 
     python benchmarks/soak_publish.py --rounds 200 --processes 32 --seed 0 --store local
-    python benchmarks/soak_publish.py --calm --rounds 1 --processes 100 --store s3
+    python benchmarks/soak_publish.py --calm --rounds 3 --store s3
 
 Each process is a container with a cache directory of its own: it restores, writes what a compile would, with bytes
 and file names of its own under logical keys that all share, publishes through a `Publisher`, and does so again. Some
@@ -66,7 +66,8 @@ LEAST_FINISHED = 0.5
 MOST_PACKS_LEFT, MOST_UPLOADED = 5, 3.0  # of a calm round
 # A publisher's pace, so that a round takes some seconds. In a fleet no prediction is disturbed by a merge.
 PACE = {"_POLL_S": 0.05, "_RETRY_S": 0.5, "_SPREAD_S": 0.2, "_MERGE_AFTER_S": 0.2}
-CALM_PACE = {"_SPREAD_S": 1.0, "_MERGE_AFTER_S": 0.5}
+CALM_PACE = {"_MERGE_AFTER_S": 1.0}
+_CALM_COMPILE_S = 5.0  # at most
 PATIENCE_S, CALM_PATIENCE_S = 60.0, 600.0
 _GRAPHS = 20
 _GRAPH_BYTES = (2 << 10, 8 << 10, 8 << 10, 16 << 10, 64 << 10, 200 << 10)
@@ -74,7 +75,7 @@ _NEW_GRAPH_BYTES = (2 << 10, 4 << 10, 16 << 10)
 _NEW_ARTIFACTS = 3
 # Kinds of calls to the store, and how many moments, just before or just after one, a process may have of each.
 _CALLS = {"any": 40, "list": 4, "put pack": 2, "read pack": 12, "delete pack": 4}
-_KILLED = 0.4
+_KILLED = 0.6  # a third of them: the others end before their moment
 _STALLED = 0.2
 _MERGES = 0.4
 _STALL_S = (0.1, 0.8)
@@ -204,13 +205,14 @@ class Container:
             file.write(json.dumps(told) + "\n")
 
     def _boot(self) -> None:
-        fetched = self._cache.restore()
+        refused = self._cache.restore().refused
         self._say("booted")
-        for pack in fetched.refused:
+        for pack in refused:
             self._say("incomplete" if not pack.is_final else "wrong", text=f"{pack.name} is refused: {pack.reason}")
 
     def _publish(self, turn: Turn) -> None:
         folder, chance = self._cache.directory.path, random.Random(turn.seed)
+        time.sleep(chance.uniform(0.0, _CALM_COMPILE_S) if turn.is_calm else 0.0)
         compile_missing(folder, turn.artifacts, turn.seed)
         self._cache.hand_over()
         keys = {logical_key(path) for path in files_in(folder)}

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from boots import TESTS, run_boot, settings
+from boots import run_boot, settings
 
-# What changes nothing but the digest of the code.
-COMMENT = "\n# another version\n"
 # Beside other tests, a process that stands back would wait for minutes.
 BACKGROUND = {"cold_start": "background"}
 
@@ -61,11 +59,3 @@ def play(
     done = run_boot(environ, scene, *arguments, forked=forked, program=program, flags=flags)
     assert done.returncode == 0, done.stderr
     return Told(json.loads(done.stdout.splitlines()[-1]), done.stderr)
-
-
-def other_code(folder: Path) -> str:
-    """A folder with the blocks' source, which computes the same and is other code."""
-    folder.mkdir()
-    for name in ("background_blocks.py", "faulty_blocks.py"):
-        (folder / name).write_text((TESTS / name).read_text() + COMMENT)
-    return str(folder)

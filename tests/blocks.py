@@ -313,15 +313,3 @@ class AskingInputs(Weighted):
     def forward(self, x: torch.Tensor, which: Any = SENTINEL, other: Any = None) -> torch.Tensor:
         factor = (2.0 if which is SENTINEL else 1.0) * (3.0 if other is which else 1.0)
         return torch.addmm(x, x, self.weight, alpha=factor)
-
-
-class Identified(nn.Module):
-    """What it computes depends on which object it has."""
-
-    def __init__(self, which: Anything = ANYTHING) -> None:
-        super().__init__()
-        self.which = which
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(x, x, self.weight, alpha=2.0 if self.which is ANYTHING else 1.0)

@@ -33,6 +33,7 @@ _OWN = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
 _MOST_BYTES = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()
+_PARENT: list[socket.socket] = []
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
@@ -49,8 +50,8 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     path = [entry for entry in sys.path if isinstance(entry, str)]
     request = json.dumps({"server": os.getpid(), "path": path, "environ": dict(environ)})
     adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
-    channel = parent()
     with _ASKING:
+        channel = parent()
         adopt(1)  # the new process's own parent ends at once
         socket.send_fds(channel, [request.encode()], [*passed, output])
         pid = int(channel.recv(_MOST_BYTES))
@@ -58,25 +59,30 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     return Forked(pid)
 
 
-@functools.cache
 def parent() -> socket.socket:
     """The channel to the parent of this process's second processes, which ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    atexit.register(process.wait)
-    atexit.register(ours.close)  # the last one registered is called first
-    return ours
+    if not _PARENT:
+        ours, theirs = _channel()
+        with theirs:
+            process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        atexit.register(process.wait)
+        atexit.register(ours.close)  # the last one registered is called first
+        _PARENT.append(ours)
+    return _PARENT[0]
 
 
 def fork_parent() -> None:
-    """Let `parent` be a fork of this process, which has one thread and the compiler."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Let the parent be a fork of this process, which has one thread and the compiler."""
+    ours, theirs = _channel()
     if os.fork() == 0:
         ours.close()
         serve(theirs)
     theirs.close()
-    globals()["parent"] = lambda: ours
+    _PARENT.append(ours)
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def serve(channel: socket.socket) -> None:

@@ -22,9 +22,9 @@ from compile_cache.background.orders import Orders
 from compile_cache.background.queue import Order
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.publish import CompileCache
+from compile_cache.storage.fetch import PacksOfKey
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import Stores
 from compile_cache.storage.stores.local import LocalStore
 
 KILLS = 50
@@ -40,6 +40,7 @@ def order(orders: Orders, name: str) -> None:
     def take(answer: Future[Any]) -> None:
         if not answer.cancelled() and not answer.result().reason:
             orders.take(answer.result())
+            orders._directory.outgoing.hand_over(answer.result().files)
 
     made.answer.add_done_callback(take)
     orders.queue.put(made)
@@ -75,7 +76,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
 
     def machine(name: str) -> Machine:
         directory = CacheDirectory.claim(tmp_path / name)
-        return Machine(CompileCache(Stores(store, store), key, environment, directory, Rules()), directory)
+        return Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
 
     server, moments, left = machine("server"), random.Random(KILLS), []
     orders = Orders(Settings(), server.directory)

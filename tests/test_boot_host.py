@@ -39,10 +39,10 @@ print(getpass.getuser())
 """
 START_NO_THREAD = """
 import compile_cache
-from compile_cache.background.queue import Jobs
+from compile_cache.background.queue import OrderQueue
 def fail(self):
     raise RuntimeError("can't start new thread")
-Jobs.release = fail
+OrderQueue.release = fail
 with compile_cache.boot("my-model") as boot:
     import torch
     layer = torch.nn.Linear(4, 4)

@@ -199,8 +199,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from compile_cache.storage.copy import copy_versions
-from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.rules import Rules
 

@@ -12,26 +12,14 @@ from random_modules import make_modules, source_of
 
 # One module each, by policy.
 FEATURES = {
-    "background": (
-        *(
-            "none",
-            "count",
-            "attribute",
-            "draw",
-            "write",
-            "alias",
-            "views",
-            "own view",
-            "dictionary",
-            "plain",
-            "sentinel",
-        ),
-        *("enumeration", "hook", "autocast", "break", "set flag", "set partial"),
-    ),
-    "block": (
-        *("attribute", "plain", "own hook", "break"),
-        *("set zero", "set dictionary", "set sentinel", "set global list", "set forward of a part"),
-    ),
+    "background": [
+        *("none", "count", "attribute", "draw", "write", "alias", "views", "own view", "dictionary", "plain"),
+        *("sentinel", "enumeration", "hook", "autocast", "break", "set flag", "set partial"),
+    ],
+    "block": [
+        *("attribute", "plain", "own hook", "break", "set zero", "set dictionary", "set sentinel", "set global list"),
+        "set forward of a part",
+    ],
 }
 # What the second process cannot compile, or what its code never fits.
 EAGER = ("attribute", "draw", "hook", "own hook", "autocast", "break", "set sentinel")

@@ -111,20 +111,6 @@ class Counting(Product):
         return super().forward(x)
 
 
-class Once(Product):
-    """Compiles for inputs of four rows alone."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and x.shape[0] != 4:
-            refuse()
-        return super().forward(x)
-
-
-@torch.compiler.assume_constant_result
-def refuse() -> None:
-    raise OSError("no space left on device")
-
-
 def predict(module: nn.Module, *args: Any) -> Any:
     """A call after READY."""
     return eager(module, *args)

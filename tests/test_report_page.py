@@ -7,10 +7,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from boots import boot_once, settings
@@ -25,47 +24,19 @@ from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import Span, Timeline, note
 
-VOID = {"meta"}
-SECTIONS = ["newest", "boots", "history"]
 
+class Page:
+    """A page that was read: its elements, and the text of its body. It is written so that it is XML, too."""
 
-@dataclass
-class Page(HTMLParser):
-    """A page that was read: its elements with their attributes, and its text. Tags must be closed in order."""
-
-    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
-    text: str = ""
-    open: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @classmethod
-    def read(cls, path: Path) -> Page:
-        page = cls()
-        page.feed(path.read_text())
-        page.close()
-        assert page.open == []
-        return page
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.text += data + "\n"
+    def __init__(self, path: Path) -> None:
+        root = ElementTree.fromstring(path.read_text())
+        (body,) = root.iter("body")
+        self.text = "\n".join(body.itertext())
+        self.tags = [(element.tag, element.attrib) for element in root.iter()]
+        self.sections = [attributes["id"] for tag, attributes in self.tags if tag == "section"]
 
     def values(self, attribute: str) -> list[str]:
-        return [str(attributes[attribute]) for _, attributes in self.tags if attribute in attributes]
-
-    @property
-    def sections(self) -> list[str]:
-        return [str(attributes["id"]) for tag, attributes in self.tags if tag == "section"]
+        return [attributes[attribute] for _, attributes in self.tags if attribute in attributes]
 
 
 @pytest.fixture
@@ -76,7 +47,7 @@ def run(tmp_path) -> Run:
 
 @pytest.fixture
 def page(tmp_path) -> Callable[[], Page]:
-    return lambda: Page.read(tmp_path / "page.html")
+    return lambda: Page(tmp_path / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +120,7 @@ def test_the_page_of_real_boots_has_every_section(run, page, booted, tmp_path):
     assert (found.code, found.err) == (0, "")
     assert found.out == f"wrote {tmp_path / 'page.html'}: 2 boots\n", "a report given twice is one boot"
     shown = page()
-    assert shown.sections == SECTIONS
+    assert shown.sections == ["newest", "boots", "history"]
     for text in (
         "Boots of toy--model",
         "All regions were loaded from the store.",

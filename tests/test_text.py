@@ -48,9 +48,9 @@ def text(model: TextModel, inputs: TextInputs) -> str:
     return "".join(model.answer(inputs))
 
 
-def test_at_least_99_percent_of_1000_unseen_sums_are_right(model):
-    right = sum(text(model, TextInputs(prompt(a, b))) == answer(a, b) for a, b in unseen_sums(1000))
-    assert right >= 990
+def test_at_least_99_percent_of_unseen_sums_are_right(model):
+    right = sum(text(model, TextInputs(prompt(a, b))) == answer(a, b) for a, b in unseen_sums(300))
+    assert right >= 297
 
 
 def test_answers_are_those_of_generate(model):
