@@ -88,8 +88,6 @@ class Artifacts:
         self._ahead: dict[str, Precompiled] = {}
         self._functions: dict[str, Precompiled] = {}
         self._refused: dict[str, str] = {}
-        # The paths of this boot's records of graphs.
-        self._cached: set[str] = set()
         # By a group's path, why torch compiles no function for its calls.
         self._not_precompilable: dict[str, str] = {}
 
@@ -155,11 +153,9 @@ class Artifacts:
             found = json.loads((self._directory / path).read_bytes())
             if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
                 return None
-            record = CachedRecord(path, float(found["seconds"]), str(found["reason"]))
+            return CachedRecord(path, float(found["seconds"]), str(found["reason"]))
         except (NotDescribedError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
-        self._cached.add(path)
-        return record
 
     def write_cached(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float, reason: str
@@ -181,7 +177,6 @@ class Artifacts:
         record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
-        self._cached.add(path)
         return path
 
     def find(
