@@ -88,3 +88,14 @@ def test_a_model_of_diffusers_is_equal_to_itself():
     comparison = Comparison(Scale(), (torch.ones(2),), {})
     comparison.eager()
     assert comparison.check(lambda module, args, kwargs: module.forward(*args)).passed
+
+
+def test_a_difference_of_8_bits_is_not_hidden_by_a_rounding_error_beside_it():
+    eager = torch.ones(64, dtype=torch.bfloat16), torch.ones(64).to(torch.float8_e4m3fn)
+    rounded, wrong = eager[0].clone(), eager[1].float()
+    rounded[:2] *= 1.0625
+    wrong[0] *= 1.125
+    for found in ((rounded, wrong.to(torch.float8_e4m3fn)), (wrong.to(torch.float8_e4m3fn), rounded)):
+        expected = eager if found[0] is rounded else eager[::-1]
+        assert not compare((found,), (expected,)).passed
+    assert compare(((rounded, eager[1]),), (eager,)).passed

@@ -236,3 +236,13 @@ def test_a_nested_tensor_can_be_described_and_has_no_size():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert top_sizes((nested, torch.ones(4)), {}) == (torch.Size([4]),)
     assert CallSpec.of(nn.Identity(), (nested,), {}) == CallSpec.of(nn.Identity(), (nested,), {})
+
+
+def test_a_comparison_that_did_not_end_is_tried_again_after_1_10_and_100_predictions_and_then_no_more():
+    case, prediction = case_of(Kinds(), nn.Identity(), 1), 5
+    for wait in (1, 10, 100):
+        assert case.put_off(prediction)
+        assert [case.may_compare(prediction + more) for more in (0, wait - 1, wait)] == [False, False, True]
+        prediction += wait
+    assert not case.put_off(prediction)
+    assert not case.may_compare(prediction + 1000)

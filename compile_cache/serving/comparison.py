@@ -199,7 +199,10 @@ def _are_equal(found: Any, expected: Any) -> bool:
 
 
 def _severity(check: Check) -> float:
-    return check.error / check.tolerance if check.tolerance else check.error
+    """The error in tolerances: above 1, the check failed."""
+    if check.tolerance:
+        return check.error / check.tolerance
+    return math.inf if check.error else 0.0
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

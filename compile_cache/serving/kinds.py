@@ -39,8 +39,8 @@ class State(enum.Enum):
     - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
     - ORDERED: the second process makes the code. Eager answers.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance.
-    - PROVED: as ARRIVED, but an earlier boot compared the code on all instances, so one is enough. After READY, the
-      code serves without.
+    - PROVED: as ARRIVED, but an earlier boot compared the code on all instances, so one is enough. Code that is found
+      after READY serves without.
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
@@ -173,6 +173,8 @@ class Case:
 
     def may_compare(self, prediction: int) -> bool:
         """Whether a comparison may begin in this prediction: those that did not end are tried again after a while."""
+        if len(self.unended) > len(_TRIES_AFTER):  # another thread is giving it up
+            return False
         return not self.unended or prediction >= self.unended[-1] + _TRIES_AFTER[len(self.unended) - 1]
 
     def put_off(self, prediction: int) -> bool:

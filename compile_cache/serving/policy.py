@@ -22,7 +22,7 @@ from compile_cache.errors import (
     Failure,
     attempt,
 )
-from compile_cache.inductor.function_file import has_artifacts
+from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts
 from compile_cache.serving.moment import Moment
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -60,7 +60,9 @@ class Policy:
     ) -> None:
         self._settings = settings
         self._directory = directory
-        self._is_hit = is_hit
+        # The functions that an earlier boot of this very version has compared on all instances.
+        marks = [path for path in directory.scan() if path.endswith(COMPARED)] if is_hit else []
+        self._proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
@@ -85,9 +87,10 @@ class Policy:
 
     def for_new_kinds(self) -> str:
         """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
-        if self.compiles_until_s is None:
+        until_s = self.compiles_until_s  # which another thread may set
+        if until_s is None:
             return self._settings.unseen
-        return "background" if time.monotonic() > self.compiles_until_s else self._settings.cold_start
+        return "background" if time.monotonic() > until_s else self._settings.cold_start
 
     def open(self) -> None:
         """Import torch's compiler, once, and find artifacts from now on."""
@@ -134,7 +137,7 @@ class Policy:
 
     def is_proved(self, path: str) -> bool:
         """Whether an earlier boot of this very version has compared a function on all instances."""
-        return self._is_hit and self.artifacts is not None and self.artifacts.is_compared(path)
+        return path in self._proved
 
     def mark_compared(self, path: str) -> None:
         """Note for later boots that a function was compared on all instances, and let it be published."""
@@ -253,3 +256,4 @@ class Policy:
         self.why_no_orders, self._orders = reason, None
         self.making, self._opening = threading.Lock(), threading.Lock()
         self.moment.forget_threads()
+        self.moment.pass_by()  # what has arrived is taken

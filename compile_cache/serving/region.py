@@ -52,18 +52,22 @@ _EAGER = None
 
 
 @dataclass(slots=True)
-class _Instance:
-    """The short ways of one module.
+class _Settled:
+    """The cases of one module's calls that were settled, by their `likeness`, with the module's parts if graphs serve
+    it. They hold while the moment's number is `begun`, and outside predictions for the next `calls_left` calls."""
 
-    - `functions`: the cases whose functions served calls, by the calls' `top_sizes`, the latest first
-    - `settled`: the cases of calls that were settled, by their `likeness`, with the module's parts if graphs serve it
-    - `settled_in`, `calls_left`: what was settled holds in this prediction, and outside predictions for so many calls
-    """
+    begun: int = -1
+    calls_left: int = 0
+    cases: dict[Any, tuple[Case, Parts | None] | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Instance:
+    """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
+    first; and what was `settled`."""
 
     functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
-    settled: dict[Any, tuple[Case, Parts | None] | None] = field(default_factory=dict)
-    settled_in: int = 0
-    calls_left: int = -1
+    settled: _Settled = field(default_factory=_Settled)
 
 
 class Region:
@@ -87,7 +91,7 @@ class Region:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]
-        known = instance.settled  # which another thread may replace
+        known = instance.settled.cases  # another thread may replace what is settled
         like = _likeness(args, kwargs) if known else None
         if like in known and self._holds(instance):
             case, parts = known[like] or (_EAGER, None)
@@ -106,25 +110,25 @@ class Region:
 
     def _holds(self, instance: _Instance) -> bool:
         """Whether what was settled for an instance still holds."""
-        moment = self._policy.moment
+        settled, moment = instance.settled, self._policy.moment
         if not moment.open:
-            instance.calls_left -= 1
-        holds = instance.settled_in == moment.begun and instance.calls_left >= 0
+            settled.calls_left -= 1
+        holds = settled.begun == moment.begun and settled.calls_left >= 0
         if not holds:
-            instance.settled = {}
+            instance.settled = _Settled()
         return holds
 
     def _settle(self, module: nn.Module, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as it `_holds`."""
         instance, begun = self._instances[module], self._policy.moment.begun
-        if instance.settled_in != begun or instance.calls_left < 0 or len(instance.settled) >= RECOMPILE_LIMIT:
+        settled = instance.settled
+        if settled.begun != begun or settled.calls_left < 0 or len(settled.cases) >= RECOMPILE_LIMIT:
             # To look again takes some microseconds for each part.
             looks = len(case.spec.structure) if case is not None else 0
-            instance.settled, instance.settled_in = {}, begun
-            instance.calls_left = max(_CALLS_BETWEEN_LOOKS, looks)
+            settled = instance.settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
         if like is not None:
             parts = Parts(module) if case is not None and case.state is State.CACHED else None
-            instance.settled[like] = (case, parts) if case is not None else _EAGER
+            settled.cases[like] = (case, parts) if case is not None else _EAGER
 
     def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
@@ -180,7 +184,7 @@ class Region:
             if not self._policy.making.locked():  # a thread that traces hides all graphs
                 if self._policy.may_add_graphs:
                     case.miss(module)
-                    self._instances[module].settled = {}  # another thread may be reading the other one
+                    self._instances[module].settled = _Settled()
                 else:  # it may fit again
                     self._settle(module, like, _EAGER)
             return self.trials.serve_eager(module, args, kwargs)

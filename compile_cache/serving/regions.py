@@ -36,7 +36,6 @@ class Regions:
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
         self._settings = settings
-        self._directory = directory
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
@@ -64,7 +63,7 @@ class Regions:
                 self._left_eager.setdefault(name, left).instances += 1
             else:
                 region = self._region(type(module))
-                region.source.shares_weights = shares_weights
+                region.source.shares_weights &= shares_weights
                 region.adopt(module)
 
     def _region(self, module_class: type[nn.Module]) -> Region:
@@ -130,12 +129,13 @@ class Regions:
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        if self.policy.making.acquire(blocking=False):
+        making = self.policy.making  # a fork has another one
+        if making.acquire(blocking=False):
             try:
                 self._others_at = read_counts()
                 self.policy.outgoing.hand_over(self.policy.outgoing.appeared())
             finally:
-                self.policy.making.release()
+                making.release()
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:
         """Those that no warm boot will read: candidates that autotuning did not choose."""

@@ -38,8 +38,8 @@ GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. 
 class Source:
     """Where the code of one region's kinds comes from, and when its files may be published.
 
-    The second process makes the code of regions in the order of their `rank`; with `shares_weights`, it maps the same
-    parameters.
+    The second process makes the code of regions in the order of their `rank`. It maps the same parameters if the region
+    `shares_weights`: if all its modules may.
     """
 
     def __init__(self, report: RegionReport, kinds: Kinds, policy: Policy, rank: int) -> None:
@@ -47,7 +47,7 @@ class Source:
         self._kinds = kinds
         self._policy = policy
         self._rank = rank
-        self.shares_weights = False
+        self.shares_weights = True
         # The owners of the files of graphs: the class, and records. See `Outgoing`.
         self._owners = {report.name}
 
@@ -213,7 +213,7 @@ class Source:
         """Let the files of code that has passed on an instance be published; those of a function once it has passed on
         all, after a note for later boots."""
         if case.code is not None and not case.code.path:
-            for owner in self._owners:
+            for owner in tuple(self._owners):  # another thread may be making code
                 self._policy.outgoing.release(owner)
         elif case.code is not None and case.has_passed:
             self._policy.mark_compared(case.code.path)
@@ -242,11 +242,11 @@ class Source:
             self._policy.reject(code.path, reason)
             self._report.note_not_precompiled(reason)
         else:
-            for owner in self._owners:
+            for owner in tuple(self._owners):
                 self._policy.outgoing.withdraw(owner)
-            for other in self._kinds:  # torch may serve their calls by the same graph
-                if other.code is not None and not other.code.path:
-                    self.drop(other, reason)
+        for other in self._kinds:  # the same function serves their calls, or torch may serve them by the same graph
+            if other.code is not None and other.code.path == code.path:
+                self.give_up(other, reason)
         self._policy.moment.note(case, lambda: None)  # tells predictors with recorded calls
 
     def give_up_orders(self, reason: str) -> None:

@@ -20,7 +20,7 @@ from compile_cache.calls.spec import call_region, reachable_sizes
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
-from compile_cache.serving.kinds import Case, Standing, State
+from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
@@ -52,17 +52,18 @@ class Trials:
     ) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
         trial cannot end, nothing is concluded, and a later call repeats it."""
-        policy, started = self._policy, time.perf_counter()
+        policy, making, started = self._policy, self._policy.making, time.perf_counter()
         comparison = None
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
-        if policy.making.acquire(blocking=False):
+        if making.acquire(blocking=False):
             before, noted = read_counts(), self._report.graphs
             try:
-                comparison = self._begin(case, module, args, kwargs)
+                if maker or case.state in WITH_CODE:  # another thread may have given it up
+                    comparison = self._begin(case, module, args, kwargs)
                 answer = self._hold(case, comparison, module, args, kwargs, maker) if comparison else None
             finally:
                 self._report.graphs = noted + read_counts().since(before).graphs
-                policy.making.release()
+                making.release()
         if comparison is None:
             return self.serve_eager(module, args, kwargs)
         seconds = time.perf_counter() - started
@@ -114,13 +115,10 @@ class Trials:
         self.served["eager"] += 1
         try:
             answer = comparison.eager()
-        except (MemoryError, torch.OutOfMemoryError) as error:  # beside the copy
-            self._put_off(case, error)
-            raise
-        except Exception:  # the model's own
-            raise
-        except BaseException as error:  # a cancel
-            self._put_off(case, error)
+        except BaseException as error:
+            is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if not is_of_model:  # a cancel, or no memory beside the copy
+                self._put_off(case, error)
             raise
         if maker is not None:
             if grows(sizes, module, args, kwargs):
@@ -166,8 +164,7 @@ class Trials:
         is taken at once, for all instances."""
         with LOCK:
             is_proved = case.state is State.PROVED
-            case.standings.update(dict.fromkeys(self._instances if is_proved else (module,), Standing.SERVES))
-        self._source.release(case)
+            case.standings.update(dict.fromkeys(list(self._instances) if is_proved else (module,), Standing.SERVES))
         if is_proved:
             self._take(case)
         else:
@@ -178,11 +175,12 @@ class Trials:
         at once."""
         if not case.has_passed:
             return case.state is State.ARRIVED
-        self._source.release(case)
         if case.code is not None and case.code.step != "precompiled":
             case.move(State.CACHED)
         elif case.move(State.PRECOMPILED):
             self._report.take_step("precompiled")
+        if case.state in WITH_CODE:
+            self._source.release(case)
         return False
 
     def _put_off(self, case: Case, error: BaseException) -> None:
