@@ -139,8 +139,9 @@ class Policy:
 
     def mark_compared(self, path: str) -> None:
         """Note for later boots that a function was compared on all instances, and let it be published."""
-        marked = attempt(self.artifacts.mark_compared, path) if self.artifacts is not None else ""
-        self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
+        if self.artifacts is not None:
+            marked = attempt(self.artifacts.mark_compared, path)
+            self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
         self.outgoing.release(path)
 
     def reject(self, path: str, reason: str) -> None:
