@@ -38,7 +38,7 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
-from compile_cache.storage.stores.transfer import ObjectReader
+from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")
@@ -183,9 +183,8 @@ def restore(
         raise PackError(f"it has {len(content)} bytes, but its manifest describes {head.stored_bytes}")
     if head.manifest.key != KEY:
         raise PackError(f"it is for {head.manifest.key.prefix}")
-    reader = ObjectReader(store, name, head.start, head.stored_bytes, beginning)
     for run in runs(head):
-        unpack_run(reader, run, folder)
+        unpack_run(read_pieces(store, name, run.start, run.frame_sizes, beginning), run, folder)
     return head
 
 

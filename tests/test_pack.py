@@ -18,6 +18,7 @@ from hostile_packs import (
     KEY,
     MIB,
     OURS,
+    OneObject,
     assemble,
     digest,
     encode,
@@ -45,6 +46,7 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.stores.transfer import read_pieces
 
 LIMITS = Limits(size_bytes=64 * MIB, files=1000, manifest_bytes=4 * MIB)
 ANYBODY = TrustedKeys()
@@ -250,7 +252,7 @@ def test_runs_hold_each_frame_and_each_file_once_in_their_order(head):
     for run in cut:
         assert run.start == start
         assert run.files
-        start += run.stored_bytes
+        start = run.end
     assert start == head.stored_bytes
 
 
@@ -277,7 +279,7 @@ def test_any_run_is_unpacked_without_the_others(tmp_path):
     content = pack.local.read_bytes()
     for number, run in enumerate(runs(read_whole_head(content))):
         folder = tmp_path / f"run {number}"
-        unpack_run(io.BytesIO(content[run.start : run.start + run.stored_bytes]), run, folder)
+        unpack_run(read_pieces(OneObject(content), pack.name, run.start, run.frame_sizes), run, folder)
         assert read_tree(folder) == {file.path: LARGE[file.path] for file in run.files}
 
 
@@ -303,7 +305,7 @@ with open(sys.argv[1], "rb") as file:
     resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
     file.seek(head.start)
     for run in runs(head):
-        unpack_run(file, run, None)
+        unpack_run(map(file.read, run.frame_sizes), run, None)
 print("done")
 """
 
@@ -323,9 +325,9 @@ def test_an_object_that_is_cut_short_while_it_is_read_is_refused(tmp_path):
     """A store may give fewer bytes than its listing said."""
     content = pack_up(tmp_path, LARGE).local.read_bytes()
     for run in runs(read_whole_head(content)):
-        for stored in {b"", content[run.start : run.start + run.stored_bytes - 1]} if run.frames else ():
+        for stored in {b"", content[run.start : run.end - 1]} if run.frames else ():
             with pytest.raises(PackError, match="frame is damaged"):
-                unpack_run(io.BytesIO(stored), run, None)
+                unpack_run(map(io.BytesIO(stored).read, run.frame_sizes), run, None)
 
 
 @pytest.mark.parametrize("claim", ["stored_bytes", "manifest_bytes", "signature_bytes"])

@@ -86,12 +86,6 @@ def writable(request) -> ObjectStore:
 # moto does not know Google's x-goog-if-generation-match.
 
 
-@pytest.fixture(params=READ_ONLY)
-def read_only(request) -> Subject:
-    """An empty store of each kind that is only read."""
-    return request.getfixturevalue("make_subject")(request.param)
-
-
 @pytest.fixture
 def make_subject(request, tmp_path) -> Callable[[str], Subject]:
     def make(kind: str) -> Subject:
@@ -310,21 +304,6 @@ def test_a_deleted_object_is_gone_and_deleting_it_again_is_no_error(writable):
     assert names(writable, "v1/") == ["v1/b"]
     with pytest.raises(ObjectNotFound):
         writable.read("v1/a")
-
-
-# What every store does that is only read.
-
-
-def test_what_is_only_read_refuses_to_be_changed(read_only):
-    store = read_only.fill({"v1/object": b"content"})
-    for change in (
-        lambda: store.put("v1/object", b"changed"),
-        lambda: store.delete("v1/object"),
-    ):
-        with pytest.raises(StoreAccessDenied, match="is only read; set COMPILE_CACHE_STORE"):
-            change()
-    assert names(read_only.origin, "v1/") == ["v1/object"]
-    assert read_only.origin.read("v1/object") == b"content"
 
 
 # What every remote store does when it cannot.

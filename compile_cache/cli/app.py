@@ -25,7 +25,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove, remove_version
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, Stores, open_stores
+from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
 from compile_cache.storage.verify import PackState, verify_all, verify_heads
 
@@ -114,7 +114,7 @@ def _writing(stores: Stores) -> ObjectStore:
     return stores.writing
 
 
-def _read(store: ObjectStore) -> Catalog:
+def _read(store: ReadableStore) -> Catalog:
     """The store's catalog. Layers that cannot be listed are named on stderr."""
     catalog = read_catalog(store)
     out.print_problems(store)

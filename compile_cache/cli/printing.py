@@ -18,7 +18,7 @@ from rich.filesize import decimal
 
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Version
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.verify import PackState, VerifiedPack
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -81,7 +81,7 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(msgspec.to_builtins(document), indent=2) + "\n")
 
 
-def print_problems(store: ObjectStore) -> None:
+def print_problems(store: ReadableStore) -> None:
     """Name the layers that could not be listed."""
     for problem in getattr(store, "problems", ()):
         print_note(f"warning: left out: {problem}")
@@ -120,7 +120,7 @@ def print_versions(versions: Sequence[Version], why: Sequence[str] = ()) -> None
     print_table(columns, rows)
 
 
-def print_packs(store: ObjectStore, packs: Sequence[VerifiedPack]) -> None:
+def print_packs(store: ReadableStore, packs: Sequence[VerifiedPack]) -> None:
     """Print a table of packs, and their number in each state."""
     rows = [
         (
@@ -149,7 +149,7 @@ def print_content(packs: Sequence[VerifiedPack], with_files: bool) -> None:
             print_table(("    size>", "file"), [(size_text(file.size_bytes), file.path) for file in manifest.files])
 
 
-def print_removed(store: ObjectStore, removed: Sequence[StoredObject]) -> None:
+def print_removed(store: ReadableStore, removed: Sequence[StoredObject]) -> None:
     """Print the packs that were removed."""
     packs = [entry for entry in removed if entry.name.endswith(".pack")]
     for pack in packs:

@@ -15,7 +15,7 @@ from typing import Any
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
 from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
 ROOT = f"v{FORMAT_VERSION}/"
 
@@ -71,7 +71,7 @@ class Catalog:
     strangers: tuple[StoredObject, ...] = ()
 
 
-def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
+def read_catalog(store: ReadableStore, prefix: str = ROOT) -> Catalog:
     """The catalog of all objects below `prefix`. Takes one request per 1,000 objects.
 
     Raises:
@@ -106,7 +106,7 @@ def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
     return Version(key, packs, tuple(entry for entry in entries if entry not in packs))
 
 
-def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
+def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:
     """The other versions of the key's model with packs for its environment, the newest pack first. A boot tries them in
     turn if its own version has nothing.
 
@@ -118,7 +118,7 @@ def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
     return [version.key for version in found[:_MOST_PREDECESSORS]]
 
 
-def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:
+def explain_miss(store: ReadableStore, key: CacheKey, environment: Environment) -> str:
     """Why nothing was found, in one line: mostly the differences to the environment of the newest stored version.
 
     Lists the whole store: one request per 1,000 objects.
@@ -143,7 +143,7 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
     return "stored for another environment: " + ", ".join(record.differences(environment))
 
 
-def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:
+def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environment | None:
     """The record of an environment; None if there is no readable one. It only informs, and is never trusted.
 
     Raises:

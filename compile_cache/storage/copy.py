@@ -11,7 +11,7 @@ from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreEr
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, names_record, read_catalog
 from compile_cache.storage.rules import HeadReader, Rules
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
 from compile_cache.storage.verify import PackState, verify_all
@@ -30,7 +30,7 @@ class Copied:
 
 
 def copy_versions(
-    source: ObjectStore, target: ObjectStore, is_wanted: Callable[[CacheKey], bool], rules: Rules
+    source: ReadableStore, target: ObjectStore, is_wanted: Callable[[CacheKey], bool], rules: Rules
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
@@ -62,7 +62,7 @@ def copy_versions(
 
 
 def _copy_packs(
-    source: ObjectStore, target: ObjectStore, packs: Iterable[StoredObject], rules: Rules, copied: Copied
+    source: ReadableStore, target: ObjectStore, packs: Iterable[StoredObject], rules: Rules, copied: Copied
 ) -> dict[str, RefusedPack]:
     """Copy the packs that `target` does not have, oldest first, so that it lists them in the same order. Returns those
     that vanished from the source meanwhile."""
@@ -86,7 +86,7 @@ def _copy_packs(
     return vanished
 
 
-def _read_verified(source: ObjectStore, pack: StoredObject, folder: Path, rules: Rules) -> Path:
+def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rules: Rules) -> Path:
     """Read a pack into `folder`, a part after the other, and verify it there. Returns its path.
 
     Raises:

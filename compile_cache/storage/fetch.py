@@ -26,8 +26,8 @@ from compile_cache.storage.rules import (
     StoredPack,
     room_beside,
 )
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, in_daemon_threads, read_pieces
 
 # A key with more packs has mostly small packs. Their first read takes only the head.
 _MANY_PACKS = 16
@@ -70,7 +70,7 @@ class PacksOfKey:
     not of damaged ones.
     """
 
-    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
+    def __init__(self, store: ReadableStore, key: CacheKey, rules: Rules) -> None:
         self.store = store
         self.key = key
         self.rules = rules
@@ -213,7 +213,7 @@ def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
     return {(file.key, file.path) for file in pack.head.manifest.files}
 
 
-def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+def candidates(own: PacksOfKey, writing: ReadableStore | None) -> Iterator[PacksOfKey]:
     """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
     newest other versions in the written store alone, so that a new version rolls a read-only layer back.
 
@@ -335,7 +335,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
 class _Unpacking:
     """Unpacks frames, each pack into its own folder, and knows the frames unpacked so far."""
 
-    def __init__(self, store: ObjectStore, inbox: Path, abandoned: threading.Event | None) -> None:
+    def __init__(self, store: ReadableStore, inbox: Path, abandoned: threading.Event | None) -> None:
         self.stored_bytes = 0
         self._store = store
         self._inbox = inbox
@@ -369,23 +369,21 @@ class _Unpacking:
     def _groups(self, pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
         """The runs to unpack, with neighbours grouped into one request."""
         group: list[Run] = []
-        end = 0
         for run in runs(pack.head):
             if (pack.entry.name, run.start) in self._done or not any(file.path in paths for file in run.files):
                 continue
-            if group and (run.start != end or run.start + run.stored_bytes - group[0].start > READ_BYTES):
+            if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
                 yield group
                 group = []
             group.append(run)
-            end = run.start + run.stored_bytes
         if group:
             yield group
 
     def _unpack_group(self, pack: StoredPack, group: list[Run]) -> None:
-        start, end = group[0].start, group[-1].start + group[-1].stored_bytes
-        reader = ObjectReader(self._store, pack.entry.name, start, end, pack.beginning, self._abandoned)
+        start, sizes = group[0].start, [size_bytes for run in group for size_bytes in run.frame_sizes]
+        frames = read_pieces(self._store, pack.entry.name, start, sizes, pack.beginning, self._abandoned)
         for run in group:
-            unpack_run(reader, run, self.folder(pack))
+            unpack_run(frames, run, self.folder(pack))
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
-            self.stored_bytes += reader.requested_bytes
+            self.stored_bytes += max(0, group[-1].end - max(start, len(pack.beginning)))

@@ -12,7 +12,7 @@ from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.pack.format import Head, head_bytes, read_head
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import read_exactly
 
 # A first read of 1 MiB gets all of a pack of usual size. A first read of 64 KiB gets the head of most packs.
@@ -90,7 +90,7 @@ class HeadReader:
     one unpacked manifest, and the files of the usable packs.
     """
 
-    def __init__(self, store: ObjectStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
+    def __init__(self, store: ReadableStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
         """`known` packs count against the limits. `room` is what is left of these."""
         self._store = store
         self._rules = rules

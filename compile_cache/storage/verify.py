@@ -11,8 +11,8 @@ from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, Setti
 from compile_cache.storage.pack.format import Head, runs, unpack_run
 from compile_cache.storage.pack.signing import TrustedKeys
 from compile_cache.storage.rules import HeadReader, Rules
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.stores.transfer import ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.stores.transfer import in_daemon_threads, read_pieces
 
 
 class PackState(StrEnum):
@@ -40,7 +40,7 @@ class VerifiedPack:
     signed_by: str | None = None
 
 
-def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) -> Head:
+def verify_pack(store: ReadableStore, name: str, size_bytes: int, rules: Rules) -> Head:
     """Read a whole pack from `store`, verify everything in it, and keep nothing.
 
     Raises:
@@ -49,13 +49,13 @@ def verify_pack(store: ObjectStore, name: str, size_bytes: int, rules: Rules) ->
     """
     head = HeadReader(store, rules).read(StoredObject(name, size_bytes, 0.0)).head
     in_daemon_threads(
-        lambda run: unpack_run(ObjectReader(store, name, run.start, run.start + run.stored_bytes), run, None),
+        lambda run: unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, None),
         runs(head),
     )
     return head
 
 
-def verify_all(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
+def verify_all(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
     found = (
         _verify(store, entry, rules, functools.partial(verify_pack, store, entry.name, entry.size_bytes, rules))
@@ -64,7 +64,7 @@ def verify_all(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules
     return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 
-def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
+def verify_heads(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify the heads of one key's packs, several at a time, and return them in order. Packs that no longer exist are
     left out."""
     found: dict[str, VerifiedPack | None] = {}
@@ -77,7 +77,7 @@ def verify_heads(store: ObjectStore, entries: Sequence[StoredObject], rules: Rul
     return [pack for entry in entries if (pack := found[entry.name])]
 
 
-def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
+def _verify(store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
     try:
         head = read()
         sound = VerifiedPack(entry, PackState.SOUND, "", head, head.signed_by)
@@ -92,7 +92,7 @@ def _verify(store: ObjectStore, entry: StoredObject, rules: Rules, read: Callabl
         return VerifiedPack(entry, PackState.UNREADABLE, str(error))
 
 
-def _verify_own_signature(store: ObjectStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:
+def _verify_own_signature(store: ReadableStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:
     """Verify a signature with the key that it names. Needed without trusted keys, when signatures are not verified."""
     try:
         named = Rules(rules.limits, TrustedKeys([str(sound.signed_by)]))

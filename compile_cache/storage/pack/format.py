@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import zstandard
 
@@ -59,13 +59,6 @@ _CHUNK_BYTES = 1 << 20
 _MOST_SIGNATURE_BYTES = 4096
 # Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
-
-
-class Readable(Protocol):
-    """A stream of bytes."""
-
-    def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes` bytes, or fewer at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +105,14 @@ class Run:
     files: tuple[PackFile, ...]
 
     @property
-    def stored_bytes(self) -> int:
-        """The length of the run in the pack."""
-        return sum(frame.stored_bytes for frame in self.frames)
+    def frame_sizes(self) -> Sequence[int]:
+        """The lengths of the frames in the pack."""
+        return [frame.stored_bytes for frame in self.frames]
+
+    @property
+    def end(self) -> int:
+        """The offset behind the run in the pack."""
+        return self.start + sum(self.frame_sizes)
 
 
 def write_pack(
@@ -306,17 +304,17 @@ def runs(head: Head) -> Iterator[Run]:
         yield Run(start, (), rest)  # the empty files at the end
 
 
-def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
+def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None) -> None:
     """Decompress and verify a run, and write its files below `folder`. Without a folder, only verify.
 
-    `stored` must be at the run's start. Peak memory is a few frames, whatever the pack claims. After a failure, the
-    caller must delete the files in `folder`, which is not the cache directory.
+    `stored` gives the run's frames, as they are stored. Peak memory is a few frames, whatever the pack claims. After a
+    failure, the caller must delete the files in `folder`, which is not the cache directory.
 
     Raises:
         PackError: a frame or a file differs from the manifest.
         OSError: `folder` cannot be written.
     """
-    contents = (_decompress(stored.read(f.stored_bytes), f.size_bytes) for f in run.frames)
+    contents = (_decompress(next(stored), frame.size_bytes) for frame in run.frames)
     rest = memoryview(b"")
     for file in run.files:
         digest, left_bytes = hashlib.sha256(), file.size_bytes

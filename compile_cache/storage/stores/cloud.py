@@ -16,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject, address_in
+from compile_cache.storage.stores.base import ReadableStore, StoredObject, address_in
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -118,11 +118,11 @@ class CloudStore:
                     raise
 
 
-class Mirror(ReadOnly):
+class Mirror:
     """A folder behind a web server or a content delivery network: the objects that the `index.json` of `files`
     lists."""
 
-    def __init__(self, files: ObjectStore) -> None:
+    def __init__(self, files: ReadableStore) -> None:
         self._files = files
 
     @property
