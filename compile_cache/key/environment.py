@@ -116,20 +116,20 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
     """The environment, as far as it is known without importing torch. Takes milliseconds. With a GPU, it also
     initialises the CUDA driver, which torch then need not do."""
     torch_build = _installed_torch()
-    gpu = _cuda_device() if torch_build["cuda"] else _NO_GPU
+    gpu, capability = _cuda_device() if torch_build["cuda"] else _NO_GPU
     return Environment(
         torch=torch_build["version"],
         triton=_installed_version("triton"),
         cuda=torch_build["cuda"],
         hip=torch_build["hip"],
-        gpu=gpu["gpu"],
-        capability=gpu["capability"],
+        gpu=gpu,
+        capability=capability,
         device_index=0,
         python=f"{platform.python_implementation()} {platform.python_version()}",
         glibc=" ".join(platform.libc_ver()),
         machine=platform.machine(),
-        instructions="" if gpu["gpu"] else instruction_flags(),
-        threads=0 if gpu["gpu"] else cpu_threads(environ),
+        instructions="" if gpu else instruction_flags(),
+        threads=0 if gpu else cpu_threads(environ),
         cache_dir=cache_dir,
         options=options,
         variables=_code_variables(environ),
@@ -210,12 +210,12 @@ def _installed_version(distribution: str) -> str:
         return ""
 
 
-_NO_GPU = {"gpu": "", "capability": ""}
+_NO_GPU = ("", "")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
 
 
 @functools.cache
-def _cuda_device() -> dict[str, str]:
+def _cuda_device() -> tuple[str, str]:
     """The name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES
     like torch. Initialises the driver without the GIL, and makes no context."""
     try:
@@ -231,7 +231,7 @@ def _cuda_device() -> dict[str, str]:
     for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
         capability.append(str(number.value))
-    return {"gpu": name.value.decode(errors="replace"), "capability": ".".join(capability)}
+    return name.value.decode(errors="replace"), ".".join(capability)
 
 
 @functools.cache
@@ -254,21 +254,11 @@ def _code_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def environment_from_record(record: Mapping[str, Any]) -> Environment:
-    """The inverse of `Environment.to_json`, for explaining a miss.
-
-    Raises:
-        KeyError, TypeError: the record has another format.
-    """
-    values = {field.name: record[field.name] for field in fields(Environment)}
-    return Environment(**{**values, "variables": tuple(values["variables"])})
-
-
-if __name__ == "__main__":
-    print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())
-
-
 def digest(description: Any) -> str:
     """32 hexadecimal digits: the digest of plain values."""
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+if __name__ == "__main__":
+    print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())

@@ -6,14 +6,14 @@ It is made from the names, sizes and times of a listing. No pack is opened, and 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+
+import msgspec
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
+from compile_cache.key.environment import FORMAT_VERSION, Environment
 from compile_cache.storage.pack.format import PACK_NAME
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
@@ -156,19 +156,13 @@ def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environm
     if not names_record(digest, content):
         return None
     try:
-        record = environment_from_record(json.loads(content))
-    except (ValueError, KeyError, TypeError, RecursionError):
+        record = msgspec.json.decode(content, type=Environment)
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return record if all(_is_plain(value) for value in asdict(record).values()) else None
+    texts = [*record.variables, *(value for value in astuple(record) if isinstance(value, str))]
+    return record if all(text.isprintable() for text in texts) else None  # without escape codes and line ends
 
 
 def names_record(digest: str, content: bytes) -> bool:
     """Whether `digest` is the digest of this record of an environment."""
     return hashlib.sha256(content).hexdigest()[:32] == digest
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value may be printed: a number, or text without escape codes and line ends."""
-    if isinstance(value, tuple | list):
-        return all(isinstance(part, str) and part.isprintable() for part in value)
-    return type(value) is int or (isinstance(value, str) and value.isprintable())
