@@ -27,7 +27,7 @@ from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenie
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.base import LayeredStore, ObjectStore, address_in, open_stores, open_url
 from compile_cache.storage.stores.cloud import CloudStore
-from compile_cache.storage.stores.local import LocalStore, write_index
+from compile_cache.storage.stores.local import LocalStore, index_folder
 from compile_cache.storage.stores.s3 import S3Store
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
@@ -97,8 +97,9 @@ def make_subject(request, tmp_path) -> Callable[[str], Subject]:
             return Subject(LayeredStore([LocalStore(tmp_path / "empty"), origin]), origin)
         if kind == "https":
             url = request.getfixturevalue("https_folder")
-            write_index(tmp_path / "store")
-            return Subject(open_url(url), origin, lambda: write_index(tmp_path / "store"))
+            (tmp_path / "store").mkdir(exist_ok=True)
+            index_folder(origin)
+            return Subject(open_url(url), origin, lambda: index_folder(origin))
         return Subject(origin, origin)
 
     return make

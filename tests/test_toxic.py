@@ -119,7 +119,7 @@ def packs(tmp_path_factory) -> Packs:
     directory = CacheDirectory.claim(root)
     environment = environment_for(boot_settings(root), directory.path, environ())
     store = LocalStore(tmp_path_factory.mktemp("store"))
-    key = key_for(boot_settings(root), environment, MODEL, "1")
+    key = key_for(boot_settings(root), environment, MODEL, ())
     machine = Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
     names = []
     for files in (SMALL, LARGE):

@@ -24,10 +24,9 @@ from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_r
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove, remove_version
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.rules import PackState, Rules, verify_all, verify_heads
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
-from compile_cache.storage.verify import PackState, verify_all, verify_heads
 
 _Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
 _Model = Annotated[
@@ -291,7 +290,7 @@ def prune(
 def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    yes: _Yes = False,
     json: _Json = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""

@@ -18,8 +18,8 @@ from rich.filesize import decimal
 
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Version
+from compile_cache.storage.rules import PackState, VerifiedPack
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.verify import PackState, VerifiedPack
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12

@@ -7,6 +7,7 @@ their failures over. A region falls back by itself. Errors of the caller's own c
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import sys
@@ -22,12 +23,12 @@ from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.settings import Settings
-from compile_cache.timeline import Timeline
+from compile_cache.timeline import Timeline, noted
+from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
     from compile_cache.serving.regions import Regions
@@ -37,6 +38,7 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
+_LONGEST_PRELOAD_S = 60.0
 _observed: list[Boot] | None = None
 
 
@@ -99,7 +101,7 @@ class Boot:
         self._has_joined = False
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
-        self._preloading: Preloading | None = None
+        self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
         self._demoted: set[str] = set()
         self._counted_before = read_counts()
@@ -177,12 +179,8 @@ class Boot:
             return
         regions = self._prepared_regions()
         if regions is not None and regions.policy.artifacts is not None:
-            from compile_cache.lifecycle.preload import Preloading
-
             with self._degrading("load precompiled regions ahead"):
-                preloading = Preloading(regions.policy.artifacts.prefetch)
-                preloading.start()
-                self._preloading = preloading
+                self._preloading = _load_ahead(regions.policy.artifacts.prefetch)
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other
@@ -208,7 +206,7 @@ class Boot:
             self.report.restore.waited_s += time.perf_counter() - waiting
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
-                self._preloading.wait()
+                self._preloading.join(_LONGEST_PRELOAD_S)
             regions = self._prepared_regions()
             if regions is not None:
                 regions.compile(module, whole, shares_weights)
@@ -374,3 +372,32 @@ class Boot:
     def _warn(self, line: str, unknown: Exception | None = None) -> None:
         log.warning(line, exc_info=unknown)
         self.report.warnings.append(line)
+
+
+def _load_ahead(load: Callable[[], object]) -> threading.Thread:
+    """Import torch's loader on this thread, and call `load` on a new one, which is returned.
+
+    torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
+    half-made module. So the new thread imports none of its modules.
+
+    Raises:
+        ImportError: this torch has other modules.
+    """
+
+    def run() -> None:
+        try:
+            with noted("preload", "load"):
+                load()
+        except Exception as error:  # it comes again, and is reported, where the function is needed
+            log.info("preload.failed error=%r", error)
+
+    with noted("preload", "import torch's loader"):
+        from compile_cache.inductor.lean_loading import import_loader
+
+        import_loader()
+    # torch 2.13 keeps settings in context variables. The thread gets its caller's.
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="compile-cache-preload", daemon=True)
+    end_at_exit(thread, lambda: None)
+    thread.start()
+    return thread

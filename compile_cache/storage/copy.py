@@ -10,11 +10,10 @@ from pathlib import Path
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, names_record, read_catalog
-from compile_cache.storage.rules import HeadReader, Rules
+from compile_cache.storage.rules import HeadReader, Rules, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
-from compile_cache.storage.verify import PackState, verify_all
 
 _MOST_LISTINGS = 3
 
@@ -99,7 +98,5 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     with local.open("wb") as file:
         for start in range(0, pack.size_bytes, READ_BYTES):
             file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
-    for verified in verify_all(LocalStore(folder), [pack], rules):
-        if verified.state is not PackState.SOUND:
-            raise PackError(verified.reason)
+    verify_pack(LocalStore(folder), pack.name, pack.size_bytes, rules)
     return local

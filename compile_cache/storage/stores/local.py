@@ -110,26 +110,16 @@ def open_local(url: str) -> LocalStore:
     return LocalStore(Path(split_url(url)[1]).absolute())
 
 
-def write_index(folder: Path) -> int:
-    """List a local store's objects in its `index.json`, so that a web server can serve the folder.
-
-    Returns the number of objects. Objects that are stored later need a new index.
+def index_folder(store: ObjectStore) -> None:
+    """List the objects of a store that is a folder in its `index.json`, so that a web server can serve the folder.
+    Readers there do not see objects that are stored later, until the index is written again.
 
     Raises:
-        StoreError: the folder is missing, or cannot be read or written.
+        StoreError: the folder cannot be read or written.
     """
-    if not folder.is_dir():
-        raise ObjectNotFound(f"cannot list {folder}: it is not there")
-    store = LocalStore(folder)
-    entries = [entry for entry in store.list("") if entry.name != INDEX]
-    store.put(INDEX, msgspec.json.encode(_Index(entries)))
-    return len(entries)
-
-
-def index_folder(store: ObjectStore) -> None:
-    """Write the index of a store that is a folder. Without it, a web server's readers would not see a change."""
     if isinstance(store, LocalStore) and Path(store.location).is_dir():
-        write_index(Path(store.location))
+        entries = [entry for entry in store.list("") if entry.name != INDEX]
+        store.put(INDEX, msgspec.json.encode(_Index(entries)))
 
 
 def parse_index(content: bytes) -> list[StoredObject]:
