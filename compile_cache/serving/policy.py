@@ -95,8 +95,7 @@ class Policy:
             if self._is_open:
                 return
             self._is_open = True
-            from compile_cache.inductor.switches import configure_torch, is_switched_off
-            from compile_cache.inductor.toolchain import remember_toolchain
+            from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -116,7 +115,7 @@ class Policy:
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.inductor.switches import configure_torch
+            from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
 
