@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import msgspec
 import zstandard
 
 from compile_cache.errors import PackError
@@ -625,9 +626,10 @@ def _take_apart(files: dict[str, bytes], is_signed: bool) -> Draft:
     with tempfile.TemporaryDirectory() as folder:
         pack = write_pack(Path(folder), KEY, write_tree(Path(folder, "in"), files), "the test")
         content = pack.local.read_bytes()
-    ends = list(accumulate((frame.stored_bytes for frame in pack.manifest.frames), initial=-pack.manifest.frames_bytes))
+    sizes = [frame.stored_bytes for frame in pack.manifest.frames]
+    ends = list(accumulate(sizes, initial=-sum(sizes)))
     frames = [content[start : end or None] for start, end in pairwise(ends)]
-    return Draft(json.loads(pack.manifest.to_json()), frames, is_signed)
+    return Draft(json.loads(msgspec.json.encode(pack.manifest)), frames, is_signed)
 
 
 def _flip(rng: Random, content: bytearray) -> None:

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 import zstandard
 from hostile_packs import (
@@ -69,6 +70,10 @@ def pack_up(folder: Path, files: dict[str, bytes], signer: Signer | None = None)
     return write_pack(folder / "out", KEY, write_tree(folder / "in", files), "the test", signer)
 
 
+def head_of(pack: Pack) -> Head:
+    return Head(pack.manifest, pack.start, pack.signed_by, pack.weight_bytes)
+
+
 def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: TrustedKeys = ANYBODY) -> Head:
     """The head of an honest pack, under its right name."""
     return read_head(content, name_of(content), limits, trusted)
@@ -114,7 +119,7 @@ def test_any_files_come_out_as_they_went_in(files):
 def test_a_pack_is_named_by_the_digest_of_header_and_manifest_and_knows_its_size(tmp_path):
     pack = pack_up(tmp_path, SMALL)
     assert pack.name == pack.local.name == name_of(pack.local.read_bytes())
-    assert pack.head == read_whole_head(pack.local.read_bytes())
+    assert head_of(pack) == read_whole_head(pack.local.read_bytes())
     assert PACK_NAME.fullmatch(pack.name)
     assert pack.stored_bytes == pack.local.stat().st_size
     assert list(pack.local.parent.iterdir()) == [pack.local]
@@ -188,7 +193,7 @@ def test_a_pack_is_one_valid_zstd_stream_of_manifest_and_files(tmp_path):
     pack = pack_up(tmp_path, LARGE, OURS)
     with pack.local.open("rb") as file:
         stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        assert stream.read() == pack.manifest.to_json() + b"".join(LARGE.values())
+        assert stream.read() == msgspec.json.encode(pack.manifest) + b"".join(LARGE.values())
 
 
 def test_each_frame_of_at_most_one_mib_is_readable_by_itself_where_the_manifest_says(tmp_path):
@@ -217,7 +222,7 @@ def test_the_head_is_readable_from_the_first_bytes_alone(tmp_path):
     content = pack.local.read_bytes()
     needed = head_bytes(content[:HEADER_BYTES], LIMITS)
     head = read_head(content[:needed], pack.name, LIMITS, ANYBODY)
-    assert head == read_head(content, pack.name, LIMITS, ANYBODY) == pack.head
+    assert head == read_head(content, pack.name, LIMITS, ANYBODY) == head_of(pack)
     assert head.start == needed < head.stored_bytes == len(content)
     with pytest.raises(PackError, match="ends before the end of its signature"):
         read_head(content[: needed - 1], pack.name, LIMITS, ANYBODY)

@@ -115,13 +115,13 @@ def _difference(ours: Any, theirs: Any) -> str:
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
     """The environment, as far as it is known without importing torch. Takes milliseconds. With a GPU, it also
     initialises the CUDA driver, which torch then need not do."""
-    torch_build = _installed_torch()
-    gpu, capability = _cuda_device() if torch_build["cuda"] else _NO_GPU
+    torch, cuda, hip = _installed_torch()
+    gpu, capability = _cuda_device() if cuda else _NO_GPU
     return Environment(
-        torch=torch_build["version"],
+        torch=torch,
         triton=_installed_version("triton"),
-        cuda=torch_build["cuda"],
-        hip=torch_build["hip"],
+        cuda=cuda,
+        hip=hip,
         gpu=gpu,
         capability=capability,
         device_index=0,
@@ -182,23 +182,21 @@ def _core_of(cpu: int) -> str:
         return str(cpu)
 
 
-def _installed_torch() -> dict[str, str]:
-    """The version and build of the installed torch, read from its `version.py` without importing it.
+def _installed_torch() -> list[str]:
+    """The version, CUDA and HIP of the installed torch, read from its `version.py` without importing it.
 
     The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides which artifacts can be loaded.
     """
     from importlib.util import find_spec
 
-    build = {"version": "", "cuda": "", "hip": ""}
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return build
+        return ["", "", ""]
     with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
         text = file.read()
-    for name, field in (("__version__", "version"), ("cuda", "cuda"), ("hip", "hip")):
-        found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        build[field] = found.group(1) if found else ""
-    return build
+    names = ("__version__", "cuda", "hip")
+    found = [re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in names]
+    return [match[1] if match else "" for match in found]
 
 
 def _installed_version(distribution: str) -> str:

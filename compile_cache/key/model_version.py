@@ -69,7 +69,8 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
 def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[str, bytes]]:
     name, revision = split_revision(model)
     if os.path.isdir(name):
-        yield from _folder_ingredients(Path(name))
+        for path in _paths(Path(name)):
+            yield path.relative_to(name).as_posix(), _model_content(path)
     elif _HUB_ID.fullmatch(name):
         yield name, hub_commit(name, revision or "main").encode()
     else:
@@ -84,12 +85,9 @@ def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[st
     yield from _package_ingredients(_TRACED_PACKAGES)
 
 
-def _folder_ingredients(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in _paths(folder):
-        yield path.relative_to(folder).as_posix(), _model_content(path) if path.is_file() else _NO_FILE
-
-
 def _model_content(path: Path) -> bytes:
+    if not path.is_file():
+        return _NO_FILE
     is_weights = path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > _LARGEST_READ_BYTES
     return _weights_identity(path) if is_weights else path.read_bytes()
 

@@ -111,31 +111,27 @@ class Boot:
         keep_worker_alive_on_interrupt()
         name_user(environ)
         if settings.enabled:
-            self._claim_directory(model, environ)
-        if self._directory is not None and (self._settings.store != "off" or self._settings.layers):
-            self._start_restore(self._directory, model, sources, environ)
+            self._begin(model, sources, environ)
 
-    def _claim_directory(self, model: str, environ: MutableMapping[str, str]) -> None:
+    def _begin(self, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]) -> None:
+        """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
         workplace = claim_workplace(self._settings, model)
         for warning in workplace.warnings:
             self._warn(warning)
-        self._settings = workplace.settings
-        self._directory = workplace.directory
-        if self._directory is not None:
-            self.report.cache_dir = str(self._directory.path)
-            self._directory.activate(environ)
+        self._settings, self._directory = workplace.settings, workplace.directory
+        if self._directory is None:
+            return
+        self.report.cache_dir = str(self._directory.path)
+        self._directory.activate(environ)
+        if self._settings.store != "off" or self._settings.layers:
+            with self._degrading("start the restore; compiling anew"):
+                from compile_cache.lifecycle.restore import Restore
 
-    def _start_restore(
-        self, directory: CacheDirectory, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
-    ) -> None:
-        from compile_cache.lifecycle.restore import Restore
-
-        with self._degrading("start the restore; compiling anew"):
-            restore = Restore(self._settings, directory, model, sources, environ)
-            restore.start()
-            self._restore = restore
+                restore = Restore(self._settings, self._directory, model, sources, environ)
+                restore.start()
+                self._restore = restore
 
     def __enter__(self) -> Boot:
         return self
@@ -308,19 +304,16 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                self._restored = self._restore.join()
-                self._note_restored(self._restored)
-
-    def _note_restored(self, restored: Restored) -> None:
-        self.report.restore = restored.report
-        self.report.store = restored.location
-        if restored.publication is not None:
-            key = restored.publication.packs.key
-            self.report.model_name = key.model_name
-            self.report.model_version = key.model_version
-            self.report.environment = key.environment
-        if self._directory is not None:
-            self._restored_files = frozenset(self._directory.scan())
+                restored = self._restored = self._restore.join()
+                self.report.restore = restored.report
+                self.report.store = restored.location
+                if restored.publication is not None:
+                    key = restored.publication.packs.key
+                    self.report.model_name = key.model_name
+                    self.report.model_version = key.model_version
+                    self.report.environment = key.environment
+                if self._directory is not None:
+                    self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
         from compile_cache.lifecycle.host import process_age_s

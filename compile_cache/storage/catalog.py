@@ -97,13 +97,11 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
         else:
             key = CacheKey(name["environment"], name["model"], name["version"])
             objects.setdefault(key, []).append(entry)
-    return Catalog(tuple(_version(key, found) for key, found in objects.items()), records, tuple(strangers))
-
-
-def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
-    """The version with the objects `entries`."""
-    packs = tuple(entry for entry in entries if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
-    return Version(key, packs, tuple(entry for entry in entries if entry not in packs))
+    versions = []
+    for key, found in objects.items():
+        packs = tuple(entry for entry in found if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
+        versions.append(Version(key, packs, tuple(entry for entry in found if entry not in packs)))
+    return Catalog(tuple(versions), records, tuple(strangers))
 
 
 def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:

@@ -42,14 +42,17 @@ def copy_versions(
         OSError: the temporary folder cannot be written.
     """
     copied = Copied()
+    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
     vanished: dict[str, RefusedPack] = {}
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
-        vanished = _copy_packs(source, target, (pack for version in versions for pack in version.packs), rules, copied)
+        packs = [p for v in versions for p in v.packs if p.name not in {**copied.packs, **copied.refused}]
+        copied.present.update({pack.name: pack for pack in packs if (pack.name, pack.size_bytes) in there})
+        missing = [pack for pack in packs if pack.name not in copied.present]
+        vanished = _copy_packs(source, target, missing, rules, copied)
         if not vanished:
             break
-    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
     for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
         record = catalog.records[digest]
         if (record.name, record.size_bytes) not in there:
@@ -63,16 +66,10 @@ def copy_versions(
 def _copy_packs(
     source: ReadableStore, target: ObjectStore, packs: Iterable[StoredObject], rules: Rules, copied: Copied
 ) -> dict[str, RefusedPack]:
-    """Copy the packs that `target` does not have, oldest first, so that it lists them in the same order. Returns those
-    that vanished from the source meanwhile."""
-    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
+    """Copy the packs, oldest first, so that `target` lists them in the same order. Returns those that vanished from the
+    source meanwhile."""
     vanished: dict[str, RefusedPack] = {}
     for pack in packs:
-        if pack.name in copied.packs or pack.name in copied.refused:
-            continue
-        if (pack.name, pack.size_bytes) in there:
-            copied.present[pack.name] = pack
-            continue
         with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
             try:
                 local = _read_verified(source, pack, Path(folder), rules)

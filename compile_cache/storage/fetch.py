@@ -190,14 +190,14 @@ class PacksOfKey:
         return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
 
     def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
-        return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
+        return [*(pack.head for pack in self.known.values()), *staged]
 
     def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
         """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
         It is read as a boot reads it."""
         try:
             with pack.local.open("rb") as file:
-                read_head(file.read(pack.head.start), pack.name, room, self.rules.trusted)
+                read_head(file.read(pack.start), pack.name, room, self.rules.trusted)
         except PackError as error:
             return str(error)
         if pack.stored_bytes > self.rules.limits.size_bytes:

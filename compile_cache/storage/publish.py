@@ -120,7 +120,7 @@ class Publication:
         name, is_first = self.packs.key.prefix + pack.name, not self.packs.known
         self._writing.put(name, pack.local)
         entry = StoredObject(name, pack.stored_bytes, pack.manifest.created_s)
-        self.packs.add(StoredPack(entry, pack.head))
+        self.packs.add(StoredPack(entry, pack))
         if is_first:
             record = self.packs.key.environment_prefix + "environment.json"
             self._writing.put(record, self._environment.to_json().encode())

@@ -68,7 +68,7 @@ class Rules:
             trusted = TrustedKeys(settings.trusted_keys)
         except SettingsError as error:
             problems.append(f"{PREFIX}TRUSTED_KEYS: {error}")
-        if signer and trusted and signer.public_key not in trusted.texts:
+        if signer and trusted and signer.public_key not in settings.trusted_keys:
             problems.append(
                 f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
                 f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"

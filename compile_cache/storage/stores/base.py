@@ -80,23 +80,14 @@ class Stores:
 class LayeredStore:
     """Reads several stores as one: a layer in the image, a mirror, then the store that is written.
 
-    A layer that fails is left out, and `problems` names it.
+    A layer that fails is left out. `problems` says why layers were left out of the last listing.
     """
 
     def __init__(self, layers: Sequence[ReadableStore]) -> None:
+        self.location = " + ".join(layer.location for layer in layers)
+        self.problems: Sequence[str] = ()
         self._layers = layers
         self._origins: dict[str, ReadableStore] = {}
-        self._problems: dict[str, str] = {}
-
-    @property
-    def location(self) -> str:
-        """The locations of all layers."""
-        return " + ".join(layer.location for layer in self._layers)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why layers were left out of the last listing."""
-        return tuple(self._problems.values())
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, layer by layer, oldest first in each layer. An object in several
@@ -106,23 +97,21 @@ class LayeredStore:
             StoreError: no layer could be listed.
         """
         found: dict[str, StoredObject] = {}
-        failure: StoreError | None = None
-        failures = 0
+        failures: list[StoreError] = []
         for layer in self._layers:
             try:
                 entries = layer.list(prefix)
             except StoreError as error:
                 log.warning("layer.failed layer=%s error=%s", layer.location, error)
-                self._problems[layer.location] = str(error)
-                failure, failures = failure or error, failures + 1
+                failures.append(error)
                 continue
-            self._problems.pop(layer.location, None)
             for entry in entries:
                 if entry.name not in found:
                     found[entry.name] = entry
                     self._origins[entry.name] = layer
-        if failure is not None and failures == len(self._layers):
-            raise failure
+        self.problems = tuple(str(error) for error in failures)
+        if failures and len(failures) == len(self._layers):
+            raise failures[0]
         return list(found.values())
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -133,10 +122,8 @@ class LayeredStore:
                 that no layer has it.
         """
         origin = self._origins.get(name)
-        layers = [origin] if origin is not None else []
-        layers += [layer for layer in self._layers if layer is not origin]
         failure: StoreError | None = None
-        for layer in layers:
+        for layer in sorted(self._layers, key=lambda layer: layer is not origin):
             try:
                 return layer.read(name, start, size_bytes)
             except StoreError as error:

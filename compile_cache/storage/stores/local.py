@@ -7,6 +7,7 @@ Web servers list folders in many ways or not at all, so a folder behind one has 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -14,7 +15,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -43,12 +43,8 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         """The first put makes `root`."""
+        self.location = str(root)
         self._root = root
-
-    @property
-    def location(self) -> str:
-        """The folder's path."""
-        return str(self._root)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. A missing folder has none. A subfolder that this
@@ -95,8 +91,9 @@ class LocalStore:
         """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""
         target = self._root / name
         with _translated(f"write {target}"):
-            with replacing(target) as file:
-                _write(file, content)
+            opened = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            with opened as source, replacing(target) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
             _remove_leftovers(target)
 
     def delete(self, name: str) -> None:
@@ -147,14 +144,6 @@ def parse_index(content: bytes) -> list[StoredObject]:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting. A FIFO would block `open` until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _write(file: IO[bytes], content: Path | bytes) -> None:
-    if isinstance(content, bytes):
-        file.write(content)
-        return
-    with content.open("rb") as source:
-        shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _remove_leftovers(target: Path) -> None:
