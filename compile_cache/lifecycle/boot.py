@@ -343,8 +343,6 @@ class Boot:
             self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
 
     def _start_publishing(self) -> None:
-        if self._restore is None:
-            return
         publication = self._restored.publication if self._restored is not None else None
         if publication is None or not self._settings.may_publish:
             return

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import zstandard
@@ -191,22 +191,12 @@ def _name_of(named: bytes | memoryview) -> str:
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """The lengths at the beginning of a pack: of the manifest's frame, the unpacked manifest and the signature."""
+class _Header(NamedTuple):
+    """The offsets of the signature and of the first frame of files, and the length of the unpacked manifest."""
 
-    stored_bytes: int
+    manifest_end: int
+    end: int
     manifest_bytes: int
-    signature_bytes: int
-
-    @property
-    def manifest_end(self) -> int:
-        return HEADER_BYTES + self.stored_bytes
-
-    @property
-    def end(self) -> int:
-        """The offset of the first frame of files."""
-        return self.manifest_end + _SKIPPABLE.size + self.signature_bytes
 
 
 def head_bytes(beginning: bytes, limits: Limits) -> int:
@@ -223,17 +213,17 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     if len(beginning) < HEADER_BYTES:
         raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
     magic, length = _SKIPPABLE.unpack_from(beginning)
-    identity, version, *lengths = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
+    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
         raise PackError("it does not begin like a pack")
     if version != PACK_VERSION:
         raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
-    header = _Header(*lengths)
-    if max(header.stored_bytes, header.manifest_bytes) > limits.manifest_bytes:
+    if max(stored_bytes, manifest_bytes) > limits.manifest_bytes:
         raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
-    if header.signature_bytes > _MOST_SIGNATURE_BYTES:
+    if signature_bytes > _MOST_SIGNATURE_BYTES:
         raise PackForbidden(f"its signature claims more than the {_MOST_SIGNATURE_BYTES} bytes allowed")
-    return header
+    manifest_end = HEADER_BYTES + stored_bytes
+    return _Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
 
 
 def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
@@ -253,7 +243,7 @@ def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -
     if _name_of(named) != name:
         raise PackError("its manifest does not match its name")
     magic, length = _SKIPPABLE.unpack_from(content, header.manifest_end)
-    if (magic, length) != (_SIGNATURE_MAGIC, header.signature_bytes):
+    if (magic, length) != (_SIGNATURE_MAGIC, header.end - header.manifest_end - _SKIPPABLE.size):
         raise PackError("its signature is not where it should be")
     signed_by = trusted.verify(named, content[header.end - length : header.end])
     text = bytearray(header.manifest_bytes)
