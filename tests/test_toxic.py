@@ -297,7 +297,7 @@ class Published:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
         fetched = self.healthy.fetch()
         assert fetched.refused == ()
-        return {path: Path(staged.local).read_bytes() for path, staged in fetched.files.items()}
+        return {path: (fetched.folders[choice.pack] / path).read_bytes() for path, choice in fetched.files.items()}
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
     gpu, capability = _cuda_device() if cuda else _NO_GPU
     return Environment(
         torch=torch,
-        triton=_installed_version("triton"),
+        triton=installed_version("triton"),
         cuda=cuda,
         hip=hip,
         gpu=gpu,
@@ -199,7 +199,8 @@ def _installed_torch() -> list[str]:
     return [match[1] if match else "" for match in found]
 
 
-def _installed_version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """The version of an installed package; empty if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

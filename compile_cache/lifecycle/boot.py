@@ -171,9 +171,12 @@ class Boot:
         Call it after the caller's own imports. If the restore has not ended by then, or has brought no functions, this
         does nothing, and `compile` loads them.
         """
-        if self._preloading is not None or not self._has_precompiled():
+        if self._preloading is not None or self._restore is None or not self._restore.has_ended:
             return
-        regions = self._prepared_regions()
+        from compile_cache.inductor.function_file import has_artifacts
+
+        self._join()
+        regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
         if regions is not None and regions.policy.artifacts is not None:
             with self._degrading("load precompiled regions ahead"):
                 self._preloading = _load_ahead(regions.policy.artifacts.prefetch)
@@ -222,15 +225,6 @@ class Boot:
                     is_hit = self.report.restore.outcome == "hit"
                     self._regions = Regions(self._settings, self._directory, is_hit)
             return self._regions
-
-    def _has_precompiled(self) -> bool:
-        """Whether the restore has ended, and brought precompiled regions."""
-        if self._restore is None or not self._restore.has_ended:
-            return False
-        from compile_cache.inductor.function_file import has_artifacts
-
-        self._join()
-        return has_artifacts(self._restored_files)
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.

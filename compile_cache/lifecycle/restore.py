@@ -90,7 +90,7 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
         selection = packs.select()
         report.refused += selection.refused
         if selection.files:
-            used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+            used = [pack.entry for pack, _ in selection.needed]
             report.packs, report.files = len(used), len(selection.files)
             report.stored_bytes = sum(entry.size_bytes for entry in used)
             report.outcome, report.reason = "hit", ""

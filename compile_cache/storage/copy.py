@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,10 +47,23 @@ def copy_versions(
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
-        packs = [p for v in versions for p in v.packs if p.name not in {**copied.packs, **copied.refused}]
-        copied.present.update({pack.name: pack for pack in packs if (pack.name, pack.size_bytes) in there})
-        missing = [pack for pack in packs if pack.name not in copied.present]
-        vanished = _copy_packs(source, target, missing, rules, copied)
+        # The oldest first, so that `target` lists them in the same order.
+        done = copied.packs.keys() | copied.refused.keys()
+        packs = [pack for version in versions for pack in version.packs if pack.name not in done]
+        vanished = {}
+        for pack in packs:
+            if (pack.name, pack.size_bytes) in there:
+                copied.present[pack.name] = pack
+                continue
+            with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
+                try:
+                    local = _read_verified(source, pack, Path(folder), rules)
+                except (PackError, StoreError) as error:
+                    failed = vanished if isinstance(error, ObjectNotFound) else copied.refused
+                    failed[pack.name] = RefusedPack.after(pack.name, error)
+                    continue
+                target.put(pack.name, local)
+            copied.packs[pack.name] = pack
         if not vanished:
             break
     for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
@@ -61,25 +74,6 @@ def copy_versions(
                 target.put(record.name, content)
     copied.refused.update(vanished)
     return copied
-
-
-def _copy_packs(
-    source: ReadableStore, target: ObjectStore, packs: Iterable[StoredObject], rules: Rules, copied: Copied
-) -> dict[str, RefusedPack]:
-    """Copy the packs, oldest first, so that `target` lists them in the same order. Returns those that vanished from the
-    source meanwhile."""
-    vanished: dict[str, RefusedPack] = {}
-    for pack in packs:
-        with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
-            try:
-                local = _read_verified(source, pack, Path(folder), rules)
-            except (PackError, StoreError) as error:
-                failed = vanished if isinstance(error, ObjectNotFound) else copied.refused
-                failed[pack.name] = RefusedPack.after(pack.name, error)
-                continue
-            target.put(pack.name, local)
-        copied.packs[pack.name] = pack
-    return vanished
 
 
 def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rules: Rules) -> Path:

@@ -54,12 +54,12 @@ class Selection:
     size_bytes: int
 
     @property
-    def needed(self) -> dict[str, set[str]]:
-        """The chosen paths by the name of their pack."""
-        needed: dict[str, set[str]] = {}
+    def needed(self) -> Sequence[tuple[StoredPack, set[str]]]:
+        """The packs that have chosen files, and the paths of these."""
+        needed: list[set[str]] = [set() for _ in self.packs]
         for choice in self.files.values():
-            needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
-        return needed
+            needed[choice.pack].add(choice.file.path)
+        return [(pack, paths) for pack, paths in zip(self.packs, needed, strict=True) if paths]
 
 
 class PacksOfKey:
@@ -260,19 +260,12 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A verified file in the staging folder, and its line of the manifest."""
-
-    local: str
-    file: PackFile
-
-
-@dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files in the staging folder, by their path inside the cache directory, which does not have them yet.
-    They came from the objects `packs`."""
+    """Verified files, by their path inside the cache directory, which does not have them yet. Each lies in the folder
+    of its pack. They came from the objects `packs`."""
 
-    files: dict[str, Staged] = field(default_factory=dict)
+    files: Mapping[str, Choice] = field(default_factory=dict)
+    folders: Sequence[Path] = ()
     packs: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
@@ -297,7 +290,7 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     while True:
         selection = packs.select()
         needed = selection.needed
-        failures = task.unpack([(p, needed[p.entry.name]) for p in selection.packs if p.entry.name in needed])
+        failures = task.unpack(needed)
         if not failures:
             break
         for pack, error in failures:
@@ -305,12 +298,11 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(WHOLE_PACK_BYTES, abandoned)
-    stored_bytes = task.stored_bytes + sum(len(p.beginning) for p in selection.packs if p.entry.name in needed)
+    stored_bytes = task.stored_bytes + sum(len(pack.beginning) for pack, _ in needed)
     packs.forget_beginnings()
-    folders = [task.folder(pack) for pack in selection.packs]
-    files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}
+    folders, names = [task.folder(pack) for pack in selection.packs], tuple(pack.entry.name for pack, _ in needed)
     seconds = time.perf_counter() - started
-    return Fetched(files, tuple(needed), selection.refused, stored_bytes, seconds)
+    return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -320,15 +312,15 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.outgoing.plant({path: staged.file.owner for path, staged in fetched.files.items()})
+        directory.outgoing.plant({path: choice.file.owner for path, choice in fetched.files.items()})
     directory.outgoing.expect(fetched.files)
-    for path, staged in fetched.files.items():
-        target = f"{directory.path}/{path}"
+    for path, choice in fetched.files.items():
+        staged, target = f"{fetched.folders[choice.pack]}/{path}", f"{directory.path}/{path}"
         try:
-            os.replace(staged.local, target)
+            os.replace(staged, target)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(staged.local, target)
+            os.replace(staged, target)
     return len(fetched.files)
 
 

@@ -7,7 +7,6 @@ verifies it. A key is one line of text that begins with its kind, so a private k
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -108,7 +107,7 @@ def _key_bytes(text: str, prefix: str) -> bytes:
         raise SettingsError(f"a {kind} key begins with {prefix!r}. Make a pair with `compile-cache keygen`.")
     try:
         key = base64.b64decode(text.removeprefix(prefix), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
         raise SettingsError(
