@@ -167,9 +167,8 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     out.print_versions(versions)
     summaries = [(out.short(digest), out.environment_text(record)) for digest, record in environments.items()]
     out.print_table(("environment", ""), summaries)
-    packs = out.count_text(sum(len(version.packs) for version in versions), "pack")
-    size = out.size_text(sum(version.size_bytes for version in versions))
-    out.print_line(f"{out.count_text(len(versions), 'version')}, {packs}, {size} in {reading.location}")
+    packs = out.packs_text([pack for version in versions for pack in version.packs])
+    out.print_line(f"{out.count_text(len(versions), 'version')}, {packs} in {reading.location}")
     if catalog.strangers:
         out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
 
@@ -239,9 +238,8 @@ def copy(
         raise CompileCacheError(f"there is nothing to copy in {reading.location}, or nothing of that name")
     for name, refused in copied.refused.items():
         out.print_note(f"not copied: {name}: {refused.reason}")
-    size = out.size_text(sum(pack.size_bytes for pack in copied.packs.values()))
     there = f"; {out.count_text(len(copied.present), 'pack')} there already" if copied.present else ""
-    out.print_line(f"copied {out.count_text(len(copied.packs), 'pack')}, {size}, to {writing.location}{there}")
+    out.print_line(f"copied {out.packs_text(list(copied.packs.values()))}, to {writing.location}{there}")
     if copied.refused:
         raise typer.Exit(1)
 

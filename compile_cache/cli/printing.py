@@ -46,6 +46,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def packs_text(packs: Sequence[StoredObject]) -> str:
+    """`2 packs, 28.3 MB`."""
+    return f"{count_text(len(packs), 'pack')}, {size_text(sum(pack.size_bytes for pack in packs))}"
+
+
 def short(digest: str) -> str:
     """The first digits of an environment's or a pack's name, for people."""
     return digest[:_DIGEST_DIGITS]
@@ -134,9 +139,8 @@ def print_packs(store: ReadableStore, packs: Sequence[VerifiedPack]) -> None:
     ]
     print_table(("state", "version", "pack", "size>", ""), rows)
     counts = Counter(pack.state.value for pack in packs)
-    size = size_text(sum(pack.entry.size_bytes for pack in packs))
     states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "nothing to verify"
-    print_line(f"{count_text(len(packs), 'pack')}, {size}, in {store.location}: {states}")
+    print_line(f"{packs_text([pack.entry for pack in packs])}, in {store.location}: {states}")
 
 
 def print_content(packs: Sequence[VerifiedPack], with_files: bool) -> None:
@@ -154,8 +158,7 @@ def print_removed(store: ReadableStore, removed: Sequence[StoredObject]) -> None
     packs = [entry for entry in removed if entry.name.endswith(".pack")]
     for pack in packs:
         print_line(f"removed {pack.name}")
-    size = size_text(sum(pack.size_bytes for pack in packs))
-    print_line(f"removed {count_text(len(packs), 'pack')}, {size}, from {store.location}")
+    print_line(f"removed {packs_text(packs)}, from {store.location}")
 
 
 def print_keys(private: str, public: str) -> None:

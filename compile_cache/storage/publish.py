@@ -16,7 +16,7 @@ from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
 from compile_cache.storage.fetch import USED, PacksOfKey, choose
-from compile_cache.storage.pack.format import Pack, Source, sha256_of, write_pack
+from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import PackFile, is_plain
 from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
@@ -203,7 +203,9 @@ def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredP
 
 def _is_here(local: Path, file: PackFile) -> bool:
     try:
-        return local.stat().st_size == file.size_bytes and sha256_of(local) == file.sha256
+        with local.open("rb") as content:  # read piece by piece, without the GIL
+            has_size = os.fstat(content.fileno()).st_size == file.size_bytes
+            return has_size and hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
     except FileNotFoundError:
         return False
 

@@ -335,9 +335,3 @@ def _decompress(stored: bytes, size_bytes: int) -> bytes:
     except MemoryError as error:
         raise PackError(f"its frame of {size_bytes} bytes does not fit into memory") from error
     return data
-
-
-def sha256_of(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal. Reads it piece by piece, without the GIL."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,7 +21,7 @@ import msgspec
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
 log = logging.getLogger("compile_cache")
 
@@ -107,7 +107,7 @@ def open_local(url: str) -> LocalStore:
     return LocalStore(Path(split_url(url)[1]).absolute())
 
 
-def index_folder(store: ObjectStore) -> None:
+def index_folder(store: ReadableStore) -> None:
     """List the objects of a store that is a folder in its `index.json`, so that a web server can serve the folder.
     Readers there do not see objects that are stored later, until the index is written again.
 
