@@ -26,10 +26,9 @@ from compile_cache.storage.directory import CacheDirectory, logical_key
 from compile_cache.storage.fetch import Fetched, PacksOfKey, fetch, install
 from compile_cache.storage.pack.format import PACK_NAME, Pack
 from compile_cache.storage.publish import Publication
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.rules import Rules, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import verify_pack
 
 KEY = CacheKey("environment", "model", "version")
 ENVIRONMENT = detect_environment("/tmp/compile-cache/0", "", {})

@@ -14,12 +14,8 @@ from compile_cache.errors import SettingsError
 VERSION = "0.1.0"
 PREFIX = "COMPILE_CACHE_"
 
-SCOPES = ("regional", "whole", "off")
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
-COLD_STARTS = ("auto", "background", "block")
-UNSEEN = ("auto", "background", "eager", "block", "error")
-MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
 # torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
 # threads. Regional compilation also records one graph for each instance.
@@ -158,7 +154,7 @@ def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     return bool(authority) and not is_refused
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}")
@@ -193,12 +189,12 @@ def _list(value: str) -> tuple[str, ...]:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "layers": _list,
     "trusted_keys": _list,
-    "scope": _one_of(SCOPES),
-    "mode": _one_of(MODES),
+    "scope": _one_of("regional", "whole", "off"),
+    "mode": _one_of("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
     "dynamic": _dynamic,
     "precompile": _boolean,
-    "cold_start": _one_of(COLD_STARTS),
-    "unseen": _one_of(UNSEEN),
+    "cold_start": _one_of("auto", "background", "block"),
+    "unseen": _one_of("auto", "background", "eager", "block", "error"),
     "setup_budget_s": _seconds,
     "leave_eager": _list,
     "publish": _boolean,

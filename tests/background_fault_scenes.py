@@ -89,12 +89,12 @@ def not_handed_over() -> dict[str, Any]:
 
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
-    from compile_cache.lifecycle.preload import Preloading
+    from compile_cache.inductor.stored_functions import Artifacts
     from compile_cache.serving.policy import Policy
 
     places: dict[str, tuple[type, str]] = {
         "take": (Policy, "take"),
-        "preload": (Preloading, "_run"),
+        "preload": (Artifacts, "prefetch"),
     }
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:

@@ -320,7 +320,7 @@ def environment() -> Environment:
 
 @pytest.fixture
 def key(environment) -> CacheKey:
-    return CacheKey.of(environment, "org/model", "version-1")
+    return CacheKey(environment.digest, "org--model", "version-1")
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import msgspec
 import zstandard
 
 from compile_cache.errors import PackError
@@ -38,7 +39,7 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
-from compile_cache.storage.stores.transfer import ObjectReader
+from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")
@@ -183,9 +184,8 @@ def restore(
         raise PackError(f"it has {len(content)} bytes, but its manifest describes {head.stored_bytes}")
     if head.manifest.key != KEY:
         raise PackError(f"it is for {head.manifest.key.prefix}")
-    reader = ObjectReader(store, name, head.start, head.stored_bytes, beginning)
     for run in runs(head):
-        unpack_run(reader, run, folder)
+        unpack_run(read_pieces(store, name, run.start, run.frame_sizes, beginning), run, folder)
     return head
 
 
@@ -626,9 +626,10 @@ def _take_apart(files: dict[str, bytes], is_signed: bool) -> Draft:
     with tempfile.TemporaryDirectory() as folder:
         pack = write_pack(Path(folder), KEY, write_tree(Path(folder, "in"), files), "the test")
         content = pack.local.read_bytes()
-    ends = list(accumulate((frame.stored_bytes for frame in pack.manifest.frames), initial=-pack.manifest.frames_bytes))
+    sizes = [frame.stored_bytes for frame in pack.manifest.frames]
+    ends = list(accumulate(sizes, initial=-sum(sizes)))
     frames = [content[start : end or None] for start, end in pairwise(ends)]
-    return Draft(json.loads(pack.manifest.to_json()), frames, is_signed)
+    return Draft(json.loads(msgspec.json.encode(pack.manifest)), frames, is_signed)
 
 
 def _flip(rng: Random, content: bytearray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import threading
@@ -12,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from machines import Machine
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.key.environment import environment_from_record
+from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import PacksOfKey, install
 from compile_cache.storage.pack.format import Pack, Source, write_pack
@@ -149,7 +149,7 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
 def test_the_environments_record_is_stored_beside_the_packs_and_never_trusted(store, machine, key, environment):
     filled(machine(store))
     name = f"{key.environment_prefix}environment.json"
-    assert environment_from_record(json.loads(store.read(name))) == environment
+    assert msgspec.json.decode(store.read(name), type=Environment) == environment
     store.put(name, b"forged")
     assert machine(store).restored() == COLD
 

@@ -166,7 +166,7 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
     [
         ("org--model/v10", "v10"),
         ("org--model/v1", "v1"),
-        ("{digest}/org--model/v2/", "v1"),
+        ("{digest}/org--model/v1/", "v1"),
         ("{digest}/org--model/v2", "v2"),
         ("org--model/0123456789ab", "0123456789abcdef" * 2),
         ("{pack:.12}", "v10"),

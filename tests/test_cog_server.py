@@ -17,9 +17,8 @@ from cog_server import CogServer
 from marked_processes import wait_for
 from web_servers import answering
 
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.rules import Rules, verify_pack
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import verify_pack
 
 TESTS = Path(__file__).parent
 # Cog kills its worker 10 s after it has told it to stop.

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from hostile_packs import (
     KINDS,
@@ -153,9 +154,8 @@ def test_a_manifest_says_what_was_written(files, creator, created_s, owner):
     size_bytes = sum(file.size_bytes for file in listed)
     sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
     manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)
-    assert parse_manifest(manifest.to_json(), LIMITS) == manifest
+    assert parse_manifest(msgspec.json.encode(manifest), LIMITS) == manifest
     assert manifest.size_bytes == size_bytes
-    assert manifest.frames_bytes == 10 * len(sizes)
 
 
 @given(st.data(), json_values | st.sampled_from(ODD_VALUES))
@@ -167,7 +167,7 @@ def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, va
         manifest = parse_manifest(encode(put_at(record, place, copy.deepcopy(value))), LIMITS)
     except PackError:
         return
-    assert parse_manifest(manifest.to_json(), LIMITS) == manifest
+    assert parse_manifest(msgspec.json.encode(manifest), LIMITS) == manifest
     assert manifest.size_bytes == sum(frame.size_bytes for frame in manifest.frames) == 11
 
 

@@ -15,7 +15,7 @@ from web_servers import answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.storage.stores.base import StoredObject, open_url
-from compile_cache.storage.stores.local import MOST_INDEX_BYTES, LocalStore, parse_index, write_index
+from compile_cache.storage.stores.local import MOST_INDEX_BYTES, LocalStore, index_folder, parse_index
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 
@@ -66,7 +66,7 @@ def test_a_server_without_ranges_is_a_store_error_that_names_it_and_sends_next_t
 @pytest.mark.parametrize("name", ["v1/a b.pack", "v1/50%41+?&#.pack", "v1/höhe.pack", "v1/a;b='c'~.pack"])
 def test_names_are_quoted(folder, name):
     LocalStore(folder).put(name, b"content")
-    write_index(folder)
+    index_folder(LocalStore(folder))
     with serving_folder(folder, ranges=True) as served:
         store = open_url(served.url)
         assert [entry.name for entry in store.list("")] == [name]
@@ -186,19 +186,18 @@ def test_a_proxy_that_the_environment_names_is_used(monkeypatch):
 
 def test_an_index_lists_all_objects_but_itself_and_is_replaced_whole(folder):
     """Readers of the file that was there go on reading it."""
-    assert write_index(folder) == 0
+    index_folder(LocalStore(folder))
     with (folder / "index.json").open("rb") as before:
         for name in ("v1/b.pack", "v1/deep/a.pack", "top"):
             LocalStore(folder).put(name, name.encode())
-        assert write_index(folder) == 3
+        index_folder(LocalStore(folder))
         assert parse_index(before.read()) == []
     entries = [entry for entry in LocalStore(folder).list("") if entry.name != "index.json"]
     assert parse_index((folder / "index.json").read_bytes()) == entries
 
 
-def test_an_index_of_a_folder_that_is_not_there_is_object_not_found_and_makes_none(tmp_path):
-    with pytest.raises(ObjectNotFound, match="is not there"):
-        write_index(tmp_path / "missing")
+def test_a_folder_that_is_not_there_gets_no_index(tmp_path):
+    index_folder(LocalStore(tmp_path / "missing"))
     assert list(tmp_path.iterdir()) == []
 
 

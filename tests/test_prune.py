@@ -11,11 +11,10 @@ from filled_stores import DAY_S, put_pack, put_record, set_age
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_cache.errors import StoreAccessDenied
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Catalog, Version, catalog_of, read_catalog
 from compile_cache.storage.prune import PrunePolicy, Removal, apply_prune, plan_prune, remove_version
-from compile_cache.storage.stores.base import LayeredStore, StoredObject
+from compile_cache.storage.stores.base import StoredObject
 
 NOW_S = 2_000_000_000.0
 HARSH = PrunePolicy(unused_days=0, keep_versions=0)
@@ -149,13 +148,6 @@ def test_a_version_is_removed_with_what_is_published_meanwhile():
     store = Published([pack("1", 1, 50), pack("2", 2, 50)])
     assert len(remove_version(store, CacheKey("e", "m", "1"))) == 3
     assert list(store.entries) == [pack("2", 2, 50).name]
-
-
-def test_a_store_that_may_not_be_written_says_so(local, key):
-    set_age(Path(local.location), put_pack(local, key), 50, NOW_S)
-    found = plan_prune(read_catalog(local), MONTH, NOW_S)
-    with pytest.raises(StoreAccessDenied):
-        apply_prune(LayeredStore([local]), found)
 
 
 def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, Abandoned, in_daemon_threads, read_pieces
 
 CONTENT = bytes(range(100))
 
@@ -24,75 +25,47 @@ class Generous(OneObject):
         return self.content[start:]
 
 
-# ObjectReader.
+# read_pieces.
 
 
 @given(st.data(), st.sampled_from([OneObject, Generous]))
 @settings(max_examples=5 * settings().max_examples)
-def test_the_bytes_from_start_to_end_are_read_in_whatever_pieces_they_are_asked_for(data, kind):
+def test_the_pieces_are_read_and_nothing_twice_or_that_is_known_already(data, kind):
     start = data.draw(st.integers(0, 100))
-    end = data.draw(st.integers(start, 100))
-    beginning = CONTENT[: data.draw(st.integers(0, 100))]
-    sizes = data.draw(st.lists(st.integers(0, 40), max_size=10))
-    store = kind(CONTENT)
-    with mock.patch("compile_cache.storage.stores.transfer.READ_BYTES", 7):
-        reader = ObjectReader(store, "name", start, end, beginning)
-        parts = [reader.read(size) for size in sizes]
-        rest = reader.read(100)
-    expected = CONTENT[start:end]
-    assert b"".join([*parts, rest]) == expected
-    position = 0
-    for size, part in zip(sizes, parts, strict=True):
-        assert part == expected[position : position + size]
-        position += size
-
-
-@given(st.data())
-@settings(max_examples=3 * settings().max_examples)
-def test_nothing_is_requested_twice_or_that_is_known_already(data):
-    start = data.draw(st.integers(0, 100))
-    end = data.draw(st.integers(start, 100))
+    cuts = sorted(data.draw(st.lists(st.integers(start, 100), max_size=10)))
     known = data.draw(st.integers(0, 100))
-    store = OneObject(CONTENT)
+    store = kind(CONTENT)
+    places = list(pairwise([start, *cuts]))
     with mock.patch("compile_cache.storage.stores.transfer.READ_BYTES", 7):
-        reader = ObjectReader(store, "name", start, end, CONTENT[:known])
-        while reader.read(5):
-            pass
+        sizes = [end - begin for begin, end in places]
+        pieces = list(read_pieces(store, "name", start, sizes, CONTENT[:known]))
+    assert pieces == [CONTENT[begin:end] for begin, end in places]
     asked = [position for first, size in store.requests for position in range(first, first + size)]
-    assert asked == list(range(max(start, known), end))
+    assert asked == list(range(max(start, known), max([start, *cuts])))
     assert all(size <= 7 for _, size in store.requests)
-    assert reader.requested_bytes == len(asked)
 
 
 def test_a_request_is_for_at_most_4_mib():
     store = OneObject(bytes(READ_BYTES + 1))
-    assert len(ObjectReader(store, "name", 0, READ_BYTES + 1).read(READ_BYTES + 1)) == READ_BYTES + 1
+    (piece,) = read_pieces(store, "name", 0, [READ_BYTES + 1])
+    assert len(piece) == READ_BYTES + 1
     assert store.requests == [(0, READ_BYTES), (READ_BYTES, 1)]
 
 
 def test_an_object_that_ends_before_it_should_is_the_stores_failure():
     """And not the pack's, which would be remembered as refused."""
-    reader = ObjectReader(OneObject(CONTENT), "name", 90, 200)
     with pytest.raises(StoreUnavailable, match="sent 10 of 110 bytes from 90 on"):
-        reader.read(50)
-
-
-def test_nothing_is_requested_past_the_end():
-    store = OneObject(CONTENT)
-    reader = ObjectReader(store, "name", 10, 20)
-    assert reader.read(1000) == CONTENT[10:20]
-    assert reader.read(1) == reader.read(0) == b""
-    assert store.requests == [(10, 10)]
+        next(read_pieces(OneObject(CONTENT), "name", 90, [50, 60]))
 
 
 def test_what_is_abandoned_is_not_requested_but_what_is_there_is_given():
     abandoned = threading.Event()
     store = OneObject(CONTENT)
-    reader = ObjectReader(store, "some/pack", 0, 100, CONTENT[:10], abandoned)
+    pieces = read_pieces(store, "some/pack", 0, [10, 90], CONTENT[:10], abandoned)
     abandoned.set()
-    assert reader.read(10) == CONTENT[:10]
+    assert next(pieces) == CONTENT[:10]
     with pytest.raises(Abandoned, match="some/pack was not read"):
-        reader.read(1)
+        next(pieces)
     assert store.requests == []
 
 
@@ -102,7 +75,7 @@ def test_the_stores_errors_are_the_readers():
             raise StoreUnavailable(f"{name} cannot be read")
 
     with pytest.raises(StoreUnavailable, match="some/pack"):
-        ObjectReader(Down(b""), "some/pack", 0, 1).read(1)
+        next(read_pieces(Down(b""), "some/pack", 0, [1]))
 
 
 # in_daemon_threads.

@@ -35,7 +35,7 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, str]:
     directory = CacheDirectory.claim(tmp_path / "cache")
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    key = key_for(told, environment_for(told, directory.path, environ), "model", "1")
+    key = key_for(told, environment_for(told, directory.path, environ), "model", ())
     return Restore(told, directory, "model", (), environ), key.prefix
 
 

@@ -73,10 +73,6 @@ def test_signing_twice_gives_the_same_signature():
     assert Signer(PRIVATE).sign(MANIFEST) == SIGNATURE
 
 
-def test_a_trusted_key_given_twice_is_one():
-    assert TrustedKeys([PUBLIC, OTHER_PUBLIC, PUBLIC]).texts == tuple(sorted((PUBLIC, OTHER_PUBLIC)))
-
-
 def test_no_keys_are_false():
     assert not TrustedKeys()
     assert TrustedKeys([PUBLIC])

@@ -119,7 +119,7 @@ def packs(tmp_path_factory) -> Packs:
     directory = CacheDirectory.claim(root)
     environment = environment_for(boot_settings(root), directory.path, environ())
     store = LocalStore(tmp_path_factory.mktemp("store"))
-    key = key_for(boot_settings(root), environment, MODEL, "1")
+    key = key_for(boot_settings(root), environment, MODEL, ())
     machine = Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
     names = []
     for files in (SMALL, LARGE):
@@ -297,7 +297,7 @@ class Published:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
         fetched = self.healthy.fetch()
         assert fetched.refused == ()
-        return {path: Path(staged.local).read_bytes() for path, staged in fetched.files.items()}
+        return {path: (fetched.folders[choice.pack] / path).read_bytes() for path, choice in fetched.files.items()}
 
 
 @pytest.fixture

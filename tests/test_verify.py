@@ -16,10 +16,9 @@ from signing_keys import make_keys
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.rules import PackState, Rules, VerifiedPack, verify_all, verify_heads
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.verify import PackState, VerifiedPack, verify_all, verify_heads
 
 EVERYONE = Rules()
 LARGE = {"ab/kernel.so": bytes(range(256)) * 4096}

@@ -24,10 +24,9 @@ from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_r
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove, remove_version
-from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, Stores, open_stores
+from compile_cache.storage.rules import PackState, Rules, verify_all, verify_heads
+from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
-from compile_cache.storage.verify import PackState, verify_all, verify_heads
 
 _Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
 _Model = Annotated[
@@ -114,7 +113,7 @@ def _writing(stores: Stores) -> ObjectStore:
     return stores.writing
 
 
-def _read(store: ObjectStore) -> Catalog:
+def _read(store: ReadableStore) -> Catalog:
     """The store's catalog. Layers that cannot be listed are named on stderr."""
     catalog = read_catalog(store)
     out.print_problems(store)
@@ -168,9 +167,8 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     out.print_versions(versions)
     summaries = [(out.short(digest), out.environment_text(record)) for digest, record in environments.items()]
     out.print_table(("environment", ""), summaries)
-    packs = out.count_text(sum(len(version.packs) for version in versions), "pack")
-    size = out.size_text(sum(version.size_bytes for version in versions))
-    out.print_line(f"{out.count_text(len(versions), 'version')}, {packs}, {size} in {reading.location}")
+    packs = out.packs_text([pack for version in versions for pack in version.packs])
+    out.print_line(f"{out.count_text(len(versions), 'version')}, {packs} in {reading.location}")
     if catalog.strangers:
         out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
 
@@ -240,9 +238,8 @@ def copy(
         raise CompileCacheError(f"there is nothing to copy in {reading.location}, or nothing of that name")
     for name, refused in copied.refused.items():
         out.print_note(f"not copied: {name}: {refused.reason}")
-    size = out.size_text(sum(pack.size_bytes for pack in copied.packs.values()))
     there = f"; {out.count_text(len(copied.present), 'pack')} there already" if copied.present else ""
-    out.print_line(f"copied {out.count_text(len(copied.packs), 'pack')}, {size}, to {writing.location}{there}")
+    out.print_line(f"copied {out.packs_text(list(copied.packs.values()))}, to {writing.location}{there}")
     if copied.refused:
         raise typer.Exit(1)
 
@@ -291,7 +288,7 @@ def prune(
 def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    yes: _Yes = False,
     json: _Json = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""

@@ -26,10 +26,9 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.catalog import read_catalog, read_record
-from compile_cache.storage.rules import Rules
+from compile_cache.storage.rules import PackState, Rules, verify_all
 from compile_cache.storage.stores.base import open_stores
 from compile_cache.storage.stores.local import index_folder
-from compile_cache.storage.verify import PackState, verify_all
 
 CONFIGURATION = "cog.yaml"
 # In Cog's own order, for a reference without a class.

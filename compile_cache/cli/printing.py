@@ -18,8 +18,8 @@ from rich.filesize import decimal
 
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Version
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.verify import PackState, VerifiedPack
+from compile_cache.storage.rules import PackState, VerifiedPack
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12
@@ -44,6 +44,11 @@ def time_text(time_s: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """`1 pack`, `2 packs`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def packs_text(packs: Sequence[StoredObject]) -> str:
+    """`2 packs, 28.3 MB`."""
+    return f"{count_text(len(packs), 'pack')}, {size_text(sum(pack.size_bytes for pack in packs))}"
 
 
 def short(digest: str) -> str:
@@ -81,7 +86,7 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(msgspec.to_builtins(document), indent=2) + "\n")
 
 
-def print_problems(store: ObjectStore) -> None:
+def print_problems(store: ReadableStore) -> None:
     """Name the layers that could not be listed."""
     for problem in getattr(store, "problems", ()):
         print_note(f"warning: left out: {problem}")
@@ -120,7 +125,7 @@ def print_versions(versions: Sequence[Version], why: Sequence[str] = ()) -> None
     print_table(columns, rows)
 
 
-def print_packs(store: ObjectStore, packs: Sequence[VerifiedPack]) -> None:
+def print_packs(store: ReadableStore, packs: Sequence[VerifiedPack]) -> None:
     """Print a table of packs, and their number in each state."""
     rows = [
         (
@@ -134,9 +139,8 @@ def print_packs(store: ObjectStore, packs: Sequence[VerifiedPack]) -> None:
     ]
     print_table(("state", "version", "pack", "size>", ""), rows)
     counts = Counter(pack.state.value for pack in packs)
-    size = size_text(sum(pack.entry.size_bytes for pack in packs))
     states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "nothing to verify"
-    print_line(f"{count_text(len(packs), 'pack')}, {size}, in {store.location}: {states}")
+    print_line(f"{packs_text([pack.entry for pack in packs])}, in {store.location}: {states}")
 
 
 def print_content(packs: Sequence[VerifiedPack], with_files: bool) -> None:
@@ -149,13 +153,12 @@ def print_content(packs: Sequence[VerifiedPack], with_files: bool) -> None:
             print_table(("    size>", "file"), [(size_text(file.size_bytes), file.path) for file in manifest.files])
 
 
-def print_removed(store: ObjectStore, removed: Sequence[StoredObject]) -> None:
+def print_removed(store: ReadableStore, removed: Sequence[StoredObject]) -> None:
     """Print the packs that were removed."""
     packs = [entry for entry in removed if entry.name.endswith(".pack")]
     for pack in packs:
         print_line(f"removed {pack.name}")
-    size = size_text(sum(pack.size_bytes for pack in packs))
-    print_line(f"removed {count_text(len(packs), 'pack')}, {size}, from {store.location}")
+    print_line(f"removed {packs_text(packs)}, from {store.location}")
 
 
 def print_keys(private: str, public: str) -> None:

@@ -32,11 +32,6 @@ class CacheKey:
     model_name: str
     model_version: str
 
-    @classmethod
-    def of(cls, environment: Environment, model_name: str, model_version: str) -> CacheKey:
-        """The key, with each part made valid in an object's name: `org/FLUX.1` → `org--FLUX.1`."""
-        return cls(environment.digest, object_name(model_name), object_name(model_version))
-
     @property
     def environment_prefix(self) -> str:
         """The prefix of this environment's objects: `v2/<environment>/`."""
@@ -55,18 +50,16 @@ def environment_for(settings: Settings, cache_directory: Path, environ: Mapping[
     return detect_environment(str(cache_directory), options, environ)
 
 
-def version_for(settings: Settings, model: str, sources: Sequence[str | Path]) -> str:
-    """The model's version: the configured version, else the digest of everything from which its graphs are made.
+def key_for(settings: Settings, environment: Environment, model: str, sources: Sequence[str | Path]) -> CacheKey:
+    """The key under which a boot restores and publishes. The version is the configured one, else the digest of
+    everything from which the model's graphs are made. The names are made valid in an object's name: `org/FLUX.1` →
+    `org--FLUX.1`.
 
     Raises:
         SettingsError: a path in `sources` does not exist.
     """
-    return settings.model_version or model_version(model, sources)
-
-
-def key_for(settings: Settings, environment: Environment, model: str, version: str) -> CacheKey:
-    """The key under which a boot restores and publishes."""
-    return CacheKey.of(environment, settings.model_name or model_name(model), version)
+    name, version = settings.model_name or model_name(model), settings.model_version or model_version(model, sources)
+    return CacheKey(environment.digest, object_name(name), object_name(version))
 
 
 def object_name(text: str) -> str:

@@ -115,21 +115,21 @@ def _difference(ours: Any, theirs: Any) -> str:
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
     """The environment, as far as it is known without importing torch. Takes milliseconds. With a GPU, it also
     initialises the CUDA driver, which torch then need not do."""
-    torch_build = _installed_torch()
-    gpu = _cuda_device() if torch_build["cuda"] else _NO_GPU
+    torch, cuda, hip = _installed_torch()
+    gpu, capability = _cuda_device() if cuda else _NO_GPU
     return Environment(
-        torch=torch_build["version"],
-        triton=_installed_version("triton"),
-        cuda=torch_build["cuda"],
-        hip=torch_build["hip"],
-        gpu=gpu["gpu"],
-        capability=gpu["capability"],
+        torch=torch,
+        triton=installed_version("triton"),
+        cuda=cuda,
+        hip=hip,
+        gpu=gpu,
+        capability=capability,
         device_index=0,
         python=f"{platform.python_implementation()} {platform.python_version()}",
         glibc=" ".join(platform.libc_ver()),
         machine=platform.machine(),
-        instructions="" if gpu["gpu"] else instruction_flags(),
-        threads=0 if gpu["gpu"] else cpu_threads(environ),
+        instructions="" if gpu else instruction_flags(),
+        threads=0 if gpu else cpu_threads(environ),
         cache_dir=cache_dir,
         options=options,
         variables=_code_variables(environ),
@@ -182,26 +182,25 @@ def _core_of(cpu: int) -> str:
         return str(cpu)
 
 
-def _installed_torch() -> dict[str, str]:
-    """The version and build of the installed torch, read from its `version.py` without importing it.
+def _installed_torch() -> list[str]:
+    """The version, CUDA and HIP of the installed torch, read from its `version.py` without importing it.
 
     The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides which artifacts can be loaded.
     """
     from importlib.util import find_spec
 
-    build = {"version": "", "cuda": "", "hip": ""}
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return build
+        return ["", "", ""]
     with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
         text = file.read()
-    for name, field in (("__version__", "version"), ("cuda", "cuda"), ("hip", "hip")):
-        found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        build[field] = found.group(1) if found else ""
-    return build
+    names = ("__version__", "cuda", "hip")
+    found = [re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in names]
+    return [match[1] if match else "" for match in found]
 
 
-def _installed_version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """The version of an installed package; empty if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -210,12 +209,12 @@ def _installed_version(distribution: str) -> str:
         return ""
 
 
-_NO_GPU = {"gpu": "", "capability": ""}
+_NO_GPU = ("", "")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
 
 
 @functools.cache
-def _cuda_device() -> dict[str, str]:
+def _cuda_device() -> tuple[str, str]:
     """The name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES
     like torch. Initialises the driver without the GIL, and makes no context."""
     try:
@@ -231,7 +230,7 @@ def _cuda_device() -> dict[str, str]:
     for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
         capability.append(str(number.value))
-    return {"gpu": name.value.decode(errors="replace"), "capability": ".".join(capability)}
+    return name.value.decode(errors="replace"), ".".join(capability)
 
 
 @functools.cache
@@ -254,21 +253,11 @@ def _code_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def environment_from_record(record: Mapping[str, Any]) -> Environment:
-    """The inverse of `Environment.to_json`, for explaining a miss.
-
-    Raises:
-        KeyError, TypeError: the record has another format.
-    """
-    values = {field.name: record[field.name] for field in fields(Environment)}
-    return Environment(**{**values, "variables": tuple(values["variables"])})
-
-
-if __name__ == "__main__":
-    print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())
-
-
 def digest(description: Any) -> str:
     """32 hexadecimal digits: the digest of plain values."""
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+if __name__ == "__main__":
+    print(detect_environment(sys.argv[1], sys.argv[2], os.environ).to_json())

@@ -8,10 +8,11 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from compile_cache.errors import SettingsError
+from compile_cache.key.environment import installed_version
 
 log = logging.getLogger("compile_cache")
 
@@ -69,7 +70,8 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
 def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[str, bytes]]:
     name, revision = split_revision(model)
     if os.path.isdir(name):
-        yield from _folder_ingredients(Path(name))
+        for path in _paths(Path(name)):
+            yield path.relative_to(name).as_posix(), _model_content(path)
     elif _HUB_ID.fullmatch(name):
         yield name, hub_commit(name, revision or "main").encode()
     else:
@@ -81,15 +83,14 @@ def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[st
         yield name, (revision or "").encode()
     for source in sources:
         yield from _source_ingredients(Path(source))
-    yield from _package_ingredients(_TRACED_PACKAGES)
-
-
-def _folder_ingredients(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in _paths(folder):
-        yield path.relative_to(folder).as_posix(), _model_content(path) if path.is_file() else _NO_FILE
+    for package in _TRACED_PACKAGES:
+        if version := installed_version(package):
+            yield package, version.encode()
 
 
 def _model_content(path: Path) -> bytes:
+    if not path.is_file():
+        return _NO_FILE
     is_weights = path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > _LARGEST_READ_BYTES
     return _weights_identity(path) if is_weights else path.read_bytes()
 
@@ -113,16 +114,6 @@ def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
     for path in [source] if source.is_file() else _paths(source, ".py"):
         name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()
         yield name, path.read_bytes() if path.is_file() else _NO_FILE
-
-
-def _package_ingredients(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    for package in packages:
-        try:
-            yield package, version(package).encode()
-        except PackageNotFoundError:
-            continue
 
 
 def _paths(folder: Path, suffix: str = "") -> list[Path]:

@@ -7,6 +7,7 @@ their failures over. A region falls back by itself. Errors of the caller's own c
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import sys
@@ -22,12 +23,12 @@ from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.settings import Settings
-from compile_cache.timeline import Timeline
+from compile_cache.timeline import Timeline, noted
+from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from compile_cache.lifecycle.preload import Preloading
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore, Restored
     from compile_cache.serving.regions import Regions
@@ -37,6 +38,7 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
+_LONGEST_PRELOAD_S = 60.0
 _observed: list[Boot] | None = None
 
 
@@ -99,7 +101,7 @@ class Boot:
         self._has_joined = False
         self._restored: Restored | None = None
         self._restored_files: frozenset[str] = frozenset()
-        self._preloading: Preloading | None = None
+        self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
         self._demoted: set[str] = set()
         self._counted_before = read_counts()
@@ -109,31 +111,27 @@ class Boot:
         keep_worker_alive_on_interrupt()
         name_user(environ)
         if settings.enabled:
-            self._claim_directory(model, environ)
-        if self._directory is not None and (self._settings.store != "off" or self._settings.layers):
-            self._start_restore(self._directory, model, sources, environ)
+            self._begin(model, sources, environ)
 
-    def _claim_directory(self, model: str, environ: MutableMapping[str, str]) -> None:
+    def _begin(self, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]) -> None:
+        """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
         workplace = claim_workplace(self._settings, model)
         for warning in workplace.warnings:
             self._warn(warning)
-        self._settings = workplace.settings
-        self._directory = workplace.directory
-        if self._directory is not None:
-            self.report.cache_dir = str(self._directory.path)
-            self._directory.activate(environ)
+        self._settings, self._directory = workplace.settings, workplace.directory
+        if self._directory is None:
+            return
+        self.report.cache_dir = str(self._directory.path)
+        self._directory.activate(environ)
+        if self._settings.store != "off" or self._settings.layers:
+            with self._degrading("start the restore; compiling anew"):
+                from compile_cache.lifecycle.restore import Restore
 
-    def _start_restore(
-        self, directory: CacheDirectory, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
-    ) -> None:
-        from compile_cache.lifecycle.restore import Restore
-
-        with self._degrading("start the restore; compiling anew"):
-            restore = Restore(self._settings, directory, model, sources, environ)
-            restore.start()
-            self._restore = restore
+                restore = Restore(self._settings, self._directory, model, sources, environ)
+                restore.start()
+                self._restore = restore
 
     def __enter__(self) -> Boot:
         return self
@@ -173,16 +171,15 @@ class Boot:
         Call it after the caller's own imports. If the restore has not ended by then, or has brought no functions, this
         does nothing, and `compile` loads them.
         """
-        if self._preloading is not None or not self._has_precompiled():
+        if self._preloading is not None or self._restore is None or not self._restore.has_ended:
             return
-        regions = self._prepared_regions()
-        if regions is not None and regions.policy.artifacts is not None:
-            from compile_cache.lifecycle.preload import Preloading
+        from compile_cache.inductor.function_file import has_artifacts
 
+        self._join()
+        regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
+        if regions is not None and regions.policy.artifacts is not None:
             with self._degrading("load precompiled regions ahead"):
-                preloading = Preloading(regions.policy.artifacts.prefetch)
-                preloading.start()
-                self._preloading = preloading
+                self._preloading = _load_ahead(regions.policy.artifacts.prefetch)
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other
@@ -208,7 +205,7 @@ class Boot:
             self.report.restore.waited_s += time.perf_counter() - waiting
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
-                self._preloading.wait()
+                self._preloading.join(_LONGEST_PRELOAD_S)
             regions = self._prepared_regions()
             if regions is not None:
                 regions.compile(module, whole, shares_weights)
@@ -228,15 +225,6 @@ class Boot:
                     is_hit = self.report.restore.outcome == "hit"
                     self._regions = Regions(self._settings, self._directory, is_hit)
             return self._regions
-
-    def _has_precompiled(self) -> bool:
-        """Whether the restore has ended, and brought precompiled regions."""
-        if self._restore is None or not self._restore.has_ended:
-            return False
-        from compile_cache.inductor.function_file import has_artifacts
-
-        self._join()
-        return has_artifacts(self._restored_files)
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
@@ -310,19 +298,16 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                self._restored = self._restore.join()
-                self._note_restored(self._restored)
-
-    def _note_restored(self, restored: Restored) -> None:
-        self.report.restore = restored.report
-        self.report.store = restored.location
-        if restored.publication is not None:
-            key = restored.publication.packs.key
-            self.report.model_name = key.model_name
-            self.report.model_version = key.model_version
-            self.report.environment = key.environment
-        if self._directory is not None:
-            self._restored_files = frozenset(self._directory.scan())
+                restored = self._restored = self._restore.join()
+                self.report.restore = restored.report
+                self.report.store = restored.location
+                if restored.publication is not None:
+                    key = restored.publication.packs.key
+                    self.report.model_name = key.model_name
+                    self.report.model_version = key.model_version
+                    self.report.environment = key.environment
+                if self._directory is not None:
+                    self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
         from compile_cache.lifecycle.host import process_age_s
@@ -352,8 +337,6 @@ class Boot:
             self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
 
     def _start_publishing(self) -> None:
-        if self._restore is None:
-            return
         publication = self._restored.publication if self._restored is not None else None
         if publication is None or not self._settings.may_publish:
             return
@@ -374,3 +357,32 @@ class Boot:
     def _warn(self, line: str, unknown: Exception | None = None) -> None:
         log.warning(line, exc_info=unknown)
         self.report.warnings.append(line)
+
+
+def _load_ahead(load: Callable[[], object]) -> threading.Thread:
+    """Import torch's loader on this thread, and call `load` on a new one, which is returned.
+
+    torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
+    half-made module. So the new thread imports none of its modules.
+
+    Raises:
+        ImportError: this torch has other modules.
+    """
+
+    def run() -> None:
+        try:
+            with noted("preload", "load"):
+                load()
+        except Exception as error:  # it comes again, and is reported, where the function is needed
+            log.info("preload.failed error=%r", error)
+
+    with noted("preload", "import torch's loader"):
+        from compile_cache.inductor.lean_loading import import_loader
+
+        import_loader()
+    # torch 2.13 keeps settings in context variables. The thread gets its caller's.
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="compile-cache-preload", daemon=True)
+    end_at_exit(thread, lambda: None)
+    thread.start()
+    return thread

@@ -44,9 +44,10 @@ class RestoreReport:
 
     def lines(self) -> list[str]:
         """The main figures for a log. A plan has no times."""
+        seeded = f" from version {self.seeded_from}" if self.seeded_from else ""
         times = f" in {self.seconds:.2f} s, waited {self.waited_s:.2f} s" if self.seconds or self.waited_s else ""
         return [
-            f"restore: {self.outcome}{_from(self)}{f' ({self.reason})' if self.reason else ''}, "
+            f"restore: {self.outcome}{seeded}{f' ({self.reason})' if self.reason else ''}, "
             f"{self.files} files, {self.stored_bytes / 1e6:.1f} MB{times}",
             *(f"layer left out: {problem}" for problem in self.problems),
             *(f"refused pack {pack.name}: {pack.reason}" for pack in self.refused),
@@ -145,7 +146,7 @@ class BootReport:
         """The main figures for a setup log."""
         counts = self.counts
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
-        lines = [
+        return [
             *self.restore.lines(),
             *(_region_line(region) for region in self.regions),
             *(f"warning: {_slower_line(region)}" for region in self.regions if region.is_slower),
@@ -155,7 +156,6 @@ class BootReport:
             *(f"warning: {warning}" for warning in self.warnings),
             f"ready after {self.ready_s:.2f} s ({phases}, of which compiling {self.compile_s:.2f} s)",
         ]
-        return lines
 
     def metrics(self) -> dict[str, Any]:
         """The main figures by metric name, for `record_metric`."""
@@ -171,11 +171,6 @@ class BootReport:
             "compile_cache.hits": self.counts.hits,
             "compile_cache.misses": self.counts.misses,
         }
-
-
-def _from(restore: RestoreReport) -> str:
-    """The version that seeded this boot, in words; empty if none did."""
-    return f" from version {restore.seeded_from}" if restore.seeded_from else ""
 
 
 def _region_line(region: RegionReport) -> str:

@@ -54,9 +54,11 @@ class Prediction:
         - `waited_s`: seconds that requests waited for these
         - `compiling`: kinds of calls that the second process has not answered yet
         """
+        # The most frequent step first: `precompiled, eager`.
+        served = {name: ", ".join(step for step, _ in steps.most_common()) for name, steps in self.served().items()}
         return {
             **self._report.metrics(),
-            "compile_cache.served": {name: _words(steps) for name, steps in self.served().items()},
+            "compile_cache.served": served,
             "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
             "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
             "compile_cache.compiling": self._regions.policy.waiting if self._regions else 0,
@@ -73,8 +75,3 @@ class Prediction:
 
     def _waiting_s(self) -> float:
         return sum(region.trials.waited_s for region in self._regions.by_class.values()) if self._regions else 0.0
-
-
-def _words(calls: Counter[str]) -> str:
-    """The steps of calls in words, the most frequent first: `precompiled, eager`."""
-    return ", ".join(step for step, _ in calls.most_common())

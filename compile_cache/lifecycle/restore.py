@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compile_cache.errors import RefusedPack, StoreUnavailable
-from compile_cache.key.cache_key import CacheKey, environment_for, key_for, version_for
+from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, install
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
@@ -37,11 +37,30 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The parts of the key that are known before torch is imported, and the stores."""
+    """The stores, the environment and the key of a boot: all that is known before torch is imported."""
 
     stores: Stores
     environment: Environment
-    version: str
+    key: CacheKey
+    rules: Rules
+
+    def beside(self, environment: Environment) -> _Known:
+        """The same in another environment."""
+        return replace(self, environment=environment, key=replace(self.key, environment=environment.digest))
+
+    @property
+    def problems(self) -> list[str]:
+        """Why layers were left out of the last listing."""
+        return list(getattr(self.stores.reading, "problems", ()))
+
+    def packs(self) -> PacksOfKey:
+        """The packs of the key, none of which is known yet."""
+        return PacksOfKey(self.stores.reading, self.key, self.rules)
+
+
+def _know(settings: Settings, environment: Environment, model: str, sources: Sequence[str | Path]) -> _Known:
+    key = key_for(settings, environment, model, sources)
+    return _Known(open_stores(settings), environment, key, Rules.of(settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +82,26 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
         StoreError: a store cannot be listed.
         SettingsError: a path in `sources` does not exist.
     """
-    stores = open_stores(settings)
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
-    key = key_for(settings, environment, model, version_for(settings, model, sources))
-    report = RestoreReport("miss")
-    own = PacksOfKey(stores.reading, key, Rules.of(settings))
-    for packs in candidates(own, stores.writing):
+    known = _know(settings, environment, model, sources)
+    own, report = known.packs(), RestoreReport("miss")
+    for packs in candidates(own, known.stores.writing):
         packs.refresh()
         selection = packs.select()
         report.refused += selection.refused
         if selection.files:
-            used = [pack.entry for pack in selection.packs if pack.entry.name in selection.needed]
+            used = [pack.entry for pack, _ in selection.needed]
             report.packs, report.files = len(used), len(selection.files)
             report.stored_bytes = sum(entry.size_bytes for entry in used)
             report.outcome, report.reason = "hit", ""
             if packs is not own:
-                report.outcome, report.reason = "seeded", f"nothing in {key.prefix}"
+                report.outcome, report.reason = "seeded", f"nothing in {known.key.prefix}"
                 report.seeded_from = packs.key.model_version
             break
     else:
-        report.reason = explain_miss(stores.reading, key, environment)
-    report.problems = list(getattr(stores.reading, "problems", ()))
-    return Plan(key, environment, stores.reading.location, report)
+        report.reason = explain_miss(known.stores.reading, known.key, environment)
+    report.problems = known.problems
+    return Plan(known.key, environment, known.stores.reading.location, report)
 
 
 class Restore:
@@ -105,13 +122,13 @@ class Restore:
         self._environment = environment
         self._settings = settings
         self._directory = directory
-        self._model = model
-        self._sources = sources
-        self._environ = environ
         self._started = time.monotonic()
         self._abandoned = threading.Event()
         self._known: _Known | None = None
-        self._fetching = _Fetching(self._run)
+        self._model = model
+        self._sources = sources
+        self._environ = environ
+        self._fetching = _Fetching(self._begin)
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
 
@@ -143,18 +160,20 @@ class Restore:
         known = self._known
         if known is None:
             return self._restored("failed", str(failure))
-        observed = self._environment or observe_environment(known.environment)
-        differences = known.environment.differences(observed)
+        observed = known.beside(self._environment or observe_environment(known.environment))
+        differences = known.environment.differences(observed.environment)
         if differences and not self._abandoned.is_set():
-            failure = self._fetch_again(known.stores, observed)
-        packs = self._fetching.packs
-        if failure is not None or packs is None:
-            if self._fetching.done.is_set():
-                self._directory.empty_inbox()  # the disk was too small for the packs, and compiling needs the space
-            # New packs, because a thread that has not ended still uses the others.
-            packs, reason = self._packs(known.stores, observed), str(failure)
-            return self._restored("failed", reason, Publication(known.stores.writing, packs, observed, self._directory))
-        publication = Publication(known.stores.writing, packs, observed, self._directory)
+            self._fetching = _Fetching(lambda fetching: self._fetch_again(observed, fetching))
+            self._fetching.start()
+            failure = self._wait()
+        if failure is not None and self._fetching.done.is_set():
+            make_empty(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
+        packs = self._fetching.packs if failure is None else None
+        # After a failure new ones, because a thread that has not ended still uses the others.
+        packs = packs or observed.packs()
+        publication = Publication(known.stores.writing, packs, observed.environment, self._directory)
+        if failure is not None:
+            return self._restored("failed", str(failure), publication)
         return self._install(publication, "torch says otherwise: " + "; ".join(differences) if differences else "")
 
     def _install(self, publication: Publication, contradiction: str) -> Restored:
@@ -171,12 +190,12 @@ class Restore:
         return self._restored("discarded" if contradiction else "miss", reason, publication)
 
     def _restored(self, outcome: str, reason: str, publication: Publication | None = None, files: int = 0) -> Restored:
-        fetched, stores = self._fetching.fetched, self._known.stores if self._known else None
+        fetched = self._fetching.fetched
         report = RestoreReport(
             outcome,
             reason,
             seeded_from=fetched.seeded_from,
-            problems=list(getattr(stores.reading, "problems", ())) if stores else [],
+            problems=self._known.problems if self._known else [],
             packs=len(fetched.packs),
             files=files,
             stored_bytes=fetched.stored_bytes,
@@ -199,36 +218,23 @@ class Restore:
             f"{self._location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
         )
 
-    def _run(self, fetching: _Fetching) -> None:
+    def _begin(self, fetching: _Fetching) -> None:
         with noted("restore", "key"):
-            stores = open_stores(self._settings)
             environment = self._environment or environment_for(self._settings, self._directory.path, self._environ)
-            version = version_for(self._settings, self._model, self._sources)
-            self._known = _Known(stores, environment, version)
-        self._fetch(self._packs(stores, environment), stores, environment, fetching)
+            self._known = _know(self._settings, environment, self._model, self._sources)
+        self._fetch(self._known, fetching)
 
-    def _fetch_again(self, stores: Stores, observed: Environment) -> Exception | None:
+    def _fetch_again(self, observed: _Known, fetching: _Fetching) -> None:
         """Drop the files of the wrong environment, and fetch those of the observed one."""
+        make_empty(self._directory.inbox)
+        self._fetch(observed, fetching)
 
-        def run(fetching: _Fetching) -> None:
-            self._directory.empty_inbox()
-            self._fetch(self._packs(stores, observed), stores, observed, fetching)
-
-        self._fetching = _Fetching(run)
-        self._fetching.start()
-        return self._wait()
-
-    def _packs(self, stores: Stores, environment: Environment) -> PacksOfKey:
-        version = self._known.version if self._known else ""
-        key = key_for(self._settings, environment, self._model, version)
-        return PacksOfKey(stores.reading, key, Rules.of(self._settings))
-
-    def _fetch(self, own: PacksOfKey, stores: Stores, environment: Environment, fetching: _Fetching) -> None:
+    def _fetch(self, known: _Known, fetching: _Fetching) -> None:
         """Fetch what a boot takes. If there is nothing, find out why."""
-        fetching.packs = own
+        own = fetching.packs = known.packs()
         refused: tuple[RefusedPack, ...] = ()
         seconds = 0.0
-        for packs in candidates(own, stores.writing):
+        for packs in candidates(own, known.stores.writing):
             with noted("restore", "fetch" if packs is own else "other versions"):
                 fetched = fetch(packs, self._directory, self._abandoned)
             refused, seconds = refused + fetched.refused, seconds + fetched.seconds
@@ -238,7 +244,7 @@ class Restore:
         fetching.fetched = replace(fetched, refused=refused, seconds=seconds, seeded_from=seeded_from)
         if not (own.known or fetched.files or self._abandoned.is_set()):
             fetching.done.set()  # nobody has to wait for the explanation
-            fetching.explanation = explain_miss(stores.reading, own.key, environment)
+            fetching.explanation = explain_miss(known.stores.reading, known.key, known.environment)
             log.info("restore.miss reason=%s", fetching.explanation)
 
 

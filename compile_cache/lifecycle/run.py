@@ -6,7 +6,6 @@ and the environment of the Python that runs it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,6 +15,8 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from compile_cache.errors import CompileCacheError
 from compile_cache.key import environment
@@ -135,8 +136,8 @@ def _environment_of(path: str, *arguments: str) -> environment.Environment:
     try:
         asked = [path, environment.__file__, *arguments]
         answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
-        return environment.environment_from_record(json.loads(answer.splitlines()[-1]))
-    except (subprocess.CalledProcessError, LookupError, ValueError, TypeError) as error:
+        return msgspec.json.decode(answer.splitlines()[-1], type=environment.Environment)
+    except (subprocess.CalledProcessError, LookupError, msgspec.DecodeError) as error:
         said = (getattr(error, "stderr", b"") or repr(error).encode()).decode(errors="replace")
         raise CompileCacheError(f"{path} cannot say its environment: {said.strip().rpartition(chr(10))[2]}") from error
 

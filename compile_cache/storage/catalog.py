@@ -6,16 +6,16 @@ It is made from the names, sizes and times of a listing. No pack is opened, and 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+
+import msgspec
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.key.environment import FORMAT_VERSION, Environment, environment_from_record
+from compile_cache.key.environment import FORMAT_VERSION, Environment
 from compile_cache.storage.pack.format import PACK_NAME
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
 ROOT = f"v{FORMAT_VERSION}/"
 
@@ -71,7 +71,7 @@ class Catalog:
     strangers: tuple[StoredObject, ...] = ()
 
 
-def read_catalog(store: ObjectStore, prefix: str = ROOT) -> Catalog:
+def read_catalog(store: ReadableStore, prefix: str = ROOT) -> Catalog:
     """The catalog of all objects below `prefix`. Takes one request per 1,000 objects.
 
     Raises:
@@ -97,16 +97,14 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
         else:
             key = CacheKey(name["environment"], name["model"], name["version"])
             objects.setdefault(key, []).append(entry)
-    return Catalog(tuple(_version(key, found) for key, found in objects.items()), records, tuple(strangers))
+    versions = []
+    for key, found in objects.items():
+        packs = tuple(entry for entry in found if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
+        versions.append(Version(key, packs, tuple(entry for entry in found if entry not in packs)))
+    return Catalog(tuple(versions), records, tuple(strangers))
 
 
-def _version(key: CacheKey, entries: Sequence[StoredObject]) -> Version:
-    """The version with the objects `entries`."""
-    packs = tuple(entry for entry in entries if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
-    return Version(key, packs, tuple(entry for entry in entries if entry not in packs))
-
-
-def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
+def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:
     """The other versions of the key's model with packs for its environment, the newest pack first. A boot tries them in
     turn if its own version has nothing.
 
@@ -118,7 +116,7 @@ def predecessors(store: ObjectStore, key: CacheKey) -> Sequence[CacheKey]:
     return [version.key for version in found[:_MOST_PREDECESSORS]]
 
 
-def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) -> str:
+def explain_miss(store: ReadableStore, key: CacheKey, environment: Environment) -> str:
     """Why nothing was found, in one line: mostly the differences to the environment of the newest stored version.
 
     Lists the whole store: one request per 1,000 objects.
@@ -143,7 +141,7 @@ def explain_miss(store: ObjectStore, key: CacheKey, environment: Environment) ->
     return "stored for another environment: " + ", ".join(record.differences(environment))
 
 
-def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environment | None:
+def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environment | None:
     """The record of an environment; None if there is no readable one. It only informs, and is never trusted.
 
     Raises:
@@ -156,19 +154,13 @@ def read_record(store: ObjectStore, catalog: Catalog, digest: str) -> Environmen
     if not names_record(digest, content):
         return None
     try:
-        record = environment_from_record(json.loads(content))
-    except (ValueError, KeyError, TypeError, RecursionError):
+        record = msgspec.json.decode(content, type=Environment)
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return record if all(_is_plain(value) for value in asdict(record).values()) else None
+    texts = [*record.variables, *(value for value in astuple(record) if isinstance(value, str))]
+    return record if all(text.isprintable() for text in texts) else None  # without escape codes and line ends
 
 
 def names_record(digest: str, content: bytes) -> bool:
     """Whether `digest` is the digest of this record of an environment."""
     return hashlib.sha256(content).hexdigest()[:32] == digest
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value may be printed: a number, or text without escape codes and line ends."""
-    if isinstance(value, tuple | list):
-        return all(isinstance(part, str) and part.isprintable() for part in value)
-    return type(value) is int or (isinstance(value, str) and value.isprintable())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, names_record, read_catalog
-from compile_cache.storage.rules import HeadReader, Rules
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.rules import HeadReader, Rules, verify_pack
+from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
-from compile_cache.storage.verify import PackState, verify_all
 
 _MOST_LISTINGS = 3
 
@@ -30,7 +29,7 @@ class Copied:
 
 
 def copy_versions(
-    source: ObjectStore, target: ObjectStore, is_wanted: Callable[[CacheKey], bool], rules: Rules
+    source: ReadableStore, target: ObjectStore, is_wanted: Callable[[CacheKey], bool], rules: Rules
 ) -> Copied:
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
@@ -43,14 +42,30 @@ def copy_versions(
         OSError: the temporary folder cannot be written.
     """
     copied = Copied()
+    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
     vanished: dict[str, RefusedPack] = {}
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
-        vanished = _copy_packs(source, target, (pack for version in versions for pack in version.packs), rules, copied)
+        # The oldest first, so that `target` lists them in the same order.
+        done = copied.packs.keys() | copied.refused.keys()
+        packs = [pack for version in versions for pack in version.packs if pack.name not in done]
+        vanished = {}
+        for pack in packs:
+            if (pack.name, pack.size_bytes) in there:
+                copied.present[pack.name] = pack
+                continue
+            with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
+                try:
+                    local = _read_verified(source, pack, Path(folder), rules)
+                except (PackError, StoreError) as error:
+                    failed = vanished if isinstance(error, ObjectNotFound) else copied.refused
+                    failed[pack.name] = RefusedPack.after(pack.name, error)
+                    continue
+                target.put(pack.name, local)
+            copied.packs[pack.name] = pack
         if not vanished:
             break
-    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
     for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
         record = catalog.records[digest]
         if (record.name, record.size_bytes) not in there:
@@ -61,32 +76,7 @@ def copy_versions(
     return copied
 
 
-def _copy_packs(
-    source: ObjectStore, target: ObjectStore, packs: Iterable[StoredObject], rules: Rules, copied: Copied
-) -> dict[str, RefusedPack]:
-    """Copy the packs that `target` does not have, oldest first, so that it lists them in the same order. Returns those
-    that vanished from the source meanwhile."""
-    there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
-    vanished: dict[str, RefusedPack] = {}
-    for pack in packs:
-        if pack.name in copied.packs or pack.name in copied.refused:
-            continue
-        if (pack.name, pack.size_bytes) in there:
-            copied.present[pack.name] = pack
-            continue
-        with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
-            try:
-                local = _read_verified(source, pack, Path(folder), rules)
-            except (PackError, StoreError) as error:
-                failed = vanished if isinstance(error, ObjectNotFound) else copied.refused
-                failed[pack.name] = RefusedPack.after(pack.name, error)
-                continue
-            target.put(pack.name, local)
-        copied.packs[pack.name] = pack
-    return vanished
-
-
-def _read_verified(source: ObjectStore, pack: StoredObject, folder: Path, rules: Rules) -> Path:
+def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rules: Rules) -> Path:
     """Read a pack into `folder`, a part after the other, and verify it there. Returns its path.
 
     Raises:
@@ -99,7 +89,5 @@ def _read_verified(source: ObjectStore, pack: StoredObject, folder: Path, rules:
     with local.open("wb") as file:
         for start in range(0, pack.size_bytes, READ_BYTES):
             file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
-    for verified in verify_all(LocalStore(folder), [pack], rules):
-        if verified.state is not PackState.SOUND:
-            raise PackError(verified.reason)
+    verify_pack(LocalStore(folder), pack.name, pack.size_bytes, rules)
     return local

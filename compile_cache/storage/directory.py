@@ -126,7 +126,7 @@ class CacheDirectory:
                 try:
                     beside = directory.inbox, directory.outbox, directory.logs, compilers_folder(directory.path)
                     for folder in (directory.path, *beside):
-                        _make_empty(folder)
+                        make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
                     raise
@@ -157,22 +157,6 @@ class CacheDirectory:
         directory = cls.claim(root)
         atexit.register(_remove_own, root, os.getpid())
         return directory
-
-    def empty_inbox(self) -> None:
-        """Remove fetched files.
-
-        Raises:
-            OSError: the inbox cannot be emptied.
-        """
-        _make_empty(self.inbox)
-
-    def empty_outbox(self) -> None:
-        """Remove finished packs.
-
-        Raises:
-            OSError: the outbox cannot be emptied.
-        """
-        _make_empty(self.outbox)
 
     def activate(self, environ: MutableMapping[str, str]) -> None:
         """Point Inductor and Triton at this directory. Call it before torch is imported. Triton reads its path once."""
@@ -266,7 +250,12 @@ def is_claimed(path: Path) -> bool:
     return False
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
+    """Make a private folder, or remove what is in it.
+
+    Raises:
+        OSError: the folder cannot be made or emptied.
+    """
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)

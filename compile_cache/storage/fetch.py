@@ -26,8 +26,8 @@ from compile_cache.storage.rules import (
     StoredPack,
     room_beside,
 )
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, ObjectReader, in_daemon_threads
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, in_daemon_threads, read_pieces
 
 # A key with more packs has mostly small packs. Their first read takes only the head.
 _MANY_PACKS = 16
@@ -54,12 +54,12 @@ class Selection:
     size_bytes: int
 
     @property
-    def needed(self) -> dict[str, set[str]]:
-        """The chosen paths by the name of their pack."""
-        needed: dict[str, set[str]] = {}
+    def needed(self) -> Sequence[tuple[StoredPack, set[str]]]:
+        """The packs that have chosen files, and the paths of these."""
+        needed: list[set[str]] = [set() for _ in self.packs]
         for choice in self.files.values():
-            needed.setdefault(self.packs[choice.pack].entry.name, set()).add(choice.file.path)
-        return needed
+            needed[choice.pack].add(choice.file.path)
+        return [(pack, paths) for pack, paths in zip(self.packs, needed, strict=True) if paths]
 
 
 class PacksOfKey:
@@ -70,7 +70,7 @@ class PacksOfKey:
     not of damaged ones.
     """
 
-    def __init__(self, store: ObjectStore, key: CacheKey, rules: Rules) -> None:
+    def __init__(self, store: ReadableStore, key: CacheKey, rules: Rules) -> None:
         self.store = store
         self.key = key
         self.rules = rules
@@ -190,14 +190,14 @@ class PacksOfKey:
         return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
 
     def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
-        return [*(pack.head for pack in self.known.values()), *(pack.head for pack in staged)]
+        return [*(pack.head for pack in self.known.values()), *staged]
 
     def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
         """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
         It is read as a boot reads it."""
         try:
             with pack.local.open("rb") as file:
-                read_head(file.read(pack.head.start), pack.name, room, self.rules.trusted)
+                read_head(file.read(pack.start), pack.name, room, self.rules.trusted)
         except PackError as error:
             return str(error)
         if pack.stored_bytes > self.rules.limits.size_bytes:
@@ -213,7 +213,7 @@ def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
     return {(file.key, file.path) for file in pack.head.manifest.files}
 
 
-def candidates(own: PacksOfKey, writing: ObjectStore | None) -> Iterator[PacksOfKey]:
+def candidates(own: PacksOfKey, writing: ReadableStore | None) -> Iterator[PacksOfKey]:
     """The keys' packs that a boot tries until it finds files: its own; if it has no usable ones, those of the model's
     newest other versions in the written store alone, so that a new version rolls a read-only layer back.
 
@@ -260,19 +260,12 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A verified file in the staging folder, and its line of the manifest."""
-
-    local: str
-    file: PackFile
-
-
-@dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files in the staging folder, by their path inside the cache directory, which does not have them yet.
-    They came from the objects `packs`."""
+    """Verified files, by their path inside the cache directory, which does not have them yet. Each lies in the folder
+    of its pack. They came from the objects `packs`."""
 
-    files: dict[str, Staged] = field(default_factory=dict)
+    files: Mapping[str, Choice] = field(default_factory=dict)
+    folders: Sequence[Path] = ()
     packs: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
@@ -297,7 +290,7 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     while True:
         selection = packs.select()
         needed = selection.needed
-        failures = task.unpack([(p, needed[p.entry.name]) for p in selection.packs if p.entry.name in needed])
+        failures = task.unpack(needed)
         if not failures:
             break
         for pack, error in failures:
@@ -305,12 +298,11 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(WHOLE_PACK_BYTES, abandoned)
-    stored_bytes = task.stored_bytes + sum(len(p.beginning) for p in selection.packs if p.entry.name in needed)
+    stored_bytes = task.stored_bytes + sum(len(pack.beginning) for pack, _ in needed)
     packs.forget_beginnings()
-    folders = [task.folder(pack) for pack in selection.packs]
-    files = {path: Staged(f"{folders[c.pack]}/{path}", c.file) for path, c in selection.files.items()}
+    folders, names = [task.folder(pack) for pack in selection.packs], tuple(pack.entry.name for pack, _ in needed)
     seconds = time.perf_counter() - started
-    return Fetched(files, tuple(needed), selection.refused, stored_bytes, seconds)
+    return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -320,22 +312,22 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.outgoing.plant({path: staged.file.owner for path, staged in fetched.files.items()})
+        directory.outgoing.plant({path: choice.file.owner for path, choice in fetched.files.items()})
     directory.outgoing.expect(fetched.files)
-    for path, staged in fetched.files.items():
-        target = f"{directory.path}/{path}"
+    for path, choice in fetched.files.items():
+        staged, target = f"{fetched.folders[choice.pack]}/{path}", f"{directory.path}/{path}"
         try:
-            os.replace(staged.local, target)
+            os.replace(staged, target)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(staged.local, target)
+            os.replace(staged, target)
     return len(fetched.files)
 
 
 class _Unpacking:
     """Unpacks frames, each pack into its own folder, and knows the frames unpacked so far."""
 
-    def __init__(self, store: ObjectStore, inbox: Path, abandoned: threading.Event | None) -> None:
+    def __init__(self, store: ReadableStore, inbox: Path, abandoned: threading.Event | None) -> None:
         self.stored_bytes = 0
         self._store = store
         self._inbox = inbox
@@ -369,23 +361,21 @@ class _Unpacking:
     def _groups(self, pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
         """The runs to unpack, with neighbours grouped into one request."""
         group: list[Run] = []
-        end = 0
         for run in runs(pack.head):
             if (pack.entry.name, run.start) in self._done or not any(file.path in paths for file in run.files):
                 continue
-            if group and (run.start != end or run.start + run.stored_bytes - group[0].start > READ_BYTES):
+            if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
                 yield group
                 group = []
             group.append(run)
-            end = run.start + run.stored_bytes
         if group:
             yield group
 
     def _unpack_group(self, pack: StoredPack, group: list[Run]) -> None:
-        start, end = group[0].start, group[-1].start + group[-1].stored_bytes
-        reader = ObjectReader(self._store, pack.entry.name, start, end, pack.beginning, self._abandoned)
+        start, sizes = group[0].start, [size_bytes for run in group for size_bytes in run.frame_sizes]
+        frames = read_pieces(self._store, pack.entry.name, start, sizes, pack.beginning, self._abandoned)
         for run in group:
-            unpack_run(reader, run, self.folder(pack))
+            unpack_run(frames, run, self.folder(pack))
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
-            self.stored_bytes += reader.requested_bytes
+            self.stored_bytes += max(0, group[-1].end - max(start, len(pack.beginning)))

@@ -33,10 +33,6 @@ class PrunePolicy:
     keep_versions: int | None = None
     in_use_days: float = 2.0
 
-    def is_in_use(self, version: Version, now_s: float) -> bool:
-        """Whether `version` stays regardless of the rules."""
-        return not now_s - max(entry.modified_s for entry in version.objects) > self.in_use_days * _DAY_S
-
 
 @dataclass(frozen=True, slots=True)
 class Removal:
@@ -57,7 +53,8 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> list[Remo
         group = version.key.environment, version.key.model_name
         ranks[group] += bool(version.packs)
         unused_days = (now_s - version.used_s) / _DAY_S
-        if policy.is_in_use(version, now_s):
+        written_s = max(entry.modified_s for entry in version.objects)
+        if not now_s - written_s > policy.in_use_days * _DAY_S:  # also where a store's time is no number
             continue
         if not version.packs and _marks(version):
             removals.append(Removal(version, "its packs are gone"))

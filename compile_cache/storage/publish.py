@@ -14,13 +14,12 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, StoreError
 from compile_cache.key.environment import Environment
-from compile_cache.storage.directory import CacheDirectory, logical_key
+from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
 from compile_cache.storage.fetch import USED, PacksOfKey, choose
-from compile_cache.storage.pack.format import Pack, Source, sha256_of, write_pack
+from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import PackFile, is_plain
-from compile_cache.storage.rules import StoredPack
+from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
-from compile_cache.storage.verify import verify_pack
 
 MOST_PACKS = 4
 # The first packs are small, so that the most valuable files are stored even if there is hardly any time.
@@ -70,7 +69,7 @@ class Publication:
             self.packs.refresh()
         self.left_out = {}
         staged: list[Pack] = []
-        self.directory.empty_outbox()
+        make_empty(self.directory.outbox)
         for part in _parts(sorted(self._new(files), key=_by_value)):
             self._write(part, creator, staged)
         return tuple(staged)
@@ -121,7 +120,7 @@ class Publication:
         name, is_first = self.packs.key.prefix + pack.name, not self.packs.known
         self._writing.put(name, pack.local)
         entry = StoredObject(name, pack.stored_bytes, pack.manifest.created_s)
-        self.packs.add(StoredPack(entry, pack.head))
+        self.packs.add(StoredPack(entry, pack))
         if is_first:
             record = self.packs.key.environment_prefix + "environment.json"
             self._writing.put(record, self._environment.to_json().encode())
@@ -148,7 +147,7 @@ class Publication:
         if len(merged) < 2:
             return Merged()
         sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
-        self.directory.empty_outbox()
+        make_empty(self.directory.outbox)
         pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
         if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:
             return Merged()  # torch has just rewritten a file
@@ -204,7 +203,9 @@ def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredP
 
 def _is_here(local: Path, file: PackFile) -> bool:
     try:
-        return local.stat().st_size == file.size_bytes and sha256_of(local) == file.sha256
+        with local.open("rb") as content:  # read piece by piece, without the GIL
+            has_size = os.fstat(content.fileno()).st_size == file.size_bytes
+            return has_size and hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
     except FileNotFoundError:
         return False
 

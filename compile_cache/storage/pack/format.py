@@ -24,8 +24,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple
 
+import msgspec
 import zstandard
 
 from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
@@ -61,13 +62,6 @@ _MOST_SIGNATURE_BYTES = 4096
 _LARGEST_WINDOW_BYTES = 8 << 20
 
 
-class Readable(Protocol):
-    """A stream of bytes."""
-
-    def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes` bytes, or fewer at the end."""
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file to pack: the local file, its path and logical key inside the cache directory, and its owner (see
@@ -80,26 +74,31 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class Head:
+    """A pack's head: its verified manifest, the offset of its first frame, and the public key that signed it, if any.
+    `weight_bytes` is an upper bound for the memory of the manifest's texts."""
+
+    manifest: Manifest
+    start: int
+    signed_by: str | None = None
+    weight_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """The length of the whole pack."""
+        return self.start + sum(frame.stored_bytes for frame in self.manifest.frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack(Head):
     """A finished pack on the local disk."""
 
     local: Path
-    head: Head
 
     @property
     def name(self) -> str:
         """The object's name inside its key's prefix."""
         return self.local.name
-
-    @property
-    def stored_bytes(self) -> int:
-        """The length of the whole pack."""
-        return self.head.stored_bytes
-
-    @property
-    def manifest(self) -> Manifest:
-        """What is in it."""
-        return self.head.manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,14 @@ class Run:
     files: tuple[PackFile, ...]
 
     @property
-    def stored_bytes(self) -> int:
-        """The length of the run in the pack."""
-        return sum(frame.stored_bytes for frame in self.frames)
+    def frame_sizes(self) -> Sequence[int]:
+        """The lengths of the frames in the pack."""
+        return [frame.stored_bytes for frame in self.frames]
+
+    @property
+    def end(self) -> int:
+        """The offset behind the run in the pack."""
+        return self.start + sum(self.frame_sizes)
 
 
 def write_pack(
@@ -130,14 +134,15 @@ def write_pack(
     with tempfile.TemporaryFile(dir=folder) as body:
         files, frames = _write_frames(body, sources)
         manifest = Manifest(key, tuple(files), tuple(frames), creator, time.time())
-        text = manifest.to_json()
+        text = msgspec.json.encode(manifest)
         name, head = make_head(text, signer)
         with replacing(folder / name) as file:
             file.write(head)
             body.seek(0)
             while chunk := body.read(_CHUNK_BYTES):
                 file.write(chunk)
-    return Pack(folder / name, Head(manifest, len(head), signer.public_key if signer else None, weight_of(text)))
+    signed_by = signer.public_key if signer else None
+    return Pack(manifest, len(head), signed_by, weight_of(text), local=folder / name)
 
 
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
@@ -172,22 +177,6 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
     return files, frames
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A pack's head: its verified manifest, the offset of its first frame, and the public key that signed it, if any.
-    `weight_bytes` is an upper bound for the memory of the manifest's texts."""
-
-    manifest: Manifest
-    start: int
-    signed_by: str | None = None
-    weight_bytes: int = 0
-
-    @property
-    def stored_bytes(self) -> int:
-        """The length of the whole pack."""
-        return self.start + self.manifest.frames_bytes
-
-
 def make_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
     """The name and the first bytes of a pack with this manifest."""
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(manifest)
@@ -202,22 +191,12 @@ def _name_of(named: bytes | memoryview) -> str:
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """The lengths at the beginning of a pack: of the manifest's frame, the unpacked manifest and the signature."""
+class _Header(NamedTuple):
+    """The offsets of the signature and of the first frame of files, and the length of the unpacked manifest."""
 
-    stored_bytes: int
+    manifest_end: int
+    end: int
     manifest_bytes: int
-    signature_bytes: int
-
-    @property
-    def manifest_end(self) -> int:
-        return HEADER_BYTES + self.stored_bytes
-
-    @property
-    def end(self) -> int:
-        """The offset of the first frame of files."""
-        return self.manifest_end + _SKIPPABLE.size + self.signature_bytes
 
 
 def head_bytes(beginning: bytes, limits: Limits) -> int:
@@ -234,17 +213,17 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     if len(beginning) < HEADER_BYTES:
         raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
     magic, length = _SKIPPABLE.unpack_from(beginning)
-    identity, version, *lengths = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
+    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
         raise PackError("it does not begin like a pack")
     if version != PACK_VERSION:
         raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
-    header = _Header(*lengths)
-    if max(header.stored_bytes, header.manifest_bytes) > limits.manifest_bytes:
+    if max(stored_bytes, manifest_bytes) > limits.manifest_bytes:
         raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
-    if header.signature_bytes > _MOST_SIGNATURE_BYTES:
+    if signature_bytes > _MOST_SIGNATURE_BYTES:
         raise PackForbidden(f"its signature claims more than the {_MOST_SIGNATURE_BYTES} bytes allowed")
-    return header
+    manifest_end = HEADER_BYTES + stored_bytes
+    return _Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
 
 
 def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
@@ -264,7 +243,7 @@ def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -
     if _name_of(named) != name:
         raise PackError("its manifest does not match its name")
     magic, length = _SKIPPABLE.unpack_from(content, header.manifest_end)
-    if (magic, length) != (_SIGNATURE_MAGIC, header.signature_bytes):
+    if (magic, length) != (_SIGNATURE_MAGIC, header.end - header.manifest_end - _SKIPPABLE.size):
         raise PackError("its signature is not where it should be")
     signed_by = trusted.verify(named, content[header.end - length : header.end])
     text = bytearray(header.manifest_bytes)
@@ -306,17 +285,17 @@ def runs(head: Head) -> Iterator[Run]:
         yield Run(start, (), rest)  # the empty files at the end
 
 
-def unpack_run(stored: Readable, run: Run, folder: Path | None) -> None:
+def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None) -> None:
     """Decompress and verify a run, and write its files below `folder`. Without a folder, only verify.
 
-    `stored` must be at the run's start. Peak memory is a few frames, whatever the pack claims. After a failure, the
-    caller must delete the files in `folder`, which is not the cache directory.
+    `stored` gives the run's frames, as they are stored. Peak memory is a few frames, whatever the pack claims. After a
+    failure, the caller must delete the files in `folder`, which is not the cache directory.
 
     Raises:
         PackError: a frame or a file differs from the manifest.
         OSError: `folder` cannot be written.
     """
-    contents = (_decompress(stored.read(f.stored_bytes), f.size_bytes) for f in run.frames)
+    contents = (_decompress(next(stored), frame.size_bytes) for frame in run.frames)
     rest = memoryview(b"")
     for file in run.files:
         digest, left_bytes = hashlib.sha256(), file.size_bytes
@@ -355,12 +334,4 @@ def _decompress(stored: bytes, size_bytes: int) -> bytes:
         raise PackError(f"its frame is damaged: {error}") from error
     except MemoryError as error:
         raise PackError(f"its frame of {size_bytes} bytes does not fit into memory") from error
-    if len(data) != size_bytes:
-        raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
     return data
-
-
-def sha256_of(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal. Reads it piece by piece, without the GIL."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -90,15 +90,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The unpacked size of all files."""
         return sum(file.size_bytes for file in self.files)
 
-    @property
-    def frames_bytes(self) -> int:
-        """The stored size of all frames."""
-        return sum(frame.stored_bytes for frame in self.frames)
-
-    def to_json(self) -> bytes:
-        """The bytes that are stored, compressed."""
-        return msgspec.json.encode(self)
-
 
 _DECODER = msgspec.json.Decoder(Manifest)
 

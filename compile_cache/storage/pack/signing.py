@@ -7,7 +7,6 @@ verifies it. A key is one line of text that begins with its kind, so a private k
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -22,7 +21,7 @@ SIGNATURE_BYTES = _KEY_BYTES + 64
 
 
 class Signer:
-    """Signs packs with one private key."""
+    """Signs packs with one private key. Others trust `public_key`, a text."""
 
     def __init__(self, private_key: str) -> None:
         """Read a private key in the form of `generate_keys`.
@@ -31,15 +30,12 @@ class Signer:
             SettingsError: `private_key` is not a private key, or `cryptography` is not installed.
         """
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(_key_bytes(private_key, PRIVATE_PREFIX))
-
-    @property
-    def public_key(self) -> str:
-        """The public key that others trust, as text."""
-        return _text(PUBLIC_PREFIX, self._key.public_key().public_bytes_raw())
+        self._public: bytes = self._key.public_key().public_bytes_raw()
+        self.public_key = _text(PUBLIC_PREFIX, self._public)
 
     def sign(self, content: bytes) -> bytes:
         """The public key and the signature: `SIGNATURE_BYTES`."""
-        return bytes(self._key.public_key().public_bytes_raw() + self._key.sign(content))
+        return self._public + bytes(self._key.sign(content))
 
 
 class TrustedKeys:
@@ -57,11 +53,6 @@ class TrustedKeys:
 
     def __bool__(self) -> bool:
         return bool(self._keys)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The keys as text, sorted."""
-        return tuple(sorted(_text(PUBLIC_PREFIX, key) for key in self._keys))
 
     def verify(self, content: bytes | memoryview, signature: bytes) -> str | None:
         """The public key that signed `content`; None for an unsigned pack that may be used.
@@ -116,7 +107,7 @@ def _key_bytes(text: str, prefix: str) -> bytes:
         raise SettingsError(f"a {kind} key begins with {prefix!r}. Make a pair with `compile-cache keygen`.")
     try:
         key = base64.b64decode(text.removeprefix(prefix), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
         raise SettingsError(

@@ -6,7 +6,6 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
-import abc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, cast
 
-from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError
+from compile_cache.errors import ObjectNotFound, SettingsError, StoreError
 from compile_cache.settings import PREFIX, Settings, split_url
 
 log = logging.getLogger("compile_cache")
@@ -39,8 +38,8 @@ class StoredObject:
     modified_s: float
 
 
-class ObjectStore(Protocol):
-    """The methods that a cache needs of a store.
+class ReadableStore(Protocol):
+    """The methods that a boot needs of a store that it reads.
 
     They are thread-safe, and raise only `StoreError` and its subclasses. A call to a remote store that takes longer
     than `transfer.limit_s` raises `StoreUnavailable`.
@@ -56,6 +55,10 @@ class ObjectStore(Protocol):
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on."""
 
+
+class ObjectStore(ReadableStore, Protocol):
+    """A store that can also be written, under the same rules."""
+
     def put(self, name: str, content: Path | bytes) -> None:
         """Store an object whole or not at all. It replaces an object of the same name.
 
@@ -70,50 +73,21 @@ class ObjectStore(Protocol):
 class Stores:
     """The store that a boot reads, with all its layers, and the store that it writes, if any."""
 
-    reading: ObjectStore
+    reading: ReadableStore
     writing: ObjectStore | None
 
 
-class ReadOnly(abc.ABC):
-    """The writing half of `ObjectStore` for a read-only store: it refuses."""
-
-    @property
-    @abc.abstractmethod
-    def location(self) -> str:
-        """The store's path or URL for people."""
-
-    def put(self, name: str, content: Path | bytes) -> None:
-        """Refused."""
-        raise self._refusal("put", name)
-
-    def delete(self, name: str) -> None:
-        """Refused."""
-        raise self._refusal("delete", name)
-
-    def _refusal(self, verb: str, name: str) -> StoreAccessDenied:
-        return StoreAccessDenied(f"cannot {verb} {name}: {self.location} is only read; set COMPILE_CACHE_STORE")
-
-
-class LayeredStore(ReadOnly):
+class LayeredStore:
     """Reads several stores as one: a layer in the image, a mirror, then the store that is written.
 
-    A layer that fails is left out, and `problems` names it.
+    A layer that fails is left out. `problems` says why layers were left out of the last listing.
     """
 
-    def __init__(self, layers: Sequence[ObjectStore]) -> None:
+    def __init__(self, layers: Sequence[ReadableStore]) -> None:
+        self.location = " + ".join(layer.location for layer in layers)
+        self.problems: Sequence[str] = ()
         self._layers = layers
-        self._origins: dict[str, ObjectStore] = {}
-        self._problems: dict[str, str] = {}
-
-    @property
-    def location(self) -> str:
-        """The locations of all layers."""
-        return " + ".join(layer.location for layer in self._layers)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why layers were left out of the last listing."""
-        return tuple(self._problems.values())
+        self._origins: dict[str, ReadableStore] = {}
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, layer by layer, oldest first in each layer. An object in several
@@ -123,23 +97,21 @@ class LayeredStore(ReadOnly):
             StoreError: no layer could be listed.
         """
         found: dict[str, StoredObject] = {}
-        failure: StoreError | None = None
-        failures = 0
+        failures: list[StoreError] = []
         for layer in self._layers:
             try:
                 entries = layer.list(prefix)
             except StoreError as error:
                 log.warning("layer.failed layer=%s error=%s", layer.location, error)
-                self._problems[layer.location] = str(error)
-                failure, failures = failure or error, failures + 1
+                failures.append(error)
                 continue
-            self._problems.pop(layer.location, None)
             for entry in entries:
                 if entry.name not in found:
                     found[entry.name] = entry
                     self._origins[entry.name] = layer
-        if failure is not None and failures == len(self._layers):
-            raise failure
+        self.problems = tuple(str(error) for error in failures)
+        if failures and len(failures) == len(self._layers):
+            raise failures[0]
         return list(found.values())
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -150,10 +122,8 @@ class LayeredStore(ReadOnly):
                 that no layer has it.
         """
         origin = self._origins.get(name)
-        layers = [origin] if origin is not None else []
-        layers += [layer for layer in self._layers if layer is not origin]
         failure: StoreError | None = None
-        for layer in layers:
+        for layer in sorted(self._layers, key=lambda layer: layer is not origin):
             try:
                 return layer.read(name, start, size_bytes)
             except StoreError as error:
@@ -176,14 +146,15 @@ def open_stores(settings: Settings) -> Stores:
         SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
     """
     writing = None if settings.store == "off" else open_url(settings.store)
-    layers = [open_url(layer) for layer in settings.layers]
+    layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
     if not layers and writing is not None:
         return Stores(writing, writing)
     return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
 
 
 def open_url(url: str) -> ObjectStore:
-    """The store at a local folder, `file://`, `s3://`, `gs://`, `az://`, `https://` or `http://`.
+    """The store at a local folder, `file://`, `s3://`, `gs://`, `az://`, `https://` or `http://`. The last two can only
+    be read.
 
     Raises:
         StoreError: the endpoint is not a URL, or credentials cannot be read.

@@ -16,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ObjectStore, ReadOnly, StoredObject, address_in
+from compile_cache.storage.stores.base import ReadableStore, StoredObject, address_in
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -58,16 +58,11 @@ class CloudStore:
         """`uploads` is the same store with timeouts for large uploads. A local store needs none."""
         self._objects = objects
         self._uploads = uploads or objects
-        self._location = location
-
-    @property
-    def location(self) -> str:
-        """The URL."""
-        return self._location
+        self.location = location
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
-        what = f"list {address_in(self._location, prefix)}"
+        what = f"list {address_in(self.location, prefix)}"
         found = []
         with _translated(what):
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
@@ -84,7 +79,7 @@ class CloudStore:
         options: GetOptions = {}
         if start or size_bytes is not None:
             options["range"] = {"offset": start} if size_bytes is None else (start, start + size_bytes)
-        what = f"get {name} from {self._location}"
+        what = f"get {name} from {self.location}"
         with _translated(what):
             try:
                 return within_limit(what, size_bytes, lambda: self._read(name, options, size_bytes))
@@ -102,14 +97,14 @@ class CloudStore:
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Upload in one PUT, with the whole file in memory: an upload in parts could leave parts behind."""
-        what = f"put {name} into {self._location}"
+        what = f"put {name} into {self.location}"
         with _translated(what):
             size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
             within_limit(what, size_bytes, lambda: self._uploads.put(name, content, use_multipart=False))
 
     def delete(self, name: str) -> None:
         """Remove an object. Some of obstore's stores raise an error for a missing object, others do not."""
-        what = f"delete {name} from {self._location}"
+        what = f"delete {name} from {self.location}"
         with _translated(what):
             try:
                 within_limit(what, 0, lambda: self._objects.delete(name))
@@ -118,17 +113,13 @@ class CloudStore:
                     raise
 
 
-class Mirror(ReadOnly):
+class Mirror:
     """A folder behind a web server or a content delivery network: the objects that the `index.json` of `files`
     lists."""
 
-    def __init__(self, files: ObjectStore) -> None:
+    def __init__(self, files: ReadableStore) -> None:
+        self.location = files.location  # the URL, without user and password
         self._files = files
-
-    @property
-    def location(self) -> str:
-        """The URL, without user and password."""
-        return self._files.location
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects of the index whose names begin with `prefix`, oldest first."""

@@ -7,6 +7,7 @@ Web servers list folders in many ways or not at all, so a folder behind one has 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -14,14 +15,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject
 
 log = logging.getLogger("compile_cache")
 
@@ -43,12 +43,8 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         """The first put makes `root`."""
+        self.location = str(root)
         self._root = root
-
-    @property
-    def location(self) -> str:
-        """The folder's path."""
-        return str(self._root)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. A missing folder has none. A subfolder that this
@@ -95,8 +91,9 @@ class LocalStore:
         """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""
         target = self._root / name
         with _translated(f"write {target}"):
-            with replacing(target) as file:
-                _write(file, content)
+            opened = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            with opened as source, replacing(target) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
             _remove_leftovers(target)
 
     def delete(self, name: str) -> None:
@@ -110,26 +107,16 @@ def open_local(url: str) -> LocalStore:
     return LocalStore(Path(split_url(url)[1]).absolute())
 
 
-def write_index(folder: Path) -> int:
-    """List a local store's objects in its `index.json`, so that a web server can serve the folder.
-
-    Returns the number of objects. Objects that are stored later need a new index.
+def index_folder(store: ReadableStore) -> None:
+    """List the objects of a store that is a folder in its `index.json`, so that a web server can serve the folder.
+    Readers there do not see objects that are stored later, until the index is written again.
 
     Raises:
-        StoreError: the folder is missing, or cannot be read or written.
+        StoreError: the folder cannot be read or written.
     """
-    if not folder.is_dir():
-        raise ObjectNotFound(f"cannot list {folder}: it is not there")
-    store = LocalStore(folder)
-    entries = [entry for entry in store.list("") if entry.name != INDEX]
-    store.put(INDEX, msgspec.json.encode(_Index(entries)))
-    return len(entries)
-
-
-def index_folder(store: ObjectStore) -> None:
-    """Write the index of a store that is a folder. Without it, a web server's readers would not see a change."""
     if isinstance(store, LocalStore) and Path(store.location).is_dir():
-        write_index(Path(store.location))
+        entries = [entry for entry in store.list("") if entry.name != INDEX]
+        store.put(INDEX, msgspec.json.encode(_Index(entries)))
 
 
 def parse_index(content: bytes) -> list[StoredObject]:
@@ -157,14 +144,6 @@ def parse_index(content: bytes) -> list[StoredObject]:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting. A FIFO would block `open` until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _write(file: IO[bytes], content: Path | bytes) -> None:
-    if isinstance(content, bytes):
-        file.write(content)
-        return
-    with content.open("rb") as source:
-        shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -54,11 +54,7 @@ class S3Store:
                     max_pool_connections=32,
                 ),
             )
-
-    @property
-    def location(self) -> str:
-        """The URL, with the endpoint."""
-        return f"s3://{self._bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
+        self.location = f"s3://{bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""

@@ -9,12 +9,12 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.storage.stores.base import ObjectStore
+from compile_cache.storage.stores.base import ReadableStore
 
 _T = TypeVar("_T")
 
@@ -81,57 +81,35 @@ class Abandoned(StoreError):
     """The caller's time is up. The object itself may be fine."""
 
 
-class ObjectReader:
-    """Reads an object's bytes from `start` to `end`, in order, in requests of at most 4 MiB.
+def read_pieces(
+    store: ReadableStore,
+    name: str,
+    start: int,
+    sizes: Sequence[int],
+    beginning: bytes = b"",
+    abandoned: threading.Event | None = None,
+) -> Iterator[bytes]:
+    """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
 
     `beginning` has the object's first bytes, if they were read already.
+
+    Raises:
+        StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
     """
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        name: str,
-        start: int,
-        end: int,
-        beginning: bytes = b"",
-        abandoned: threading.Event | None = None,
-    ) -> None:
-        self._store = store
-        self._name = name
-        self._position = start
-        self._end = end
-        self._abandoned = abandoned
-        self._buffer = memoryview(beginning)[start:end]
-        self.requested_bytes = 0
-
-    def read(self, size_bytes: int, /) -> bytes:
-        """The next `size_bytes` bytes, or fewer at the end.
-
-        Raises:
-            StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
-        """
-        parts = []
-        while size_bytes:
-            if not self._buffer and not self._fill():
-                break
-            part, self._buffer = self._buffer[:size_bytes], self._buffer[size_bytes:]
-            self._position += len(part)
-            size_bytes -= len(part)
-            parts.append(part)
-        return b"".join(parts)
-
-    def _fill(self) -> bool:
-        wanted = min(READ_BYTES, self._end - self._position)
-        if wanted <= 0:
-            return False
-        data = read_exactly(self._store, self._name, self._position, wanted, self._abandoned)
-        self.requested_bytes += len(data)
-        self._buffer = memoryview(data)
-        return True
+    end = start + sum(sizes)
+    buffer = memoryview(beginning)[start:end]
+    for size_bytes in sizes:
+        while len(buffer) < size_bytes:
+            position = start + len(buffer)
+            more = read_exactly(store, name, position, min(READ_BYTES, end - position), abandoned)
+            buffer = memoryview(bytes(buffer) + more)
+        yield bytes(buffer[:size_bytes])
+        buffer = buffer[size_bytes:]
+        start += size_bytes
 
 
 def read_exactly(
-    store: ObjectStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
+    store: ReadableStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
 ) -> bytes:
     """Exactly `size_bytes` of an object, which is at least that long by its listing. A read that breaks off is
     repeated; boto3 repeats only until the answer begins.
