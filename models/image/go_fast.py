@@ -57,7 +57,6 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, list[F
     Raises:
         ValueError: the GPU has no float8 or no room, or the denoiser has no such layers.
     """
-    check_float8("GO_FAST", _REMEDY)
     layers = dict(_layers(denoiser))
     size_bytes = sum(layer.weight.numel() for layer in layers.values())
     if next(denoiser.parameters()).is_cuda and not gpu_has_room(size_bytes):

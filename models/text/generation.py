@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compile_cache import Boot
-from models.kernels.operators import is_compiler_imported, join_operators
+from models.kernels.operators import join_operators
 from models.text.layers import settle_rope, use_rotary_tables, use_token_layers
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
@@ -26,9 +27,12 @@ from models.text.steps import DecodeStep, Prefill, call_model
 
 log = logging.getLogger(__name__)
 
-_STEPS_AHEAD_ON_GPU = 2
+# The number of steps queued while the host reads a token. After the last token, they are wasted.
+_STEPS_AHEAD = {"cuda": 2, "cpu": 0}
 # One token for the prompt, and one for the answer.
 _LEAST_TOKENS = 2
+# The decode step's place among the buckets, which are larger.
+_DECODE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,9 @@ class Request:
 class Generator:
     """A model, its cache and its two steps. Serves one request at a time."""
 
-    def __init__(
-        self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int], steps_ahead: int | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
         """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
         norms and feed-forward parts.
-
-        `steps_ahead` is the number of steps queued while the host reads a token: by default 2 on a GPU, else 0. After
-        the last token, they are wasted.
 
         Raises:
             ValueError: the model cannot be served with a static cache, or the cache or a bucket is too small.
@@ -70,14 +69,11 @@ class Generator:
         self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
-        self._graph: _Recording | None = None
-        self._prompt_graphs: dict[int, _Recording] = {}
-        self._prompt_recorder: _Recorder | None = None
+        # By bucket, and the decode step's.
+        self._recordings: dict[int, _Recording] = {}
         self._is_to_record = True
-        if steps_ahead is None:
-            steps_ahead = _STEPS_AHEAD_ON_GPU if device.type == "cuda" else 0
-        self._steps_ahead = steps_ahead
-        self._readings = [_Reading(device) for _ in range(steps_ahead + 2)]
+        self._steps_ahead = _STEPS_AHEAD[device.type]
+        self._readings = [_Reading(device) for _ in range(max(_STEPS_AHEAD.values()) + 2)]
         self._requests = 0
         self.buckets = tuple(sorted(buckets))
         self._prompts = {bucket: torch.zeros(1, bucket, dtype=torch.long, device=device) for bucket in self.buckets}
@@ -125,7 +121,7 @@ class Generator:
         for number in range(request.max_new_tokens):
             while chosen <= min(number + self._steps_ahead, request.max_new_tokens - 1):
                 if chosen:
-                    self._advance()
+                    self._run(_DECODE)
                 queued.append(self._read(chosen))
                 chosen += 1
             yield queued.popleft().wait()
@@ -157,47 +153,36 @@ class Generator:
     def _begin(self, request: Request) -> None:
         """Prefill and choose the first token."""
         self._requests += 1
-        self._join_operators()
         prompt = torch.tensor(request.prompt, device=self._token.device)
         tokens = len(prompt)
         bucket = self.buckets[bisect_left(self.buckets, tokens)]
         self._prompts[bucket].zero_()[0, :tokens] = prompt
         self._last.fill_(tokens - 1)
         self._sampler.set(request.sampling, prompt)
-        self.fill(bucket)
+        self._run(bucket)
         self._cache.position.fill_(tokens)
 
     @torch.inference_mode()
-    def fill(self, bucket: int) -> None:
-        """Fill the cache with the prompt in a bucket and choose the first token. A GPU only queues the work."""
-        if bucket in self._prompt_graphs:
-            self._prompt_graphs[bucket].replay()
+    def _run(self, bucket: int) -> None:
+        """Fill the cache with the prompt in a bucket, or decode; choose a token. A GPU only queues the work."""
+        if bucket in self._recordings:
+            self._recordings[bucket].replay()
         else:
-            self._prompt(bucket)
+            self._call(bucket)
 
-    def _prompt(self, bucket: int) -> None:
-        self._sampler.draw()
-        self.prefill(self._prompts[bucket], self._last)
-        self._token.copy_(self._sampler.chosen)
-
-    @torch.inference_mode()
-    def _advance(self) -> None:
-        """Choose the next token. A GPU only queues the work."""
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._step()
-
-    def _step(self) -> None:
+    def _call(self, bucket: int) -> None:
         self._join_operators()
         self._sampler.draw()
-        self.decode(self._token)
+        if bucket == _DECODE:
+            self.decode(self._token)
+            self._cache.position.add_(1)
+        else:
+            self.prefill(self._prompts[bucket], self._last)
         self._token.copy_(self._sampler.chosen)
-        self._cache.position.add_(1)
 
     def _join_operators(self) -> None:
         """Join operators in the graphs that this thread compiles, if the compiler is imported."""
-        if self._token.is_cuda and is_compiler_imported():
+        if self._token.is_cuda and "torch._inductor.config" in sys.modules:
             join_operators()
 
     @torch.inference_mode()
@@ -214,18 +199,16 @@ class Generator:
         The steps compute with the remains of the last request, in a cache that counts as full. Call it while no request
         is served. It may be broken off, and called again.
         """
-        self._join_operators()
         self._is_to_record = True
         prediction = counter.prediction()
         for bucket in self.buckets:
             self._last.fill_(bucket - 1)
-            self._prompt(bucket)
+            self._call(bucket)
         self._cache.position.fill_(self.cache_tokens - 1)
-        self._step()
-        recordings = (self._graph, *self._prompt_graphs.values())
-        for served in (prediction.served(), *(one.served for one in recordings if one)):
+        self._call(_DECODE)
+        for served in (prediction.served(), *(one.served for one in self._recordings.values())):
             if {step for steps in served.values() for step in steps} != {"eager"}:
-                self._graph, self._prompt_graphs = None, {}
+                self._recordings = {}
 
     @torch.inference_mode()
     def record(self, counter: Boot | None = None) -> None:
@@ -241,36 +224,28 @@ class Generator:
         # The last request's values may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()
-        self._record_prompts(counter)
-        if self._graph is None:
-            recordings = self._recorded("the decode step", [self._step], _Recorder(self._token.device), counter)
-            self._graph = recordings[0] if recordings else None
+        self._record("prompts", self.buckets, counter)
+        self._record("the decode step", [_DECODE], counter)
         self._is_to_record = False
 
-    def _record_prompts(self, counter: Boot | None) -> None:
-        if self._prompt_recorder is None or not self._prompt_graphs:  # without graphs, there is no memory to share
-            self._prompt_recorder = _Recorder(self._token.device)
-        buckets = [bucket for bucket in self.buckets if bucket not in self._prompt_graphs]
-        prompts = [functools.partial(self._prompt, bucket) for bucket in buckets]
-        recordings = self._recorded("prompts", prompts, self._prompt_recorder, counter)
-        self._prompt_graphs |= dict(zip(buckets, recordings, strict=False))
-
-    def _recorded(
-        self, what: str, calls: Sequence[Callable[[], None]], recorder: _Recorder, counter: Boot | None
-    ) -> list[_Recording]:
+    def _record(self, what: str, buckets: Sequence[int], counter: Boot | None) -> None:
+        if not self._recordings:  # without recordings, there is no memory to share
+            self._recorder = _Recorder(self._token.device)
         stream = torch.cuda.current_stream()
         try:
-            return [recorder.record(call, self._sampler.generator, counter) for call in calls]
+            for bucket in buckets:
+                if bucket not in self._recordings:
+                    call = functools.partial(self._call, bucket)
+                    self._recordings[bucket] = self._recorder.record(call, self._sampler.generator, counter)
         except BaseException as error:  # the request that waits for a recording may be cancelled
             # A failed recording leaves its stream current and its generator in recording mode. All recordings draw
             # from that generator.
             torch.cuda.set_stream(stream)
             self._sampler.generator = torch.Generator(self._token.device)
-            self._graph, self._prompt_graphs = None, {}
+            self._recordings = {}
             if not isinstance(error, RuntimeError):
                 raise
             log.warning("%s cannot be recorded as a CUDA graph, so answers are slower: %s", what, error)
-            return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from compile_cache.calls.spec import HOOKS
 from models.kernels.operators import gated_matrix_vector, matrix_vector, normalize, rms_norm
 
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.
@@ -86,13 +87,8 @@ def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
 
 
 def is_as_its_class(module: nn.Module) -> bool:
-    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`.
-
-    torch keeps the hooks of a call in private attributes such as `_forward_pre_hooks`.
-    """
-    own = vars(module)
-    hooks = [name for name in own if name.endswith("_hooks") and ("forward" in name or "backward" in name)]
-    return "forward" not in own and not any(own[name] for name in hooks)
+    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`."""
+    return not any(vars(module).get(name) for name in ("forward", *HOOKS))
 
 
 def _gated_mlp(self: Any, x: Any) -> Any:
@@ -124,14 +120,11 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_gated(module: Any) -> bool:
-    if (
-        not is_as_its_class(module)
-        or not _computes(type(module), _gated_mlp)
-        or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
-    ):
+    if not is_as_its_class(module) or not _computes(type(module), _gated_mlp):
         return False
+    is_silu = type(module.act_fn) in (nn.SiLU, SiLUActivation) and is_as_its_class(module.act_fn)
     layers = (module.gate_proj, module.up_proj)
-    return is_as_its_class(module.act_fn) and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
+    return is_silu and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
 
 
 def _is_norm(module: Any) -> bool:
@@ -182,42 +175,29 @@ def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
         yield from (value for value in parameters.values() if isinstance(value, dict))
 
 
-class _Table(NamedTuple):
-    """cos and sin: [tokens, size], float32. With `follows_input`, the embedding rounds them to its input's type."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    follows_input: bool
-
-
 def use_rotary_tables(model: nn.Module, tokens: int) -> None:
     """Replace the rotary embeddings of `model` that depend only on the position, for positions 0 to `tokens` - 1.
 
-    Call it when the model is on its device, and again for another number of positions.
+    Call it once, when the model is on its device.
     """
     for parent in list(model.modules()):
-        if isinstance(parent, RotaryTable):
-            continue
         for name, child in parent.named_children():
-            rotary = child.rotary if isinstance(child, RotaryTable) else child
-            if _is_rotary(rotary) and (table := _table(rotary, tokens)):
-                setattr(parent, name, RotaryTable(rotary, table))
+            if _is_rotary(child) and (table := _table(child, tokens)):
+                setattr(parent, name, table)
 
 
 class RotaryTable(nn.Module):
     """Gives the same results as a rotary embedding of transformers, and has its settings, which models read."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __init__(self, rotary: nn.Module, table: _Table) -> None:
+    def __init__(self, rotary: nn.Module, table: tuple[torch.Tensor, torch.Tensor], follows_input: bool) -> None:
+        """table: the cosines and the sines, [tokens, size] each, float32. With `follows_input`, the embedding rounds
+        them to its input's type."""
         super().__init__()
         for name in vars(rotary).keys() - vars(self).keys():
             setattr(self, name, getattr(rotary, name))
         self.rotary = rotary
-        self.register_buffer("cos", table.cos, persistent=False)
-        self.register_buffer("sin", table.sin, persistent=False)
-        self._follows_input = table.follows_input
+        self.cos, self.sin = (nn.Buffer(one, persistent=False) for one in table)
+        self._follows_input = follows_input
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """position_ids: [1, tokens]; both results: [1, tokens, size], of the embedding's own type."""
@@ -239,12 +219,12 @@ def _is_rotary(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _table(rotary: Any, tokens: int) -> _Table | None:
-    """The cosines and sines; None if the embedding has other results."""
+def _table(rotary: Any, tokens: int) -> RotaryTable | None:
+    """The table of an embedding; None if the embedding has other results."""
     device = rotary.inv_freq.device
     positions = torch.arange(tokens, device=device)[None]
     exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)
     if not isinstance(exact, tuple) or [(one.shape[:2], one.dtype) for one in exact] != [((1, tokens), _DTYPES[0])] * 2:
         return None
     cos, sin = (one[0].clone() for one in exact)
-    return _Table(cos, sin, follows_input=rounded[0].dtype == _DTYPES[1])
+    return RotaryTable(rotary, (cos, sin), follows_input=rounded[0].dtype == _DTYPES[1])
