@@ -169,15 +169,6 @@ def test_it_gives_what_the_embedding_gives(family, dtype):
             torch.testing.assert_close(one, other, atol=0, rtol=0)  # and of the same type
 
 
-def test_a_second_table_replaces_the_first():
-    model = make("llama")
-    rotary = model.model.rotary_emb
-    for tokens in (10, TOKENS):
-        use_rotary_tables(model, tokens)
-        assert [len(table.cos) for table in tables(model)] == [tokens]
-        assert model.model.rotary_emb.rotary is rotary
-
-
 def test_what_a_model_reads_of_its_embedding_is_there():
     model = make("llama")
     rotary = model.model.rotary_emb

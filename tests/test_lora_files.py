@@ -104,9 +104,13 @@ def without_length(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body
 
 
+def path_of(files: LoraFiles, name: str, *tokens: str | None) -> Path:
+    return files.paths([name], *tokens)[0]
+
+
 def refusal(files: LoraFiles, name: str, *tokens: str | None) -> str:
     with pytest.raises(LoraError) as caught:
-        files.path(name, *tokens)
+        files.paths([name], *tokens)
     return str(caught.value)
 
 
@@ -147,7 +151,7 @@ def local(tmp_path: Path, certificate: Path) -> LoraFiles:
 @pytest.mark.parametrize("name", ["mine/a", "mine/sub/a", "mine/sub/../a", "link/a", "real/a", "others/../mine/a"])
 def test_a_file_of_a_local_folder_is_given_as_it_is(local, tmp_path, name):
     path = f"{tmp_path}/{name}.safetensors"
-    assert local.path(path).samefile(path)
+    assert path_of(local, path).samefile(path)
     assert left_in(tmp_path / "loras") == []
 
 
@@ -203,9 +207,9 @@ def test_other_names_are_refused(files, tmp_path, name):
 
 def test_an_address_is_downloaded_once(files, tmp_path, serve):
     served = serve("loras.example", answer("200 OK", LORA))
-    path = files.path(ADDRESS)
+    path = path_of(files, ADDRESS)
     assert path.read_bytes() == LORA
-    assert files.path(ADDRESS) == path
+    assert path_of(files, ADDRESS) == path
     assert len(served.requests) == 1
     assert left_in(tmp_path / "loras") == [path]
 
@@ -213,21 +217,21 @@ def test_an_address_is_downloaded_once(files, tmp_path, serve):
 def test_a_kept_file_needs_no_network(files, tmp_path, certificate, serve, ports):
     """Also in the next process, and with another token."""
     serve("civitai.com", answer("200 OK", LORA))
-    path = files.path(CIVITAI, None, "one")
+    path = path_of(files, CIVITAI, None, "one")
     ports.clear()
-    assert made_files(tmp_path / "loras", certificate).path(CIVITAI, None, "another") == path
+    assert path_of(made_files(tmp_path / "loras", certificate), CIVITAI, None, "another") == path
 
 
 def test_the_name_of_a_kept_file_is_a_digest(files, serve):
     serve("loras.example", answer("200 OK", LORA))
-    paths = [files.path(f"https://loras.example/../../{name}.safetensors") for name in ("one", "two")]
+    paths = [path_of(files, f"https://loras.example/../../{name}.safetensors") for name in ("one", "two")]
     assert all(len(path.stem) == 64 and int(path.stem, 16) for path in paths)
     assert paths[0] != paths[1]
 
 
 def test_the_query_is_sent_and_distinguishes(files, serve):
     served = serve("loras.example", answer("200 OK", LORA))
-    assert files.path(ADDRESS + "?key=a%20b") != files.path(ADDRESS + "?key=c d")
+    assert path_of(files, ADDRESS + "?key=a%20b") != path_of(files, ADDRESS + "?key=c d")
     assert [request.split()[1] for request in served.requests] == [
         "/lora.safetensors?key=a%20b",
         "/lora.safetensors?key=c%20d",
@@ -250,7 +254,7 @@ TAKEN = {
 def test_a_whole_file_is_taken_however_it_comes(files, serve, answers):
     serve("other.example", answer("200 OK", LORA))
     serve("loras.example", *answers)
-    assert files.path(ADDRESS).read_bytes() == LORA
+    assert path_of(files, ADDRESS).read_bytes() == LORA
 
 
 NO_LORAS = {
@@ -290,7 +294,7 @@ def test_other_answers_are_refused_and_leave_nothing(files, tmp_path, serve, ans
 
 def test_a_file_of_the_largest_size_is_taken(tmp_path, certificate, serve):
     serve("loras.example", answer("200 OK", LORA))
-    assert made_files(tmp_path, certificate, largest_bytes=len(LORA)).path(ADDRESS).exists()
+    assert path_of(made_files(tmp_path, certificate, largest_bytes=len(LORA)), ADDRESS).exists()
 
 
 @pytest.mark.parametrize("form", [lambda body: answer("200 OK", body), without_length], ids=["length", "no length"])
@@ -351,7 +355,7 @@ def test_the_connection_is_to_the_address_that_was_checked(files, serve, ports, 
         return look_up(host, *arguments, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    files.path(ADDRESS)
+    path_of(files, ADDRESS)
     assert asked.count("loras.example") == 1
     assert set(asked) <= {"loras.example", "127.0.0.1"}
 
@@ -369,7 +373,7 @@ def test_an_unknown_authority_is_refused(tmp_path, serve):
 def test_a_proxy_of_the_environment_is_not_used(files, serve, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     serve("loras.example", answer("200 OK", LORA))
-    assert files.path(ADDRESS).exists()
+    assert path_of(files, ADDRESS).exists()
 
 
 @pytest.mark.parametrize("address", ["http://loras.example/a.safetensors", "ftp://loras.example/a.safetensors"])
@@ -384,7 +388,7 @@ def test_a_token_goes_to_its_own_site(files, serve):
     hosts = ("loras.example", "civitai.com", "files.civitai.com")
     served = [serve(host, answer("200 OK", LORA)) for host in hosts]
     for address in (ADDRESS, CIVITAI, "https://files.civitai.com/a.safetensors"):
-        files.path(address, "hub-secret", "civitai-secret")
+        path_of(files, address, "hub-secret", "civitai-secret")
     sent = ["Bearer civitai-secret" in each.requests[0] for each in served]
     assert sent == [False, True, True]
     assert not any("hub-secret" in each.requests[0] for each in served)
@@ -394,7 +398,7 @@ def test_a_token_goes_to_its_own_site(files, serve):
 def test_a_token_goes_to_no_host_of_a_similar_name(files, ports, server_tls, serve, host):
     served = serve(host, answer("200 OK", LORA))
     files._tls.check_hostname = False
-    files.path(f"https://{host}/a.safetensors", "hub-secret", "civitai-secret")
+    path_of(files, f"https://{host}/a.safetensors", "hub-secret", "civitai-secret")
     assert "secret" not in served.requests[0]
 
 
@@ -402,7 +406,7 @@ def test_a_token_does_not_follow_to_another_host(files, serve):
     """Nor comes back from there."""
     first = serve("civitai.com", redirect("/second"), redirect("https://other.example/x"), answer("200 OK", LORA))
     other = serve("other.example", redirect("https://civitai.com/back"))
-    files.path(CIVITAI, "hub-secret", "civitai-secret")
+    path_of(files, CIVITAI, "hub-secret", "civitai-secret")
     assert ["civitai-secret" in request for request in (*first.requests, *other.requests)] == [True, True, False, False]
 
 
@@ -426,7 +430,7 @@ def test_no_error_has_a_token_or_a_query(files, serve, caplog, answered, token):
     serve("civitai.com", answered)
     name = CIVITAI + "?token=query-secret#secret"
     with pytest.raises(LoraError) as caught:
-        files.path(name, None, token)  # the traceback has this line
+        path_of(files, name, None, token)  # the traceback has this line
     text = "".join(traceback.format_exception(caught.value)) + caplog.text
     assert "civitai.com" in text
     assert "secret" not in text
@@ -484,19 +488,19 @@ def test_the_least_recently_used_files_are_evicted(tmp_path, certificate, serve)
     files = made_files(folder, certificate, most_bytes=3 * len(LORA))
     (folder / "mine.safetensors").write_bytes(LORA)
     addresses = [f"https://loras.example/{number}.safetensors" for number in range(4)]
-    first, _, third = (files.path(address) for address in addresses[:3])
+    first, _, third = (path_of(files, address) for address in addresses[:3])
     before = first.stat().st_ctime_ns
-    assert files.path(addresses[0]) == first  # now the last used
+    assert path_of(files, addresses[0]) == first  # now the last used
     assert first.stat().st_ctime_ns == before, "a file that changes is merged again"
-    fourth = files.path(addresses[3])
+    fourth = path_of(files, addresses[3])
     assert set(folder.iterdir()) == {first, third, fourth, folder / "mine.safetensors"}
 
 
 def test_the_file_asked_for_is_not_evicted(tmp_path, certificate, serve):
     serve("loras.example", answer("200 OK", LORA))
     files = made_files(tmp_path, certificate, most_bytes=1)
-    assert files.path(ADDRESS).exists()
-    kept = files.path("https://loras.example/next.safetensors")
+    assert path_of(files, ADDRESS).exists()
+    kept = path_of(files, "https://loras.example/next.safetensors")
     assert left_in(tmp_path) == [kept]
 
 
@@ -512,9 +516,9 @@ def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, cert
 
 def test_a_folder_that_was_deleted_is_made_again(files, tmp_path, serve):
     serve("loras.example", answer("200 OK", LORA))
-    files.path(ADDRESS)
+    path_of(files, ADDRESS)
     shutil.rmtree(tmp_path / "loras")
-    assert files.path(ADDRESS).read_bytes() == LORA
+    assert path_of(files, ADDRESS).read_bytes() == LORA
 
 
 @pytest.fixture
@@ -523,13 +527,13 @@ def read_only(certificate: Path, serve: Serve) -> Iterator[LoraFiles]:
     serve("loras.example", answer("200 OK", LORA))
     with TemporaryDirectory() as folder:
         files = made_files(Path(folder), certificate)
-        files.path(ADDRESS)
+        path_of(files, ADDRESS)
         os.chmod(folder, 0o555)
         yield made_files(Path(folder), certificate)
 
 
 def test_a_folder_that_cannot_be_written_gives_the_files_that_it_has(read_only, not_root):
-    assert read_only.path(ADDRESS).read_bytes() == LORA
+    assert path_of(read_only, ADDRESS).read_bytes() == LORA
     message = refusal(read_only, "https://loras.example/another.safetensors")
     assert "LORA_DIR cannot be used (Permission denied: " in message
     assert "set it to a folder that can be written" in message
@@ -559,7 +563,7 @@ from pathlib import Path
 from models.image import lora_files
 lora_files._is_allowed = lambda address: True
 folder, certificate, address = sys.argv[1:]
-lora_files.LoraFiles(Path(folder), tls=ssl.create_default_context(cafile=certificate)).path(address)
+lora_files.LoraFiles(Path(folder), tls=ssl.create_default_context(cafile=certificate)).paths([address])
 """
 
 
@@ -582,8 +586,8 @@ def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certificate, se
     assert [path.name[:5] for path in folder.iterdir()] == ["part-"]
     serve("loras.example", answer("200 OK", LORA))
     files = made_files(folder, certificate)
-    assert files.path(ADDRESS).read_bytes() == LORA
-    assert left_in(folder) == [files.path(ADDRESS)]
+    assert path_of(files, ADDRESS).read_bytes() == LORA
+    assert left_in(folder) == [path_of(files, ADDRESS)]
 
 
 # Hugging Face
@@ -642,19 +646,19 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.mark.parametrize("start", ["", "huggingface.co/", "https://huggingface.co/"])
 def test_a_repository_is_downloaded_once(files, tmp_path, hub, start):
-    path = files.path(start + "org/name")
+    path = path_of(files, start + "org/name")
     assert path.read_bytes() == LORA
     asked = len(hub.requests)
-    assert files.path("org/name") == files.path("org/name@main") == path
+    assert path_of(files, "org/name") == path_of(files, "org/name@main") == path
     assert len(hub.requests) == asked
     assert left_in(tmp_path / "loras") == [path]
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1"])
 def test_a_revision_is_another_file(files, hub, revision):
-    main = files.path("org/name")
+    main = path_of(files, "org/name")
     hub.revision = revision.replace("/", "%2F")
-    assert files.path(f"org/name@{revision}") != main
+    assert path_of(files, f"org/name@{revision}") != main
 
 
 @pytest.mark.parametrize(
@@ -669,12 +673,12 @@ def test_a_file_of_a_repository_is_taken(files, hub, name):
     """Also by the address of its page."""
     other = save({"down": np.zeros(3)})
     hub.files["a%20b/x.safetensors"] = hub.files["a b/x.safetensors"] = other
-    assert files.path(name).read_bytes() == other
+    assert path_of(files, name).read_bytes() == other
 
 
 def test_the_only_file_of_a_repository_is_taken(files, hub):
     hub.files = {"style.safetensors": LORA, "old/style.safetensors": b""}
-    assert files.path("org/name").read_bytes() == LORA
+    assert path_of(files, "org/name").read_bytes() == LORA
 
 
 @pytest.mark.parametrize("name", ["org/name", "org/name/c.safetensors"])
@@ -703,16 +707,16 @@ def test_a_pickle_of_a_repository_is_refused(files, tmp_path, hub):
 
 def test_the_hub_gets_the_tokens_of_the_request_alone(files, hub):
     """Not the machine's own."""
-    files.path("org/name")
+    path_of(files, "org/name")
     assert {token for *_, token in hub.requests} == {None}
     hub.requests.clear()
     hub.revision = "v1"
-    files.path("org/name@v1", "hub-secret", "civitai-secret")
+    path_of(files, "org/name@v1", "hub-secret", "civitai-secret")
     assert {token for *_, token in hub.requests} == {"Bearer hub-secret"}
 
 
 def test_offline_is_said(files, hub, monkeypatch):
-    kept = files.path("org/name")
+    kept = path_of(files, "org/name")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in refusal(files, "org/name@v1")
-    assert files.path("org/name") == kept
+    assert path_of(files, "org/name") == kept

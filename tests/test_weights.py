@@ -24,7 +24,6 @@ from models.weights import move, need_no_cast
 
 DEMO = Path(__file__).parents[1] / "demo" / "flux-digits"
 CPU = torch.device("cpu")
-OTHER_FILES = ("bin", "fp16.safetensors")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -169,9 +168,7 @@ def test_a_hub_id_loads_from_the_hubs_cache(folder, tmp_path, monkeypatch):
     check_same(pipeline.transformer, DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16).transformer)
 
 
-@pytest.mark.parametrize(
-    "name", ["quantized", "diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.safetensors"]
-)
+@pytest.mark.parametrize("name", ["quantized", "diffusion_pytorch_model.bin"])
 def test_a_quantized_component_and_other_files_are_left_to_from_pretrained(folder, name):
     file, config = folder / "vae" / "diffusion_pytorch_model.safetensors", folder / "vae" / "config.json"
     if name == "quantized":
