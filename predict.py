@@ -73,7 +73,7 @@ class Predictor(Served):
             for network, whole in self.model.networks():
                 self.boot.compile(network, whole=whole)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
+            warm_up(self.boot, self.model.run, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
 
     def run(
@@ -190,7 +190,7 @@ class TextPredictor(Served):
                 self.model = TextModel.load(model, revision, settings)
             for step in self.model.steps:
                 self.boot.compile(step, whole=True, shares_weights=True)
-            warm_up(self.boot, self.model, self.model.warm_up_inputs())
+            warm_up(self.boot, self.model.run, self.model.warm_up_inputs())
             with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
                 self.model.generator.record(self.boot)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, cycle
 from pathlib import Path
@@ -46,32 +46,20 @@ def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
 
     `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
+    configs = (*folder.glob("config.json"), *folder.glob("*/config.json"))  # of the model, or of each component
     try:
-        return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return False  # from_pretrained has the better message for missing and damaged files
+        return all(_is_stored_as(config, dtype) for config in configs)
+    except (OSError, ValueError, SafetensorError):
+        return False  # from_pretrained has the better message for damaged files
 
 
-def _weight_files(folder: Path) -> Iterator[Path]:
-    """The weight files of a model or of a pipeline's components. `from_pretrained` reads no others, but maybe fewer.
-
-    Raises:
-        OSError: a component has no safetensors files.
-        ValueError: a component is quantized.
-    """
-    for config in (*folder.glob("config.json"), *folder.glob("*/config.json")):
-        if "quantization_config" in json.loads(config.read_text()):
-            raise ValueError(f"{config.parent} is quantized")
-        files = list(config.parent.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"{config.parent} has no safetensors files")
-        yield from files
-
-
-def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
-    with safe_open(path, framework="pt") as file:
-        stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
-    return all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
+def _is_stored_as(config: Path, dtype: torch.dtype) -> bool:
+    stored = set()
+    for path in (files := list(config.parent.glob("*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            stored |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    is_quantized = "quantization_config" in json.loads(config.read_text())
+    return bool(files) and not is_quantized and all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
 
 
 def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:

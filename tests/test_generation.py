@@ -52,15 +52,6 @@ def test_a_rope_that_would_change_with_the_padding_does_not(length):
     assert list(made.tokens(Request(prompt(length), 4))) == greedy(make("phi3", **changes), prompt(length), 4)
 
 
-@pytest.mark.parametrize(
-    ("cache_tokens", "buckets", "reason"),
-    [(1, (1,), "CACHE_TOKENS is 1"), (CACHE_TOKENS, (1, 16), "a bucket has room for 1 ")],
-)
-def test_a_cache_or_a_bucket_for_less_than_a_prompt_and_an_answer_is_refused(cache_tokens, buckets, reason):
-    with pytest.raises(ValueError, match=reason):
-        Generator(make("llama"), cache_tokens, buckets)
-
-
 def test_a_request_complete_or_stopped_leaves_nothing_for_the_next():
     made = generator()
     alone = list(made.tokens(Request(prompt(20), 20)))

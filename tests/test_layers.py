@@ -15,14 +15,13 @@ def test_linear_layers_are_replaced_and_keep_their_weights():
     model = nn.Sequential(nn.Linear(8, 4), nn.ModuleDict({"inner": nn.Linear(4, 6, bias=False)}))
     weights = [parameter.data_ptr() for parameter in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
-    first = model[0]
+    given = [torch.randn(1, tokens, 8) for tokens in (1, 3)]
+    expected = [model[0](one) for one in given]
     use_token_layers(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == weights
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model[0]) is type(model[1]["inner"]) is TokenLinear
-    for tokens in (1, 3):
-        given = torch.randn(1, tokens, 8)
-        assert torch.equal(model[0](given), first(given))
+    assert all(torch.equal(model[0](one), result) for one, result in zip(given, expected, strict=True))
 
 
 def test_hooked_layers_are_left_alone():

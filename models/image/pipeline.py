@@ -127,6 +127,8 @@ class DiffusionModel:
         elif go_fast == "only":
             make_fast(self.denoiser)
         self.loras = Loras(pipeline, self._follow)
+        # Pixels of one latent, along each side.
+        self._vae_scale_factor = int(getattr(pipeline, "vae_scale_factor", 8))
         self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
         self._wrong_sizes: set[Size] = set()
         self._check_sizes()
@@ -345,11 +347,6 @@ class DiffusionModel:
         candidates = (getattr(self._pipeline, "default_sample_size", None), getattr(config, "sample_size", None), 128)
         latents = next(value for value in candidates if isinstance(value, int))
         return latents * self._vae_scale_factor
-
-    @property
-    def _vae_scale_factor(self) -> int:
-        """Pixels of one latent, along each side."""
-        return int(getattr(self._pipeline, "vae_scale_factor", 8))
 
     def _check_sizes(self) -> None:
         # A token of a transformer is a patch of latents, of the configured size or packed 2 x 2 (FLUX).

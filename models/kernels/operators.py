@@ -8,6 +8,7 @@ Guide).
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -313,3 +314,8 @@ def join_operators() -> None:
         log.warning("Operators of a step are not joined, so answers are slower: %s", error)
         return
     token_graph.join_operators()
+
+
+def is_compiler_imported() -> bool:
+    """Whether this process may compile graphs already."""
+    return "torch._inductor.config" in sys.modules

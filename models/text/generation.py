@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compile_cache import Boot
-from models.kernels.operators import join_operators
+from models.kernels.operators import is_compiler_imported, join_operators
 from models.text.layers import settle_rope, use_rotary_tables, use_token_layers
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
@@ -49,21 +48,19 @@ class Generator:
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
         """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
-        norms and feed-forward parts.
+        norms and feed-forward parts. The cache and each bucket have room for two tokens or more.
 
         Raises:
-            ValueError: the model cannot be served with a static cache, or the cache or a bucket is too small.
+            ValueError: the model cannot be served with a static cache.
         """
-        if cache_tokens < _LEAST_TOKENS:
-            raise ValueError(f"CACHE_TOKENS is {cache_tokens}; a prompt and an answer take at least {_LEAST_TOKENS}")
-        if min(buckets) < _LEAST_TOKENS:  # a single token is decoded, not prefilled
-            raise ValueError(f"a bucket has room for {min(buckets)} tokens; it takes at least {_LEAST_TOKENS}")
         use_static_cache(model)
         settle_rope(model)
         use_rotary_tables(model, cache_tokens)
         device = model.device
         if device.type == "cuda":  # on a CPU, Inductor's code for the original layers is faster
             use_token_layers(model)
+        # The most tokens that a prompt and its answer may have together.
+        self.cache_tokens = cache_tokens
         self._cache = StaticCache(model.config, cache_tokens, device)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)
@@ -98,11 +95,6 @@ class Generator:
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{type(model).__name__} cannot be served with a static cache: {error}") from error
         check_windows(model, self.cache_tokens, windows)
-
-    @property
-    def cache_tokens(self) -> int:
-        """The most tokens that a prompt and its answer may have together."""
-        return self._cache.tokens
 
     def tokens(self, request: Request) -> Iterator[int]:
         """Generate the tokens that follow a prompt: `max_new_tokens` of them, unless the caller stops earlier.
@@ -182,7 +174,7 @@ class Generator:
 
     def _join_operators(self) -> None:
         """Join operators in the graphs that this thread compiles, if the compiler is imported."""
-        if self._token.is_cuda and "torch._inductor.config" in sys.modules:
+        if self._token.is_cuda and is_compiler_imported():
             join_operators()
 
     @torch.inference_mode()

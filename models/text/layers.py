@@ -1,4 +1,4 @@
-"""Replacements for a model's layers: same weights, same results, fewer kernels for a single token.
+"""Other classes for a model's layers: same weights, same results, fewer kernels for a single token.
 
 A class of transformers is recognised by the code of its `forward`, because models have copies of the same code.
 
@@ -29,19 +29,15 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def use_token_layers(model: nn.Module) -> None:
-    """Replace the plain linear layers of `model`, the feed-forward parts with such layers, and the norms."""
-    _replace(model, _is_plain, TokenLinear)
-    _replace(model, _is_gated, GatedMLP)
-    _replace(model, _is_norm, TokenNorm)
+    """Change the class of the plain linear layers of `model`, of the feed-forward parts with such layers, and of the
+    norms. Their weights and settings stay."""
+    for is_meant, kind in ((_is_plain, TokenLinear), (_is_gated, GatedMLP), (_is_norm, TokenNorm)):
+        for module in filter(is_meant, model.modules()):
+            module.__class__ = kind
 
 
 class TokenLinear(nn.Linear):
     """A linear layer that uses `matrix_vector` for a single token."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs and result: [..., size]."""
@@ -53,12 +49,7 @@ class TokenLinear(nn.Linear):
 class GatedMLP(nn.Module):
     """The feed-forward part of Llama and of more than a hundred other models: two kernels for a single token."""
 
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
-        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """x and result: [1, tokens, size]."""
         if _is_one_token(x, self.gate_proj.in_features):
             gated = gated_matrix_vector(x, self.gate_proj.weight, self.up_proj.weight)
@@ -71,11 +62,7 @@ class GatedMLP(nn.Module):
 class TokenNorm(nn.Module):
     """The norm of Llama and of most later models. It uses `rms_norm` for a single token."""
 
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """inputs and result: [..., size]."""
         if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -129,13 +116,6 @@ def _is_gated(module: Any) -> bool:
 
 def _is_norm(module: Any) -> bool:
     return is_as_its_class(module) and _computes(type(module), _norm)
-
-
-def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if is_meant(child):
-                setattr(parent, name, make(child))
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:

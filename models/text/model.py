@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.text.generation import Generator, Request
@@ -122,6 +121,8 @@ class TextModel:
         if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
             raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, more than CACHE_TOKENS, which is {cache_tokens}")
         self.generator = Generator(model, cache_tokens, buckets)
+        # The modules to compile, each in one piece.
+        self.steps = self.generator.prefill, self.generator.decode
 
     @classmethod
     def load(cls, model: str, revision: str | None, settings: TextSettings) -> TextModel:
@@ -137,11 +138,6 @@ class TextModel:
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
-
-    @property
-    def steps(self) -> tuple[nn.Module, ...]:
-        """The modules to compile, each in one piece."""
-        return self.generator.prefill, self.generator.decode
 
     def warm_up_inputs(self) -> list[Request]:
         """A request for each bucket. Greedy and sampled requests take the same steps."""
@@ -175,9 +171,7 @@ class TextModel:
         prompt = self._tokenize(inputs)
         room = self.generator.cache_tokens - len(prompt)
         new_tokens = _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
-        request = Request(prompt, new_tokens, _sampling(inputs, self._defaults))
-        self.generator.check(request)
-        return request
+        return Request(prompt, new_tokens, _sampling(inputs, self._defaults))
 
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
