@@ -62,13 +62,10 @@ def test_answers_are_those_of_generate(model):
         assert text(model, TextInputs(prompt(a, b))) == tokenizer.decode(found, skip_special_tokens=True)
 
 
-def test_a_text_comes_in_pieces_of_whole_characters(model):
+def test_a_text_comes_in_pieces_of_whole_characters_and_may_fill_the_cache(model):
     pieces = list(model.answer(replace(RAMBLING, max_new_tokens=40)))
     assert len(pieces) > 5
     assert all(piece for piece in pieces)
-
-
-def test_without_a_length_an_answer_may_fill_the_cache(model):
     assert model.request(RAMBLING).max_new_tokens == 64 - len(model.request(RAMBLING).prompt)
 
 
@@ -124,16 +121,12 @@ def test_a_warm_up_fits_the_smallest_caches(tokens):
         assert len(model.run(request)) == request.max_new_tokens
 
 
-def test_default_buckets_grow_by_four_up_to_the_cache():
+def test_default_buckets_grow_by_four_up_to_the_cache_which_has_the_models_positions():
     assert default_buckets(4096) == (128, 512, 2048, 4096)
     assert default_buckets(128) == (128,)
     assert default_buckets(40) == (40,)
-
-
-def test_the_default_cache_has_the_models_positions():
-    model = TextModel.load(str(DEMO), None, TextSettings())
-    assert model.generator.cache_tokens == 256
-    assert model.generator.buckets == (128, 256)
+    generator = TextModel.load(str(DEMO), None, TextSettings()).generator
+    assert (generator.cache_tokens, generator.buckets) == (256, (128, 256))
 
 
 @pytest.mark.parametrize(

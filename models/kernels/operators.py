@@ -279,19 +279,14 @@ def _attend_on_gpu(
 def launch(name: str, programs: tuple[int, ...], warps: int, **arguments: Any) -> None:
     """Launch a kernel of triton_kernels.py, which can start while its predecessor still runs where the GPU can.
 
-    Some backends of Triton do not know `launch_pdl`.
+    Some backends of Triton do not know `launch_pdl`, and a CPU has no Triton.
     """
-    overlaps = _can_overlap(torch.cuda.current_device())
-    options = {"launch_pdl": True} if overlaps else {}
-    _kernel(name)[programs](**arguments, OVERLAPS=overlaps, num_warps=warps, **options)
-
-
-@cache
-def _kernel(name: str) -> Any:
-    """A kernel of triton_kernels.py. That module is imported late, because it needs Triton, which a CPU lacks."""
     from models.kernels import triton_kernels
 
-    return getattr(triton_kernels, name)
+    overlaps = _can_overlap(torch.cuda.current_device())
+    options = {"launch_pdl": True} if overlaps else {}
+    kernel: Any = getattr(triton_kernels, name)
+    kernel[programs](**arguments, OVERLAPS=overlaps, num_warps=warps, **options)
 
 
 def power_of_2(number: int) -> int:

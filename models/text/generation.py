@@ -7,11 +7,10 @@ waits for the host.
 
 from __future__ import annotations
 
-import functools
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -222,13 +221,12 @@ class Generator:
 
     def _record(self, what: str, buckets: Sequence[int], counter: Boot | None) -> None:
         if not self._recordings:  # without recordings, there is no memory to share
-            self._recorder = _Recorder(self._token.device)
+            self._stream, self._pool = torch.cuda.Stream(self._token.device), torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
             for bucket in buckets:
                 if bucket not in self._recordings:
-                    call = functools.partial(self._call, bucket)
-                    self._recordings[bucket] = self._recorder.record(call, self._sampler.generator, counter)
+                    self._recordings[bucket] = self._recorded(bucket, counter)
         except BaseException as error:  # the request that waits for a recording may be cancelled
             # A failed recording leaves its stream current and its generator in recording mode. All recordings draw
             # from that generator.
@@ -238,6 +236,25 @@ class Generator:
             if not isinstance(error, RuntimeError):
                 raise
             log.warning("%s cannot be recorded as a CUDA graph, so answers are slower: %s", what, error)
+
+    def _recorded(self, bucket: int, counter: Boot | None) -> _Recording:
+        """Record one call. All recordings share their memory: only one at a time may be replayed, and its results must
+        be outside that memory.
+
+        Raises:
+            RuntimeError: CUDA cannot record a part of the call.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
+            self._call(bucket)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._sampler.generator)
+        counted = counter.prediction() if counter else None
+        # Other threads may use the GPU during the recording.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            self._call(bucket)
+        return _Recording(graph, counted.served() if counted else {}, counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,35 +270,6 @@ class _Recording:
         self.graph.replay()
         if self.counter is not None:
             self.counter.count_again(self.served)
-
-
-class _Recorder:
-    """Records calls as CUDA graphs that share their memory.
-
-    Only one graph at a time may be replayed, and its results must be outside that memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, call: Callable[[], None], generator: torch.Generator, counter: Boot | None = None) -> _Recording:
-        """Record one call, which draws random numbers from `generator`.
-
-        Raises:
-            RuntimeError: CUDA cannot record a part of the call.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
-            call()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
-        counted = counter.prediction() if counter else None
-        # Other threads may use the GPU during the recording.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            call()
-        return _Recording(graph, counted.served() if counted else {}, counter)
 
 
 class _Reading:
