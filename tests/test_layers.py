@@ -111,26 +111,9 @@ def test_vectors_without_a_batch_do_not_reach_the_operators():
     assert (model[0](given).shape, model[1](given).shape, model[2](given).shape) == ((1, 16), (1, 4), (1, 16))
 
 
-def test_the_layers_of_transformers_llama_are_among_them():
-    model = make("llama")
-    use_token_layers(model)
-    kinds = {type(module) for module in model.modules()}
-    assert {TokenLinear, GatedMLP, TokenNorm} <= kinds
-    assert not {nn.Linear, LlamaMLP, LlamaRMSNorm} & kinds
-
-
 # Rotary embeddings.
 
 TOKENS = 50
-
-
-class Wrapped(nn.Module):
-    """A rotary embedding where a model has it."""
-
-    def __init__(self, rotary: nn.Module) -> None:
-        super().__init__()
-        self.rotary_emb = rotary
-        self.weight = nn.Parameter(torch.zeros(1))
 
 
 def tables(model: nn.Module) -> list[RotaryTable]:
@@ -177,7 +160,7 @@ class Complex(Several):
 
 
 def test_positions_of_other_dimensions_are_computed():
-    model = Wrapped(Several())
+    model = nn.ModuleDict({"rotary_emb": Several()})
     rotary = model.rotary_emb
     use_rotary_tables(model, TOKENS)
     positions = torch.arange(5).expand(3, 1, 5)
@@ -192,7 +175,9 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("made", [hooked, lambda: make("gemma3_text"), lambda: Wrapped(Complex())])
+@pytest.mark.parametrize(
+    "made", [hooked, lambda: make("gemma3_text"), lambda: nn.ModuleDict({"rotary_emb": Complex()})]
+)
 def test_one_that_is_hooked_or_asks_for_the_kind_of_layer_or_gives_something_else_stays(made):
     model = made()
     use_rotary_tables(model, TOKENS)

@@ -53,19 +53,14 @@ def factors(pipeline: Any, *layers: str, rank: int = 4, seed: int = 0) -> dict[s
     return found
 
 
-def write(folder: Path, pipeline: Any, *layers: str, name: str = "lora", **options: Any) -> Path:
-    """A file as diffusers' trainers write it."""
-    FluxPipeline.save_lora_weights(folder / name, transformer_lora_layers=factors(pipeline, *layers, **options))
-    return folder / name / "pytorch_lora_weights.safetensors"
-
-
-def write_settings(folder: Path, pipeline: Any, **settings: Any) -> Path:
-    """A file whose trainer gave it these settings."""
-    metadata = {"r": 4, **settings}
+def write(folder: Path, pipeline: Any, *layers: str, name: str = "lora", settings: Any = None, **options: Any) -> Path:
+    """A file as diffusers' trainers write it, with their settings."""
     FluxPipeline.save_lora_weights(
-        folder, transformer_lora_layers=factors(pipeline, QUERY), transformer_lora_adapter_metadata=metadata
+        folder / name,
+        transformer_lora_layers=factors(pipeline, *layers, **options),
+        transformer_lora_adapter_metadata=settings and {"r": 4, **settings},
     )
-    return folder / "pytorch_lora_weights.safetensors"
+    return folder / name / "pytorch_lora_weights.safetensors"
 
 
 def use(pipeline: Any, file: Path, scale: float = 1.0, name: str = "") -> set[str]:
@@ -126,7 +121,7 @@ def test_a_lora_of_scale_zero_is_none(tmp_path, pipeline):
 )
 def test_the_trainers_alpha_counts(tmp_path, pipeline, settings, factor):
     before = weights(pipeline)
-    use(pipeline, write_settings(tmp_path, pipeline, **settings))
+    use(pipeline, write(tmp_path, pipeline, QUERY, settings=settings))
     expected = before[f"{QUERY}.weight"] + factor * product(factors(pipeline, QUERY), QUERY)
     torch.testing.assert_close(pipeline.transformer.get_submodule(QUERY).weight, expected)
 
@@ -363,7 +358,7 @@ def test_what_diffusers_leaves_out_of_a_file_is_refused_by_name(tmp_path, pipeli
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, pipeline, settings, pattern):
     with pytest.raises(LoraError, match=pattern):
-        use(pipeline, write_settings(tmp_path, pipeline, **{"lora_alpha": 4, **settings}))
+        use(pipeline, write(tmp_path, pipeline, QUERY, settings={"lora_alpha": 4, **settings}))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "7"])

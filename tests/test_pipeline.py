@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy
@@ -60,10 +60,12 @@ def test_a_pipeline_that_needs_a_picture_is_refused_before_it_is_loaded(name, ne
         check_pipeline(getattr(diffusers, name))
 
 
-def test_a_loaded_pipeline_that_needs_a_picture_is_refused(parts):
+def test_a_loaded_pipeline_that_needs_a_picture_or_has_no_prompt_is_refused(parts):
     """A pipeline of the repository's own code is known only once it is loaded."""
     with pytest.raises(ValueError, match=r"FluxImg2ImgPipeline .*strength"):
         DiffusionModel(diffusers.FluxImg2ImgPipeline(**parts), SIZES)
+    with pytest.raises(ValueError, match="DDPMPipeline takes no prompt"):
+        DiffusionModel(DDPMPipeline(None, DDPMScheduler()), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +123,14 @@ def test_a_mask_of_another_shape_is_cut_as_its_image(parts):
     assert not changed[36:].any()
 
 
-def test_what_a_request_leaves_open_is_as_without_a_picture(parts, monkeypatch):
+def test_what_a_request_leaves_open_is_as_without_a_picture(parts):
     """FLUX's pipelines for pictures have a guidance of their own."""
-    asked = {}
-    model = DiffusionModel(FluxPipeline(**parts), SIZES)
-    monkeypatch.setattr(
-        diffusers.FluxImg2ImgPipeline, "__call__", recorded(asked, diffusers.FluxImg2ImgPipeline.__call__)
-    )
-    drawn(model, image=noise(64, 64), strength=0.5)
-    assert asked["guidance_scale"] == model._parameters["guidance_scale"].default
-    drawn(model, image=noise(64, 64), strength=0.1)
-    assert asked["num_inference_steps"] == 10
-
-
-def recorded(asked: dict[str, Any], call: Any) -> Any:
-    @functools.wraps(call)
-    def recording(self: Any, **arguments: Any) -> Any:
-        asked.update(arguments)
-        return call(self, **arguments)
-
-    return recording
+    model, kind = DiffusionModel(FluxPipeline(**parts), SIZES), diffusers.FluxImg2ImgPipeline
+    with mock.patch.object(kind, "__call__", autospec=True, side_effect=kind.__call__) as call:
+        drawn(model, image=noise(64, 64), strength=0.5)
+        assert call.call_args.kwargs["guidance_scale"] == model._parameters["guidance_scale"].default
+        drawn(model, image=noise(64, 64), strength=0.1)
+        assert call.call_args.kwargs["num_inference_steps"] == 10
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("RGBA", 255), ("LA", 255), ("P", 0), ("CMYK", 255)])
@@ -295,11 +285,6 @@ def test_a_mask_needs_an_image_and_a_picture_a_pipeline_that_takes_it(parts):
         model.run(replace(PICTURE, mask=noise(64, 64)))
     with pytest.raises(ValueError, match="no pipeline that takes image and has the parts of Other"):
         model.run(replace(PICTURE, image=noise(64, 64)))
-
-
-def test_a_pipeline_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="DDPMPipeline takes no prompt"):
-        DiffusionModel(DDPMPipeline(None, DDPMScheduler()), SIZES)
 
 
 @pytest.mark.parametrize(

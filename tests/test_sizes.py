@@ -89,16 +89,24 @@ def test_one_side_alone_or_a_size_that_there_is_not_is_refused_with_those_that_t
     assert "1024x1024, 1344x768, 768x1344" in str(caught.value)
 
 
-@pytest.mark.parametrize("environ", [{}, {"MODEL": "", "IMAGE_SIZES": "", "WARM_UP_SIZES": " "}])
-def test_without_variables_the_demo_model_is_served(environ):
-    assert ImageSettings.from_env(environ) == ImageSettings(DEMO_MODEL, (), ())
-
-
-def test_variables_set_the_model_and_its_sizes():
-    environ = {"MODEL": "org/name@main", "IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "96x64"}
-    assert ImageSettings.from_env(environ) == ImageSettings(
-        "org/name@main", (Size(64, 64), Size(96, 64)), (Size(96, 64),)
-    )
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ImageSettings(DEMO_MODEL, (), ())),
+        ({"MODEL": "", "IMAGE_SIZES": "", "WARM_UP_SIZES": " ", "LORA_GB": "", "LORA_LOCAL": " ,"}, ImageSettings()),
+        (
+            {"MODEL": "org/name@main", "IMAGE_SIZES": "64x64,96x64", "WARM_UP_SIZES": "96x64"},
+            ImageSettings("org/name@main", (Size(64, 64), Size(96, 64)), (Size(96, 64),)),
+        ),
+        (
+            {"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5", "LORA_LOCAL": "/a, b"},
+            ImageSettings(warms_up_all=True, lora_folder="/loras", lora_bytes=500_000_000, local_loras=("/a", "b")),
+        ),
+    ],
+)
+def test_variables_set_the_model_its_sizes_and_its_loras(environ, expected):
+    assert ImageSettings.from_env(environ) == expected
+    assert ImageSettings().lora_bytes == 20_000_000_000
 
 
 def test_a_warm_up_size_that_is_no_image_size_is_refused():
@@ -120,17 +128,6 @@ FEW = parse_sizes("IMAGE_SIZES", "64x64,128x128,96x64,64x96")
 )
 def test_a_picture_is_drawn_in_the_size_of_its_shape_and_then_of_its_pixels(sizes, picture, expected):
     assert str(nearest_size(sizes, *picture)) == expected
-
-
-def test_all_sizes_may_be_warmed_up_and_loras_have_a_folder_and_a_limit():
-    settings = ImageSettings.from_env(
-        {"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5", "LORA_LOCAL": "/a, b"}
-    )
-    assert (settings.warm_up_sizes, settings.warms_up_all) == ((), True)
-    assert (settings.lora_folder, settings.lora_bytes) == ("/loras", 500_000_000)
-    assert settings.local_loras == ("/a", "b")
-    assert ImageSettings.from_env({"LORA_LOCAL": " ,"}).local_loras == ()
-    assert ImageSettings.from_env({"LORA_GB": ""}).lora_bytes == 20_000_000_000
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "many", "1e3"])

@@ -82,9 +82,8 @@ def check_same(module: nn.Module, expected: nn.Module) -> None:
         for attribute in ("dtype", "device", "shape", "requires_grad"):
             assert getattr(tensor, attribute) == getattr(other, attribute), name
         assert tensor.stride() == other.stride(), name
-        assert torch.equal(tensor.detach().flatten().view(torch.uint8), other.detach().flatten().view(torch.uint8)), (
-            name
-        )
+        ours_bytes, theirs_bytes = (one.detach().flatten().view(torch.uint8) for one in (tensor, other))
+        assert torch.equal(ours_bytes, theirs_bytes), name
 
 
 def check_pipeline(ours: Any, theirs: Any) -> None:

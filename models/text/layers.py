@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,8 +123,9 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     none."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
-    for parameters in _rope_parameters(text):
-        if parameters.get("rope_type") == "longrope":
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # of all layers, or of each type of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             limits.append(parameters.get("original_max_position_embeddings"))
     return min((limit for limit in limits if limit), default=None)
 
@@ -144,15 +145,6 @@ def settle_rope(model: PreTrainedModel) -> None:
 
 def _settled(kind: str) -> str:
     return "default" if any(changing in kind for changing in _CHANGING_ROPE) else kind
-
-
-def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """The dictionary of all layers, or one for each type of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        yield parameters
-    else:
-        yield from (value for value in parameters.values() if isinstance(value, dict))
 
 
 def use_rotary_tables(model: nn.Module, tokens: int) -> None:
