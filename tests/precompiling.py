@@ -64,15 +64,11 @@ def only_report(compiler: Regions) -> RegionReport:
     return region.report
 
 
-def find(directory: CacheDirectory, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
-    """What a next boot finds for a call: an artifact, or why it has none."""
+def find(where: CacheDirectory | Artifacts, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
+    """What a next boot, or one with these artifacts, finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
-        return look_up(loaded(directory), module, *args, **kwargs)
-
-
-def look_up(artifacts: Artifacts, module: nn.Module, *args: Any, **kwargs: Any) -> Precompiled | str:
-    """What these artifacts have for a call."""
-    return artifacts.find(CallSpec.of(module, args, kwargs), module, args, kwargs)
+        artifacts = where if isinstance(where, Artifacts) else loaded(where)
+        return artifacts.find(CallSpec.of(module, args, kwargs), module, args, kwargs)
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:

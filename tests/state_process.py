@@ -23,7 +23,8 @@ from compile_cache.errors import StateNotMade
 from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts, versions
-from compile_cache.inductor.switches import changed_options, configure_torch, describe_switches, precisions, switches
+from compile_cache.inductor.switches import changed_options, describe_switches, precisions, switches
+from compile_cache.inductor.toolchain import configure_torch
 from compile_cache.settings import Settings
 
 

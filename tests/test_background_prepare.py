@@ -10,7 +10,7 @@ from torch._inductor import config
 
 from compile_cache.errors import StateNotTaken
 from compile_cache.inductor.state import ServerState, prepare_with
-from compile_cache.inductor.switches import configure_torch
+from compile_cache.inductor.toolchain import configure_torch
 from models.text.steps import prepare_process
 
 

@@ -23,7 +23,7 @@ from compile_cache.storage.stores.s3 import S3Store
 from compile_cache.storage.stores.transfer import limit_s, within_limit
 
 MIB = 1 << 20
-ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v1/a", bytes(100))}
+ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v2/a", bytes(100))}
 CALLS = [
     *((kind, action) for kind in ("s3", "cloud") for action in ACTIONS),
     *(("web", action) for action in ("list", "read")),
@@ -33,8 +33,8 @@ CALLS = [
 @pytest.fixture
 def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
     """Before a bucket that serves as a mirror, too."""
-    index = {"objects": [{"name": "v1/a", "size_bytes": 1000, "modified_s": 1}]}
-    s3_client.put_object(Bucket=s3_bucket.name, Key="v1/a", Body=bytes(1000), ACL="public-read")
+    index = {"objects": [{"name": "v2/a", "size_bytes": 1000, "modified_s": 1}]}
+    s3_client.put_object(Bucket=s3_bucket.name, Key="v2/a", Body=bytes(1000), ACL="public-read")
     s3_client.put_object(Bucket=s3_bucket.name, Key="index.json", Body=json.dumps(index).encode(), ACL="public-read")
     with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
         yield proxy
@@ -118,10 +118,10 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     be_impatient()
     proxy.poison(toxic_proxy.trickle)
     with pytest.raises(StoreUnavailable):
-        store.read("v1/a", 0, 1000)
+        store.read("v2/a", 0, 1000)
     proxy.heal()
     monkeypatch.setattr(transfer, "limit_s", limit_s)
-    assert store.read("v1/a", 0, 1000) == bytes(1000)
+    assert store.read("v2/a", 0, 1000) == bytes(1000)
 
 
 def test_a_larger_transfer_has_more_time():

@@ -17,25 +17,13 @@ import torch
 import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from boots import run_boot, settings
-from precompiling import (
-    activated,
-    artifacts,
-    boot,
-    build,
-    copied,
-    eager,
-    find,
-    loaded,
-    look_up,
-    only_report,
-    tensor,
-    warm_up,
-)
+from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.function import Precompiled, Record
@@ -548,8 +536,9 @@ def test_gradients_are_recorded_as_in_eager(directory):
 
 
 def test_call_that_records_gradients_is_told_what_to_do(made):
+    call = build(Block), (torch.ones(4, blocks.SIZE),), {}
     with torch.enable_grad():
-        reason = look_up(loaded(made), build(Block), torch.ones(4, blocks.SIZE))
+        reason = loaded(made).find(CallSpec.of(*call), *call)
     assert "torch.inference_mode()" in reason
 
 

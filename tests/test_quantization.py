@@ -43,7 +43,7 @@ _PRECOMPILE = """
 import torch
 from compile_cache.inductor.function import compile_ahead
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.switches import configure_torch
+from compile_cache.inductor.toolchain import configure_torch
 configure_torch()
 inputs = (torch.randn(1, 3, 128),)
 with torch.inference_mode():

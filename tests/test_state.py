@@ -24,12 +24,12 @@ from compile_cache.inductor.state import Option, ServerState
 from compile_cache.inductor.switches import (
     CONTEXTS,
     SWITCHES,
-    configure_torch,
     precisions,
     set_precisions,
     settle_attention_priority,
     switches,
 )
+from compile_cache.inductor.toolchain import configure_torch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -317,7 +317,7 @@ torch.set_float32_matmul_precision("high")
 with torch.inference_mode():
     state = ServerState.take(on_gpu=False)
     compilers = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]
-    from compile_cache.inductor.switches import configure_torch
+    from compile_cache.inductor.toolchain import configure_torch
     from state_process import facts
     configure_torch()
     pickle.dump((state, compilers, facts()), sys.stdout.buffer)

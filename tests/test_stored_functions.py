@@ -15,20 +15,7 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import (
-    activated,
-    artifacts,
-    boot,
-    build,
-    copied,
-    eager,
-    find,
-    loaded,
-    look_up,
-    only_report,
-    tensor,
-    warm_up,
-)
+from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -233,7 +220,7 @@ def test_artifact_of_another_version_is_not_served(made, monkeypatch, package):
 )
 def test_artifact_of_other_settings_is_not_served(made, settings):
     with torch.inference_mode():
-        assert isinstance(look_up(loaded(made, settings), build(Block), tensor()), str)
+        assert isinstance(find(loaded(made, settings), build(Block), tensor()), str)
 
 
 def test_artifact_of_another_inductor_option_is_not_served(made):
@@ -328,12 +315,12 @@ def prefetched(directory) -> Artifacts:
 def test_an_artifact_that_was_loaded_ahead_serves_unless_something_was_replaced(made, monkeypatch, name):
     ahead, block = prefetched(made), build(Block)
     with torch.inference_mode():
-        found = look_up(ahead, block, tensor())
+        found = find(ahead, block, tensor())
         close(found(block, (tensor(),), {}), eager(build(Block), tensor()))
     ahead = prefetched(made)
     monkeypatch.setattr(blocks, name, blocks.combine_otherwise if name == "combine" else 7.0)
     with torch.inference_mode():
-        assert isinstance(look_up(ahead, block, tensor()), str)
+        assert isinstance(find(ahead, block, tensor()), str)
 
 
 def test_artifact_of_other_weights_serves(made):

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import models.kernels
 from compile_cache.inductor.function import Precompiled, compile_ahead
-from compile_cache.inductor.switches import configure_torch
+from compile_cache.inductor.toolchain import configure_torch
 from models.kernels import operators, token_graph
 from models.kernels.operators import matrix_vector
 from models.kernels.token_graph import JoinOperators, join_operators

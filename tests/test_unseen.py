@@ -106,6 +106,17 @@ def test_a_prediction_compares_all_instances_and_the_next_one_is_served(many):
         assert served(compiler) == expected
 
 
+def test_an_answer_without_code_uses_nothing_of_another_version(tmp_path):
+    with activated(tmp_path) as directory:
+        regions = boot(directory, build(Product), settings=BACKGROUND)
+        directory.outgoing.plant({"seed.so": "Product"})
+        (region,) = regions.by_class.values()
+        region.source._hand_over((), "")
+        assert directory.outgoing.ready() == {}
+        region.source._hand_over((), "precompiled/a/0.cached")  # all its graphs were found
+        assert directory.outgoing.ready() == {"seed.so": "Product"}
+
+
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)

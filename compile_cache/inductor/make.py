@@ -27,7 +27,7 @@ from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gp
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
-from compile_cache.inductor.switches import configure_torch
+from compile_cache.inductor.toolchain import configure_torch
 
 if TYPE_CHECKING:
     import torch._dynamo

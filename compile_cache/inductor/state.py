@@ -110,7 +110,7 @@ class ServerState:
             StateNotMade: a part of the state cannot be set here. The error names that part.
         """
         # These options stay for good. Set later, they would be reset together with the options below.
-        from compile_cache.inductor.switches import configure_torch
+        from compile_cache.inductor.toolchain import configure_torch
 
         configure_torch()
         self._import_packages()

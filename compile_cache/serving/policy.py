@@ -95,8 +95,7 @@ class Policy:
             if self._is_open:
                 return
             self._is_open = True
-            from compile_cache.inductor.switches import configure_torch, is_switched_off
-            from compile_cache.inductor.toolchain import remember_toolchain
+            from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
             configure_torch()
             remember_toolchain(self._directory.path)
@@ -116,7 +115,7 @@ class Policy:
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
         if self._is_open:
-            from compile_cache.inductor.switches import configure_torch
+            from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
 
@@ -139,8 +138,9 @@ class Policy:
 
     def mark_compared(self, path: str) -> None:
         """Note for later boots that a function was compared on all instances, and let it be published."""
-        marked = attempt(self.artifacts.mark_compared, path) if self.artifacts is not None else ""
-        self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
+        if self.artifacts is not None:
+            marked = attempt(self.artifacts.mark_compared, path)
+            self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
         self.outgoing.release(path)
 
     def reject(self, path: str, reason: str) -> None:

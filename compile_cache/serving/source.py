@@ -206,7 +206,7 @@ class Source:
         others = {path for path in files if not has_artifacts([path])}
         outgoing.hand_over([record] if record else [], record, wait_s)
         outgoing.hand_over(others, self._report.name, wait_s)
-        if not any(path.startswith("fxgraph/") for path in others):  # its graphs were found
+        if record and not any(path.startswith("fxgraph/") for path in others):  # its graphs were found
             outgoing.use(self._report.name)
 
     def release(self, case: Case) -> None:
