@@ -46,7 +46,8 @@ def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
 
     `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
-    configs = (*folder.glob("config.json"), *folder.glob("*/config.json"))  # of the model, or of each component
+    is_pipeline = (folder / "model_index.json").is_file()
+    configs = folder.glob("*/config.json" if is_pipeline else "config.json")
     try:
         return all(_is_stored_as(config, dtype) for config in configs)
     except (OSError, ValueError, SafetensorError):

@@ -159,6 +159,13 @@ def test_a_quantized_component_and_other_files_are_left_to_from_pretrained(folde
     assert not need_no_cast(folder, torch.bfloat16)
 
 
+def test_other_folders_of_a_model_are_not_read(folder):
+    (folder / "vae" / "onnx").mkdir()
+    (folder / "vae" / "onnx" / "config.json").write_text("{}")
+
+    assert need_no_cast(folder / "vae", torch.bfloat16)
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1, None])
 def test_a_file_that_was_cut_short_or_is_missing_is_named(folder, kept_bytes):
     path = folder / "vae" / "diffusion_pytorch_model.safetensors"
