@@ -51,9 +51,10 @@ class TextStream:
         return text if self.has_stopped else text + self._release(len(self._held))
 
     def _take(self) -> str:
-        """What can be given out once the new tokens are text, whole or not."""
-        if self.has_stopped:
-            return ""
+        """What can be given out once the new tokens are text, whole or not.
+
+        After a stop sequence, which is then at the beginning of what is held back, nothing is.
+        """
         before, now = self._text(self._known), self._text([*self._known, *self._new])
         self._known, self._new = self._new, []
         self._held += now[len(before) :]
