@@ -30,7 +30,29 @@ PROJECT = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
 
 
-class Predictor(BaseRunner):
+class Served(BaseRunner):
+    """What both predictors have."""
+
+    boot: compile_cache.Boot
+
+    def healthcheck(self) -> bool:
+        """Healthy as long as CUDA reports no error, after which no later call of the process can succeed.
+
+        Names a region that is served eager in the log. Does not wait for queued work.
+        """
+        self.boot.name_demoted()
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return True
+        try:
+            torch.cuda.current_stream().query()
+        except RuntimeError as error:
+            log.error("The GPU does not answer, and this process cannot use it again. Restart the container. %s", error)
+            return False
+        return True
+
+
+class Predictor(Served):
     """Draws pictures with any diffusers text-to-image pipeline."""
 
     def setup(self) -> None:
@@ -51,7 +73,7 @@ class Predictor(BaseRunner):
             for network, whole in self.model.networks():
                 self.boot.compile(network, whole=whole)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            warm_up(self.boot, self.model, self.model.warm_up_inputs(sizes))
+            warm_up(self.boot, self.model.run, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
 
     def run(
@@ -148,13 +170,8 @@ class Predictor(BaseRunner):
             self.record_metric(name, value)
         return [Path(path) for path in paths]
 
-    def healthcheck(self) -> bool:
-        """Healthy as long as the device answers. A region that is served eager is named in the log."""
-        self.boot.name_demoted()
-        return device_answers()
 
-
-class TextPredictor(BaseRunner):
+class TextPredictor(Served):
     """Generates text with any transformers causal language model."""
 
     def setup(self) -> None:
@@ -173,7 +190,7 @@ class TextPredictor(BaseRunner):
                 self.model = TextModel.load(model, revision, settings)
             for step in self.model.steps:
                 self.boot.compile(step, whole=True, shares_weights=True)
-            warm_up(self.boot, self.model, self.model.warm_up_inputs())
+            warm_up(self.boot, self.model.run, self.model.warm_up_inputs())
             with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
                 self.model.generator.record(self.boot)
 
@@ -234,11 +251,6 @@ class TextPredictor(BaseRunner):
         for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)
 
-    def healthcheck(self) -> bool:
-        """Healthy as long as the device answers. A region that is served eager is named in the log."""
-        self.boot.name_demoted()
-        return device_answers()
-
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
@@ -252,19 +264,3 @@ def without_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def device_answers() -> bool:
-    """Whether CUDA reports no error, after which no later call of the process can succeed. True without a GPU.
-
-    Does not wait for queued work.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.current_stream().query()
-    except RuntimeError as error:
-        log.error("The GPU does not answer, and this process cannot use it again. Restart the container. %s", error)
-        return False
-    return True

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from compile_cache import Boot
 
 
-class WarmUpModel(Protocol):
-    """A model of any family: the part that the warm-up needs."""
-
-    def run(self, inputs: Any) -> Any:
-        """One prediction."""
-
-
-def warm_up(boot: Boot, model: WarmUpModel, plan: Sequence[Any]) -> None:
-    """Run the whole plan as one warm-up.
+def warm_up(boot: Boot, run: Callable[[Any], Any], plan: Sequence[Any]) -> None:
+    """Run the whole plan as one warm-up. `run` is one prediction of a model of any family.
 
     `boot` repeats the plan if something was compiled, because a later input can make an earlier one compile again.
     """
-    boot.warm_up(lambda: [model.run(inputs) for inputs in plan])
+    boot.warm_up(lambda: [run(inputs) for inputs in plan])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, cycle
 from pathlib import Path
@@ -21,8 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.logging import set_tqdm_hook
 
-# The names of weight files in diffusers and transformers. With ".index.json" appended, they name the list of shards.
-_WEIGHT_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 # 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
@@ -49,42 +46,21 @@ def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
 
     `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
+    is_pipeline = (folder / "model_index.json").is_file()
+    configs = folder.glob("*/config.json" if is_pipeline else "config.json")
     try:
-        return all(_is_stored_as(path, dtype) for path in _weight_files(folder))
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return False  # from_pretrained has the better message for missing and damaged files
+        return all(_is_stored_as(config, dtype) for config in configs)
+    except (OSError, ValueError, SafetensorError):
+        return False  # from_pretrained has the better message for damaged files
 
 
-def _weight_files(folder: Path) -> Iterator[Path]:
-    """The weight files of a model or of a pipeline's components, found like in `from_pretrained`.
-
-    Raises:
-        OSError: a component has no safetensors files.
-        ValueError: a component is quantized.
-    """
-    index = folder / "model_index.json"
-    for component in [folder / name for name in json.loads(index.read_text())] if index.is_file() else [folder]:
-        if not (component / "config.json").is_file():  # a tokenizer or a scheduler
-            continue
-        if "quantization_config" in json.loads((component / "config.json").read_text()):
-            raise ValueError(f"{component} is quantized")
-        yield from _component_files(component)
-
-
-def _component_files(component: Path) -> list[Path]:
-    for name in _WEIGHT_NAMES:
-        shards = component / f"{name}.index.json"
-        if shards.is_file():
-            return [component / shard for shard in set(json.loads(shards.read_text())["weight_map"].values())]
-        if (component / name).is_file():
-            return [component / name]
-    raise FileNotFoundError(f"{component} has no safetensors files")
-
-
-def _is_stored_as(path: Path, dtype: torch.dtype) -> bool:
-    with safe_open(path, framework="pt") as file:
-        stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
-    return all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
+def _is_stored_as(config: Path, dtype: torch.dtype) -> bool:
+    stored = set()
+    for path in (files := list(config.parent.glob("*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            stored |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    is_quantized = "quantization_config" in json.loads(config.read_text())
+    return bool(files) and not is_quantized and all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
 
 
 def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:
@@ -109,11 +85,9 @@ def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = 
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    if type(weight) not in (nn.Parameter, torch.Tensor) or not weight.is_cpu or weight.layout is not torch.strided:
-        return False
-    if weight.is_quantized or weight.is_nested or weight.is_conj() or weight.is_neg():
-        return False
-    return weight.is_contiguous()
+    is_usual = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_cpu and weight.layout is torch.strided
+    is_odd = weight.is_quantized or weight.is_nested or weight.is_conj() or weight.is_neg()
+    return is_usual and not is_odd and weight.is_contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,34 +96,27 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, piece_bytes: int) -> None:
     """Copy each first tensor, on the CPU, to the second, on `device`. Both hold bytes."""
-    pieces = deque(piece for pair in pairs for piece in zip(*(side.split(piece_bytes) for side in pair), strict=True))
+    pieces = [piece for pair in pairs for piece in zip(*(side.split(piece_bytes) for side in pair), strict=True)]
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(_THREADS, "weights") as executor:
-        try:
-            workers = [executor.submit(_copy_pieces, pieces, device, stream, piece_bytes) for _ in range(_THREADS)]
-            for worker in workers:
-                worker.result()
-        except BaseException:
-            pieces.clear()  # the other workers end after their piece
-            raise
+        shares = [pieces[first::_THREADS] for first in range(_THREADS)]
+        for worker in [executor.submit(_copy_pieces, share, device, stream, piece_bytes) for share in shares]:
+            worker.result()
 
 
 def _copy_pieces(
-    pieces: deque[tuple[torch.Tensor, torch.Tensor]],
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
     callers: torch.cuda.Stream | None,
     piece_bytes: int,
 ) -> None:
-    """Copy pieces until none is left, behind the work of the caller's stream. Reading and copying release the GIL."""
+    """Copy pieces behind the work of the caller's stream. Reading and copying release the GIL."""
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(callers)
-    for buffer in cycle([_Buffer(piece_bytes, stream), _Buffer(piece_bytes, stream)]):
-        try:
-            source, target = pieces.popleft()
-        except IndexError:
-            break
+    buffers = [_Buffer(piece_bytes, stream), _Buffer(piece_bytes, stream)]
+    for buffer, (source, target) in zip(cycle(buffers), pieces, strict=False):
         buffer.copy(source, target)
     if stream is not None:
         stream.synchronize()

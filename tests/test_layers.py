@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from random_texts import FAMILIES, make
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 from models.text.layers import GatedMLP, RotaryTable, TokenLinear, TokenNorm, use_rotary_tables, use_token_layers
 
@@ -15,43 +17,41 @@ def test_linear_layers_are_replaced_and_keep_their_weights():
     model = nn.Sequential(nn.Linear(8, 4), nn.ModuleDict({"inner": nn.Linear(4, 6, bias=False)}))
     weights = [parameter.data_ptr() for parameter in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
-    first = model[0]
+    given = [torch.randn(1, tokens, 8) for tokens in (1, 3)]
+    expected = [model[0](one) for one in given]
     use_token_layers(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == weights
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model[0]) is type(model[1]["inner"]) is TokenLinear
-    for tokens in (1, 3):
-        given = torch.randn(1, tokens, 8)
-        assert torch.equal(model[0](given), first(given))
+    assert all(torch.equal(model[0](one), result) for one, result in zip(given, expected, strict=True))
 
 
 def test_hooked_layers_are_left_alone():
-    model = nn.Sequential(nn.Linear(4, 4), Mlp(nn.SiLU()))
+    model = nn.Sequential(nn.Linear(4, 4), mlp())
     model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
     model[1].register_forward_pre_hook(lambda module, inputs: None)
     use_token_layers(model)
-    assert (type(model[0]), type(model[1])) == (nn.Linear, Mlp)
+    assert (type(model[0]), type(model[1])) == (nn.Linear, LlamaMLP)
 
 
-class Mlp(nn.Module):
-    def __init__(self, activation: nn.Module, has_bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(16, 40, bias=has_bias) for _ in range(2))
-        self.down_proj, self.act_fn = nn.Linear(40, 16), activation
-
-    def forward(self, x):
-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
+def mlp(kind: type[LlamaMLP] = LlamaMLP, **changes: Any) -> LlamaMLP:
+    return kind(LlamaConfig(hidden_size=16, num_attention_heads=2, intermediate_size=40, **changes))
 
 
-class OtherMlp(Mlp):
+def norm(kind: type[LlamaRMSNorm] = LlamaRMSNorm) -> LlamaRMSNorm:
+    made = kind(16)
+    nn.init.uniform_(made.weight, 0.5, 1.5)
+    return made
+
+
+class OtherMlp(LlamaMLP):
     def forward(self, x):
         down_proj = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
         return down_proj
 
 
 def test_a_gated_mlp_is_replaced_and_computes_the_same():
-    model = nn.Sequential(Mlp(nn.SiLU()))
+    model = nn.Sequential(mlp())
     given = [torch.randn(1, tokens, 16) for tokens in (1, 3)]
     expected = [model(one) for one in given]
     names = [name for name, _ in model.named_parameters()]
@@ -62,20 +62,7 @@ def test_a_gated_mlp_is_replaced_and_computes_the_same():
         torch.testing.assert_close(model(one), result)
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(16) + 0.5), 1e-5
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
-class OtherNorm(Norm):
+class OtherNorm(LlamaRMSNorm):
     def forward(self, hidden_states):
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -89,7 +76,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(inputs)
 
 
-OTHERS = [OtherMlp(nn.SiLU()), Mlp(nn.GELU()), Mlp(nn.SiLU(), has_bias=True), OtherNorm(), Doubled(16, 4)]
+OTHERS = [mlp(OtherMlp), mlp(hidden_act="gelu"), mlp(mlp_bias=True), norm(OtherNorm), Doubled(16, 4)]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
@@ -103,51 +90,30 @@ def test_what_computes_something_else_is_left_alone(other):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (1, 3, 16), (1, 1, 4, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_is_replaced_and_computes_the_same(shape, dtype):
-    model = nn.Sequential(Norm()).to(dtype)
+@pytest.mark.parametrize(
+    ("norm_dtype", "dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+def test_a_norm_is_replaced_and_computes_the_same(shape, norm_dtype, dtype):
+    """A norm of another type than its input promotes."""
+    model = nn.Sequential(norm()).to(norm_dtype)
     given = torch.randn(shape, dtype=dtype)
     expected = model(given)
     use_token_layers(model)
     assert type(model[0]) is TokenNorm
-    assert torch.equal(model(given), expected)
-
-
-def test_a_norm_of_another_type_than_its_input_promotes():
-    model = nn.Sequential(Norm())
-    given = torch.randn(1, 1, 16, dtype=torch.bfloat16)
-    expected = model(given)
-    use_token_layers(model)
     torch.testing.assert_close(model(given), expected, atol=0, rtol=0)
 
 
 def test_vectors_without_a_batch_do_not_reach_the_operators():
-    model = nn.Sequential(Norm(), nn.Linear(16, 4), Mlp(nn.SiLU()))
+    model = nn.Sequential(norm(), nn.Linear(16, 4), mlp())
     use_token_layers(model)
     given = torch.randn(1, 16)
     assert (model[0](given).shape, model[1](given).shape, model[2](given).shape) == ((1, 16), (1, 4), (1, 16))
 
 
-def test_the_layers_of_transformers_llama_are_among_them():
-    model = make("llama")
-    use_token_layers(model)
-    kinds = {type(module) for module in model.modules()}
-    assert {TokenLinear, GatedMLP, TokenNorm} <= kinds
-    assert not {nn.Linear, LlamaMLP, LlamaRMSNorm} & kinds
-
-
 # Rotary embeddings.
 
 TOKENS = 50
-
-
-class Wrapped(nn.Module):
-    """A rotary embedding where a model has it."""
-
-    def __init__(self, rotary: nn.Module) -> None:
-        super().__init__()
-        self.rotary_emb = rotary
-        self.weight = nn.Parameter(torch.zeros(1))
 
 
 def tables(model: nn.Module) -> list[RotaryTable]:
@@ -167,24 +133,8 @@ def test_it_gives_what_the_embedding_gives(family, dtype):
         expected, found = rotary(x, positions), model.model.rotary_emb(x, positions)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=0, rtol=0)  # and of the same type
-
-
-def test_a_second_table_replaces_the_first():
-    model = make("llama")
-    rotary = model.model.rotary_emb
-    for tokens in (10, TOKENS):
-        use_rotary_tables(model, tokens)
-        assert [len(table.cos) for table in tables(model)] == [tokens]
-        assert model.model.rotary_emb.rotary is rotary
-
-
-def test_what_a_model_reads_of_its_embedding_is_there():
-    model = make("llama")
-    rotary = model.model.rotary_emb
-    use_rotary_tables(model, TOKENS)
-    found = model.model.rotary_emb
-    assert found.config is rotary.config
-    assert (found.rope_type, found.attention_scaling) == (rotary.rope_type, rotary.attention_scaling)
+    for name in ("config", "rope_type", "attention_scaling"):  # what models read
+        assert getattr(model.model.rotary_emb, name) is getattr(rotary, name)
 
 
 class Several(nn.Module):
@@ -210,7 +160,7 @@ class Complex(Several):
 
 
 def test_positions_of_other_dimensions_are_computed():
-    model = Wrapped(Several())
+    model = nn.ModuleDict({"rotary_emb": Several()})
     rotary = model.rotary_emb
     use_rotary_tables(model, TOKENS)
     positions = torch.arange(5).expand(3, 1, 5)
@@ -225,7 +175,9 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("made", [hooked, lambda: make("gemma3_text"), lambda: Wrapped(Complex())])
+@pytest.mark.parametrize(
+    "made", [hooked, lambda: make("gemma3_text"), lambda: nn.ModuleDict({"rotary_emb": Complex()})]
+)
 def test_one_that_is_hooked_or_asks_for_the_kind_of_layer_or_gives_something_else_stays(made):
     model = made()
     use_rotary_tables(model, TOKENS)

@@ -43,10 +43,6 @@ def by_definition(vector, matrix, scale, bias):
     return (result if bias is None else result + bias.double())[None, None]
 
 
-def residual_of(result: torch.Tensor) -> torch.Tensor:
-    return torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -54,10 +50,11 @@ def test_it_multiplies_and_adds_a_residual_to_the_rounded_product(case, dtype, t
     given = inputs(case, device, dtype)
     product = matrix_vector(*given)
     torch.testing.assert_close(product.double(), by_definition(*given), atol=1e-3, rtol=tolerance)
-    total = matrix_vector(*given, residual_of(product))
+    residual = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)).to(product)
     # In float32 there is nothing to round between the two, and on a GPU they are one instruction.
     is_fused = device == "cuda" and dtype.itemsize == 4
-    torch.testing.assert_close(total, product + residual_of(product), atol=1e-4 if is_fused else 0, rtol=0)
+    total = matrix_vector(*given, residual)
+    torch.testing.assert_close(total, product + residual, atol=1e-4 if is_fused else 0, rtol=0)
 
 
 # rows of each matrix, columns
@@ -138,20 +135,16 @@ def norm_inputs(size: int, device: str, dtype: torch.dtype) -> tuple[torch.Tenso
     return vector.to(device, dtype), (torch.rand(size, generator=generator) + 0.5).to(device, dtype)
 
 
-def by_transformers(vector: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    norm = LlamaRMSNorm(len(weight), eps=1e-5)
-    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return norm(vector)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_norm_is_that_of_transformers(size, dtype, tolerance, device):
     """On a CPU, to the bit."""
     given = norm_inputs(size, device, dtype)
+    norm = LlamaRMSNorm(size, eps=1e-5)
+    norm.weight = nn.Parameter(given[1], requires_grad=False)
     atol, rtol = (1e-5, tolerance) if device == "cuda" else (0, 0)
-    torch.testing.assert_close(rms_norm(*given, 1e-5), by_transformers(*given), atol=atol, rtol=rtol)
+    torch.testing.assert_close(rms_norm(*given, 1e-5), norm(given[0]), atol=atol, rtol=rtol)
 
 
 # heads, key-value heads, size, value size, tokens, position, window, softcap

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy
@@ -60,10 +60,12 @@ def test_a_pipeline_that_needs_a_picture_is_refused_before_it_is_loaded(name, ne
         check_pipeline(getattr(diffusers, name))
 
 
-def test_a_loaded_pipeline_that_needs_a_picture_is_refused(parts):
+def test_a_loaded_pipeline_that_needs_a_picture_or_has_no_prompt_is_refused(parts):
     """A pipeline of the repository's own code is known only once it is loaded."""
     with pytest.raises(ValueError, match=r"FluxImg2ImgPipeline .*strength"):
         DiffusionModel(diffusers.FluxImg2ImgPipeline(**parts), SIZES)
+    with pytest.raises(ValueError, match="DDPMPipeline takes no prompt"):
+        DiffusionModel(DDPMPipeline(None, DDPMScheduler()), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +123,14 @@ def test_a_mask_of_another_shape_is_cut_as_its_image(parts):
     assert not changed[36:].any()
 
 
-def test_what_a_request_leaves_open_is_as_without_a_picture(parts, monkeypatch):
+def test_what_a_request_leaves_open_is_as_without_a_picture(parts):
     """FLUX's pipelines for pictures have a guidance of their own."""
-    asked = {}
-    model = DiffusionModel(FluxPipeline(**parts), SIZES)
-    monkeypatch.setattr(
-        diffusers.FluxImg2ImgPipeline, "__call__", recorded(asked, diffusers.FluxImg2ImgPipeline.__call__)
-    )
-    drawn(model, image=noise(64, 64), strength=0.5)
-    assert asked["guidance_scale"] == model._parameters["guidance_scale"].default
-    drawn(model, image=noise(64, 64), strength=0.1)
-    assert asked["num_inference_steps"] == 10
-
-
-def recorded(asked: dict[str, Any], call: Any) -> Any:
-    @functools.wraps(call)
-    def recording(self: Any, **arguments: Any) -> Any:
-        asked.update(arguments)
-        return call(self, **arguments)
-
-    return recording
+    model, kind = DiffusionModel(FluxPipeline(**parts), SIZES), diffusers.FluxImg2ImgPipeline
+    with mock.patch.object(kind, "__call__", autospec=True, side_effect=kind.__call__) as call:
+        drawn(model, image=noise(64, 64), strength=0.5)
+        assert call.call_args.kwargs["guidance_scale"] == model._parameters["guidance_scale"].default
+        drawn(model, image=noise(64, 64), strength=0.1)
+        assert call.call_args.kwargs["num_inference_steps"] == 10
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("RGBA", 255), ("LA", 255), ("P", 0), ("CMYK", 255)])
@@ -155,12 +145,15 @@ def test_transparent_parts_show_the_background(tmp_path, mode, expected):
 
 
 @pytest.mark.parametrize(
-    ("picture", "why"),
-    [(Image.new("I;16", (4, 4)), "8 bits"), (Image.new("L", (8000, 7000)), "50 million pixels")],
-    ids=["16 bits", "large"],
+    ("content", "why"),
+    [
+        (Image.new("I;16", (4, 4)), "8 bits"),
+        (Image.new("L", (8000, 7000)), "50 million pixels"),
+        (SimpleNamespace(save=lambda path: path.write_text("text")), "no picture that Pillow can read"),
+    ],
 )
-def test_pictures_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_path, picture, why):
-    picture.save(tmp_path / "a.png")
+def test_files_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_path, content, why):
+    content.save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=why):
         open_picture(str(tmp_path / "a.png"), "white")
 
@@ -187,21 +180,23 @@ def test_below_1_a_picture_is_changed_by_one_step_at_least_and_one_is_left_out(p
             assert given <= max(steps, 200), (steps, strength)
 
 
+def shows_its_start(model: DiffusionModel, inputs: ImageInputs) -> bool:
+    red, blue = (model.run(replace(inputs, image=Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue"))
+    return red.tobytes() != blue.tobytes()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("steps", "strength"), [(4, 0.8), (2, 0.9), (3, 0.75), (8, 0.97), (2, 1e-9), (4, 1 - 2**-53)])
 def test_another_picture_to_start_from_gives_another_result(parts, steps, strength, masked):
     model = DiffusionModel(FluxPipeline(**parts), SIZES)
     mask = Image.new("L", (64, 64), 255) if masked else None
     inputs = replace(PICTURE, num_inference_steps=steps, strength=strength, mask=mask, shows_progress=False)
-    red, blue = (model.run(replace(inputs, image=Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue"))
-    assert red.tobytes() != blue.tobytes()
+    assert shows_its_start(model, inputs)
 
 
 def test_with_a_strength_of_1_nothing_of_the_picture_is_left(parts):
     model = DiffusionModel(FluxPipeline(**parts), SIZES)
-    inputs = replace(PICTURE, strength=1.0)  # one step, too
-    red, blue = (model.run(replace(inputs, image=Image.new("RGB", (64, 64), colour))) for colour in ("red", "blue"))
-    assert red.tobytes() == blue.tobytes()
+    assert not shows_its_start(model, replace(PICTURE, strength=1.0))  # one step, too
 
 
 @pytest.mark.parametrize(
@@ -234,17 +229,34 @@ def test_a_pipeline_without_a_strength_takes_a_picture_in_any_number_of_steps(pa
     DiffusionModel(diffusers.FluxKontextPipeline(**parts), SIZES).pipeline_for(inputs)
 
 
-class DrawsNoNumbers(FluxPipeline):
-    """As after an overflow."""
-
-    def __call__(self, prompt: str, output_type: str = "pil", **_: Any) -> Any:
-        pixels = numpy.full((1, 64, 64, 3), numpy.nan)
-        return BaseOutput(images=self.numpy_to_pil(pixels) if output_type == "pil" else pixels)
+def fails(self: Any, prompt: str, image: Any = None, **others: Any) -> Any:
+    """As InstructPix2Pix: the picture is optional in its signature, and needed."""
+    raise TypeError(f"image has incorrect format: {type(image)}")
 
 
-def test_what_is_no_number_is_an_error_and_no_black_picture(parts):
-    with pytest.raises(ValueError, match="DrawsNoNumbers drew what are no numbers; give a smaller lora_scale"):
-        DiffusionModel(DrawsNoNumbers(**parts), SIZES).run(PICTURE)
+def answers(**answer: Any) -> Any:
+    return lambda self, prompt, **others: BaseOutput(**answer)
+
+
+def made_of(parts: dict[str, Any], call: Any, name: str = "Other") -> FluxPipeline:
+    """A pipeline of a class of its own, of which diffusers knows no relatives."""
+    return type(name, (FluxPipeline,), {"__call__": call})(**parts)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            answers(images=numpy.full((1, 64, 64, 3), numpy.nan)),
+            "Other drew what are no numbers; give a smaller lora_s",
+        ),
+        (answers(frames=[[Image.new("RGB", (64, 64))]]), "Other gives frames, and no images"),
+        (fails, "Other failed without an image.*incorrect format"),
+    ],
+)
+def test_what_is_no_picture_is_an_error_that_says_so(parts, call, why):
+    with pytest.raises(ValueError, match=why):
+        DiffusionModel(made_of(parts, call), SIZES).run(PICTURE)
 
 
 def test_pipelines_for_pictures_share_every_part(parts):
@@ -267,30 +279,12 @@ def test_on_a_gpu_the_decoder_and_large_encoders_without_a_cache_are_compiled_to
     assert list(model.networks()) == [denoiser, decoder, *encoders]
 
 
-def test_a_mask_without_an_image_is_refused(parts):
+def test_a_mask_needs_an_image_and_a_picture_a_pipeline_that_takes_it(parts):
+    model = DiffusionModel(made_of(parts, FluxPipeline.__call__), SIZES)
     with pytest.raises(ValueError, match="a mask needs an image"):
-        DiffusionModel(FluxPipeline(**parts), SIZES).run(replace(PICTURE, mask=noise(64, 64)))
-
-
-class WithoutPictures(FluxPipeline):
-    """A pipeline that diffusers knows no relatives of."""
-
-
-def test_a_pipeline_without_a_relative_for_pictures_says_so(parts):
-    model = DiffusionModel(WithoutPictures(**parts), SIZES)
-    with pytest.raises(ValueError, match="no pipeline that takes image and has the parts of WithoutPictures"):
+        model.run(replace(PICTURE, mask=noise(64, 64)))
+    with pytest.raises(ValueError, match="no pipeline that takes image and has the parts of Other"):
         model.run(replace(PICTURE, image=noise(64, 64)))
-
-
-def test_what_is_no_picture_is_refused(tmp_path):
-    (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(ValueError, match="no picture that Pillow can read"):
-        open_picture(str(tmp_path / "text.png"), "white")
-
-
-def test_a_pipeline_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="DDPMPipeline takes no prompt"):
-        DiffusionModel(DDPMPipeline(None, DDPMScheduler()), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -300,56 +294,27 @@ def test_a_pipeline_that_can_draw_from_a_prompt_alone_is_served(name):
     check_pipeline(getattr(diffusers, name))
 
 
-class NeedsPicture(FluxPipeline):
-    """As InstructPix2Pix: the picture is optional in its signature, and needed."""
-
-    def __call__(self, prompt: str, image: Any = None, **_: Any) -> Any:
-        raise TypeError(f"image has incorrect format: {type(image)}")
-
-
-def test_an_error_of_a_pipeline_that_was_given_no_picture_says_so(parts):
-    with pytest.raises(ValueError, match=r"NeedsPicture failed without an image.*incorrect format"):
-        DiffusionModel(NeedsPicture(**parts), SIZES).run(PICTURE)
-
-
-class DrawsVideo(FluxPipeline):
-    """As Wan: it gives frames."""
-
-    def __call__(self, prompt: str, **_: Any) -> Any:
-        return BaseOutput(frames=[[Image.new("RGB", (64, 64))]])
-
-
-def test_a_pipeline_that_draws_no_pictures_says_so(parts):
-    with pytest.raises(ValueError, match="DrawsVideo gives frames, and no images"):
-        DiffusionModel(DrawsVideo(**parts), SIZES).run(PICTURE)
-
-
-def test_ignored_guidance_is_in_the_log_of_the_setup(parts, caplog):
-    """The demo model's network takes no guidance, as Qwen-Image's does not."""
-    with caplog.at_level(logging.INFO):
-        DiffusionModel(FluxPipeline(**parts), SIZES)
-    assert "FluxPipeline ignores guidance_scale without a negative_prompt" in caplog.text
-
-
-def test_guidance_that_a_network_takes_is_not_in_the_log(parts, caplog):
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_guidance_is_in_the_log_of_the_setup_if_the_network_does_not_take_it(parts, caplog, is_taken):
+    """The demo model's network takes none, as Qwen-Image's does not."""
     network = parts["transformer"]
-    taking = type(network).from_config({**network.config, "guidance_embeds": True})
+    network = type(network).from_config({**network.config, "guidance_embeds": is_taken})
     with caplog.at_level(logging.INFO):
-        DiffusionModel(FluxPipeline(**{**parts, "transformer": taking}), SIZES)
-    assert "guidance_scale" not in caplog.text
+        DiffusionModel(FluxPipeline(**{**parts, "transformer": network}), SIZES)
+    assert ("FluxPipeline ignores guidance_scale without a negative_prompt" in caplog.text) is not is_taken
 
 
-class SteersOnly(FluxPipeline):
+def steers(
+    self: Any, prompt: str, negative_prompt: str | None = None, true_cfg_scale: float = 2.0, **others: Any
+) -> Any:
     """As Qwen-Image 2.1: `true_cfg_scale` alone."""
-
-    def __call__(self, prompt: str, negative_prompt: str | None = None, true_cfg_scale: float = 2.0, **_: Any) -> Any:
-        return BaseOutput(images=[Image.new("L", (64, 64), round(true_cfg_scale))])
+    return BaseOutput(images=[Image.new("L", (64, 64), round(true_cfg_scale))])
 
 
 @pytest.mark.parametrize(("asked", "scale"), [(None, 2), (0, 0), (5.0, 5)])
 def test_a_negative_prompt_uses_the_guidance_asked_for(parts, asked, scale):
     inputs = ImageInputs("a", SIZES[0], seed=0, negative_prompt="b", guidance_scale=asked)
-    assert DiffusionModel(SteersOnly(**parts), SIZES).run(inputs).getpixel((0, 0)) == scale
+    assert DiffusionModel(made_of(parts, steers), SIZES).run(inputs).getpixel((0, 0)) == scale
 
 
 @pytest.mark.parametrize(
@@ -366,29 +331,21 @@ def test_inputs_that_a_pipeline_ignores_are_known_from_its_signature(parts, name
     assert any(reason in line for line in ignored_inputs(pipeline, parts["transformer"]))
 
 
-class ChoosesSize(FluxPipeline):
-    """As Kontext and HunyuanDiT: a size of its own for the one asked for."""
-
-    def __call__(self, prompt: str, **_: Any) -> Any:
-        return BaseOutput(images=[Image.new("RGB", (64, 64))])
-
-
 def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog):
-    model = DiffusionModel(ChoosesSize(**parts), SIZES)
+    """Kontext and HunyuanDiT have a size of their own for the one asked for."""
+    model = DiffusionModel(made_of(parts, answers(images=[Image.new("RGB", (64, 64))])), SIZES)
     for size in (SIZES[0], SIZES[1], SIZES[1]):
         model.run(ImageInputs("a", size, seed=0))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "ChoosesSize drew 64x64 where 96x64 was asked for" in warnings[0]
+    assert "Other drew 64x64 where 96x64 was asked for" in warnings[0]
 
 
 def test_pictures_are_gone_when_the_process_has_ended(tmp_path):
     program = "import sys, models.image.pictures as p; p.PictureFiles().save([], 'png', 90); sys.exit(3)"
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    assert (
-        subprocess.run([sys.executable, "-c", program], env=environ, cwd=DEMO.parent.parent, check=False).returncode
-        == 3
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environ, cwd=DEMO.parent.parent, check=False)
+    assert done.returncode == 3
     assert not list(tmp_path.glob("pictures-*"))
 
 
@@ -399,4 +356,6 @@ def test_folders_of_pictures_do_not_pile_up(tmp_path, monkeypatch):
         paths = files.save([Image.new("L", (8, 8)), Image.new("L", (8, 8))], "png", 90)
         assert len(paths) == 2
         assert all(path.stat().st_size for path in paths)
-    assert len(list(tmp_path.glob("*/*"))) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+    for folder in files._folders:
+        folder.cleanup()

@@ -28,7 +28,7 @@ def sdxl(tmp_path_factory):
     return pipeline, folder
 
 
-def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws(sdxl):
+def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws_with_guidance_and_without(sdxl):
     written, folder = sdxl
     model = DiffusionModel.load(str(folder), None, [Size(64, 64)])
     for name, network in networks(written).items():
@@ -36,11 +36,6 @@ def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws(sdxl):
         assert all(torch.equal(loaded[key], value.float()) for key, value in network.state_dict().items()), name
     inputs = ImageInputs("a check", Size(64, 64), seed=0, num_inference_steps=2)
     assert len(model.run(inputs).getcolors(maxcolors=64 * 64)) > 1
-
-
-def test_sdxl_warm_up_draws_with_guidance_and_without(sdxl):
-    _, folder = sdxl
-    model = DiffusionModel.load(str(folder), None, [Size(64, 64)])
     assert [inputs.guidance_scale for inputs in model.warm_up_inputs()] == [None, 1.0]
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.text.model import TextInputs, TextModel, default_buckets
 from models.text.sampling import Sampling
-from models.text.settings import TextSettings
+from models.text.settings import DEMO_MODEL, TextSettings
 
 PROJECT = Path(__file__).parent.parent
 DEMO = PROJECT / "demo" / "llama-adder"
@@ -62,13 +62,10 @@ def test_answers_are_those_of_generate(model):
         assert text(model, TextInputs(prompt(a, b))) == tokenizer.decode(found, skip_special_tokens=True)
 
 
-def test_a_text_comes_in_pieces_of_whole_characters(model):
+def test_a_text_comes_in_pieces_of_whole_characters_and_may_fill_the_cache(model):
     pieces = list(model.answer(replace(RAMBLING, max_new_tokens=40)))
     assert len(pieces) > 5
     assert all(piece for piece in pieces)
-
-
-def test_without_a_length_an_answer_may_fill_the_cache(model):
     assert model.request(RAMBLING).max_new_tokens == 64 - len(model.request(RAMBLING).prompt)
 
 
@@ -124,16 +121,12 @@ def test_a_warm_up_fits_the_smallest_caches(tokens):
         assert len(model.run(request)) == request.max_new_tokens
 
 
-def test_default_buckets_grow_by_four_up_to_the_cache():
+def test_default_buckets_grow_by_four_up_to_the_cache_which_has_the_models_positions():
     assert default_buckets(4096) == (128, 512, 2048, 4096)
     assert default_buckets(128) == (128,)
     assert default_buckets(40) == (40,)
-
-
-def test_the_default_cache_has_the_models_positions():
-    model = TextModel.load(str(DEMO), None, TextSettings())
-    assert model.generator.cache_tokens == 256
-    assert model.generator.buckets == (128, 256)
+    generator = TextModel.load(str(DEMO), None, TextSettings()).generator
+    assert (generator.cache_tokens, generator.buckets) == (256, (128, 256))
 
 
 @pytest.mark.parametrize(
@@ -157,3 +150,29 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
 def test_quantizing_without_torchao_says_what_to_install():
     with pytest.raises(ValueError, match=r"pip install '.\[quantize\]' in a checkout"):
         TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
+
+
+@pytest.mark.parametrize("environ", [{}, {"MODEL": " ", "CACHE_TOKENS": "", "PROMPT_BUCKETS": "", "QUANTIZE": ""}])
+def test_nothing_set_is_the_demo_model_with_its_own_lengths(environ):
+    assert TextSettings.from_env(environ) == TextSettings(DEMO_MODEL, None, (), None)
+
+
+def test_buckets_are_sorted_and_each_is_there_once():
+    environ = {"MODEL": "org/name@main", "CACHE_TOKENS": "4096", "PROMPT_BUCKETS": "2048, 128,128", "QUANTIZE": "int8"}
+    assert TextSettings.from_env(environ) == TextSettings("org/name@main", 4096, (128, 2048), "int8")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("CACHE_TOKENS", "4k", "CACHE_TOKENS has '4k'"),
+        ("CACHE_TOKENS", "128,256", "CACHE_TOKENS has 2 numbers"),
+        ("PROMPT_BUCKETS", "128;256", "PROMPT_BUCKETS has '128;256'"),
+        ("PROMPT_BUCKETS", "-5", "PROMPT_BUCKETS has '-5'"),
+        ("PROMPT_BUCKETS", "1", "from 2 on"),
+        ("QUANTIZE", "int4", "QUANTIZE is 'int4'; give one of int8, fp8"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_named(variable, value, reason):
+    with pytest.raises(ValueError, match=reason):
+        TextSettings.from_env({variable: value})

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from random_texts import greedy, make, prompt
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
-from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,92 +29,91 @@ PRODUCT = "text.matrix_vector.default"
 SUM = "aten.add.Tensor"
 
 
-def joined(function, *inputs) -> tuple[GraphModule, Counter]:
-    """The graph of a call after the pass, checked to compute the same; and how often it has which operator."""
-    traced = make_fx(function, tracing_mode="fake")(*inputs)
-    JoinOperators()(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
-    for found, expected in zip(traced(*inputs), function(*inputs), strict=True):
-        torch.testing.assert_close(found, expected)
-    return traced, Counter(str(node.target) for node in traced.graph.nodes)
+def product(x, matrix, scale=None, bias=None, residual=None):
+    return matrix_vector(x, matrix, scale, bias, residual)
 
 
 def vector(size: int = 8) -> torch.Tensor:
     return torch.randn(1, 1, size)
 
 
-def test_products_of_one_vector_become_one_operator():
-    def layer(x, first, second, third, fourth, other):
-        plain = [matrix_vector(x, one, None, None) for one in (first, second, third, fourth)]
-        return (*plain, matrix_vector(plain[0], other, None, None))
-
-    matrices = [torch.randn(rows, 8) for rows in (5, 3, 4, 2)]
-    _, counts = joined(layer, vector(), *matrices, torch.randn(6, 5))
-    assert (counts[JOINED], counts[PRODUCT]) == (1, 2), "at most three in one"
+def chain(x, first, second, third, fourth, other):
+    plain = [product(x, one) for one in (first, second, third, fourth)]
+    return (*plain, product(plain[0], other))
 
 
-def test_their_biases_are_added_to_them():
-    def layer(x, first, second, bias):
-        return matrix_vector(x, first, None, bias), matrix_vector(x, second, None, None)
-
-    _, counts = joined(layer, vector(), torch.randn(5, 8), torch.randn(3, 8), torch.randn(5))
-    assert (counts[JOINED], counts[PRODUCT], counts[SUM]) == (1, 0, 1)
+def later_bias(x, first, second):
+    one = product(x, first)
+    return one, product(x, second, bias=one[0, 0] * 2)
 
 
-def test_scaled_and_computed_matrices_stay_alone():
-    def layer(x, first, second, scale):
-        scaled = matrix_vector(x, first, scale, None)
-        return scaled, matrix_vector(x, second, None, None), matrix_vector(x, second * 2, None, None)
-
-    matrix = torch.randint(-9, 9, (5, 8), dtype=torch.int8)
-    _, counts = joined(layer, vector(), matrix, torch.randn(3, 8), torch.rand(5, 1))
-    assert (counts[JOINED], counts[PRODUCT]) == (0, 3)
+def other_sums(x, matrix, row):
+    twice = product(x * 3, matrix)
+    alone = product(x, matrix)
+    weighted = torch.add(product(x * 4, matrix), x, alpha=2)
+    return alone, alone + x, product(x * 2, matrix) + row, twice + twice, weighted
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_sum_with_a_product_becomes_part_of_it(is_first):
-    def layer(x, matrix, residual):
-        product = matrix_vector(x, matrix, None, None)
-        total = product + residual if is_first else residual + product
-        return total, matrix_vector(total, matrix, None, None)
+M = torch.randn(8, 8)
+# A layer, its inputs, and how many joined products, products and sums it has after the pass.
+LAYERS = {
+    "products of one vector become one, at most three": (
+        chain,
+        [vector(), *(torch.randn(rows, 8) for rows in (5, 3, 4, 2)), torch.randn(6, 5)],
+        (1, 2, 0),
+    ),
+    "their biases are added to them": (
+        lambda x, first, second, bias: (product(x, first, bias=bias), product(x, second)),
+        [vector(), torch.randn(5, 8), torch.randn(3, 8), torch.randn(5)],
+        (1, 0, 1),
+    ),
+    "scaled and computed matrices stay alone": (
+        lambda x, first, second, scale: (product(x, first, scale), product(x, second), product(x, second * 2)),
+        [vector(), torch.randint(-9, 9, (5, 8), dtype=torch.int8), torch.randn(3, 8), torch.rand(5, 1)],
+        (0, 3, 0),
+    ),
+    "a sum with a product becomes part of it": (
+        lambda x, m, y: (product(x, m) + y,),
+        [vector(), M, vector()],
+        (0, 1, 0),
+    ),
+    "from the right too": (lambda x, m, y: (y + product(x, m),), [vector(), M, vector()], (0, 1, 0)),
+    "a product with a residual keeps it": (
+        lambda x, first, second, y, z: (product(x, first, residual=y) + z, product(x, second)),
+        [vector(), M, torch.randn(8, 8), vector(), vector()],
+        (0, 2, 1),
+    ),
+    "a bias that is computed later is added where it was": (later_bias, [vector(), M, torch.randn(8, 8)], (0, 2, None)),
+    "a sum of another type stays": (
+        lambda x, m, y: (product(x, m) + y,),
+        [vector().bfloat16(), M.bfloat16(), vector()],
+        (0, 1, 1),
+    ),
+    "other sums stay": (other_sums, [vector(), M, torch.randn(4, 1, 8)], (0, 4, 4)),
+    "a sum of two products has one of them": (
+        lambda x, m, y: (product(x, m) + product(y, m),),
+        [vector(), M, vector()],
+        (0, 2, 0),
+    ),
+}
 
-    _, counts = joined(layer, vector(), torch.randn(8, 8), vector())
-    assert (counts[SUM], counts[PRODUCT]) == (0, 2)
 
-
-def test_a_product_with_a_residual_keeps_it():
-    def layer(x, first, second, residual, other):
-        with_residual = matrix_vector(x, first, None, None, residual)
-        return with_residual + other, matrix_vector(x, second, None, None)
-
-    _, counts = joined(layer, vector(), torch.randn(8, 8), torch.randn(8, 8), vector(), vector())
-    assert (counts[JOINED], counts[PRODUCT], counts[SUM]) == (0, 2, 1)
-
-
-def test_a_bias_that_is_computed_later_is_added_where_it_was():
-    def layer(x, first, second):
-        one = matrix_vector(x, first, None, None)
-        return one, matrix_vector(x, second, None, one[0, 0] * 2)
-
-    _, counts = joined(layer, vector(), torch.randn(5, 8), torch.randn(5, 8))
-    assert (counts[JOINED], counts[PRODUCT]) == (0, 2)
-
-
-def test_a_sum_of_another_type_stays():
-    def layer(x, matrix, residual):
-        return (matrix_vector(x, matrix, None, None) + residual,)
-
-    bf16 = torch.bfloat16
-    _, counts = joined(layer, vector().to(bf16), torch.randn(8, 8, dtype=bf16), vector())
-    assert counts[SUM] == 1
+@pytest.mark.parametrize(("layer", "inputs", "expected"), LAYERS.values(), ids=LAYERS)
+def test_what_of_a_layer_is_joined(layer, inputs, expected):
+    traced = make_fx(layer, tracing_mode="fake")(*inputs)
+    JoinOperators()(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    for found, wanted in zip(traced(*inputs), layer(*inputs), strict=True):
+        torch.testing.assert_close(found, wanted)
+    counts = Counter(str(node.target) for node in traced.graph.nodes)
+    for operator, number in zip((JOINED, PRODUCT, SUM), expected, strict=True):
+        assert number in (None, counts[operator]), operator
 
 
 def test_matrices_of_different_types_stay_apart():
-    def layer(x, first, second):
-        return matrix_vector(x, first, None, None), matrix_vector(x, second, None, None)
-
-    graph = make_fx(layer, tracing_mode="fake")(vector(), torch.randn(5, 8), torch.randn(5, 8)).graph
+    inputs = vector(), torch.randn(5, 8), torch.randn(5, 8)
+    graph = make_fx(lambda x, *both: [product(x, one) for one in both], tracing_mode="fake")(*inputs).graph
     second = [node for node in graph.nodes if node.op == "placeholder"][2]
     second.meta["val"] = second.meta["val"].half()
     JoinOperators()(graph)
@@ -125,44 +122,13 @@ def test_matrices_of_different_types_stay_apart():
 
 def test_shapes_that_only_a_call_tells_are_left_alone():
     def layer(x, matrix, residual):
-        return matrix_vector(x, matrix, None, None) + residual
+        return product(x, matrix) + residual
 
     with config.patch(post_grad_custom_pre_pass=JoinOperators()):
         compiled = torch.compile(layer, fullgraph=True, dynamic=True)
         for size in (8, 12):
             given = vector(size), torch.randn(size, size), vector(size)
             torch.testing.assert_close(compiled(*given), layer(*given))
-
-
-def test_other_sums_stay():
-    def layer(x, matrix, row):
-        product = matrix_vector(x, matrix, None, None)
-        doubled = matrix_vector(x * 2, matrix, None, None)
-        twice = matrix_vector(x * 3, matrix, None, None)
-        weighted = torch.add(matrix_vector(x * 4, matrix, None, None), x, alpha=2)
-        return product, product + x, doubled + row, twice + twice, weighted
-
-    _, counts = joined(layer, vector(), torch.randn(8, 8), torch.randn(4, 1, 8))
-    assert counts[SUM] == 4
-
-
-def test_a_sum_of_two_products_has_one_of_them():
-    def layer(x, matrix, other):
-        return (matrix_vector(x, matrix, None, None) + matrix_vector(other, matrix, None, None),)
-
-    _, counts = joined(layer, vector(), torch.randn(8, 8), vector())
-    assert (counts[SUM], counts[PRODUCT]) == (0, 2)
-
-
-def test_graphs_of_anything_else_are_left_as_they_are():
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x + torch.relu(x)
-
-    graph = symbolic_trace(Plain()).graph
-    before = str(graph)
-    JoinOperators()(graph)
-    assert str(graph) == before
 
 
 def test_the_pass_is_set_unless_somebody_has_set_another():
@@ -191,10 +157,9 @@ def test_a_compiled_step_has_them_joined_and_finds_the_same_tokens():
     use_token_layers(model)
     generator = Generator(model, 64, (48,))
     generator.decode = torch.compile(generator.decode, fullgraph=True)
+    expected = greedy(make("qwen2", num_hidden_layers=2), prompt(20), 20)
     with config.patch(post_grad_custom_pre_pass=Counting()):
-        assert list(generator.tokens(Request(prompt(20), 20))) == greedy(
-            make("qwen2", num_hidden_layers=2), prompt(20), 20
-        )
+        assert list(generator.tokens(Request(prompt(20), 20))) == expected
     layers = model.config.num_hidden_layers
     assert (seen[JOINED], seen[PRODUCT], seen["text.gated_matrix_vector.default"]) == (layers, 2 * layers + 1, layers)
 

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +28,11 @@ _REMEDY = "Set GO_FAST=off"
 log = logging.getLogger(__name__)
 
 
-class FastLinear(nn.Module):
+class FastLinear(nn.Linear):
     """A linear layer whose product is in float8. weight: [out_features, in_features], of float8, scale: [1,
     out_features], of float32."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight, scale = to_float8(linear.weight.detach())
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(scale.t().contiguous(), requires_grad=False)
+    scale: torch.Tensor
 
     @torch.no_grad()
     def take(self, weight: torch.Tensor) -> None:
@@ -57,7 +53,6 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, list[F
     Raises:
         ValueError: the GPU has no float8 or no room, or the denoiser has no such layers.
     """
-    check_float8("GO_FAST", _REMEDY)
     layers = dict(_layers(denoiser))
     size_bytes = sum(layer.weight.numel() for layer in layers.values())
     if next(denoiser.parameters()).is_cuda and not gpu_has_room(size_bytes):
@@ -75,21 +70,25 @@ def fast_copy(denoiser: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, list[F
 
 
 def make_fast(denoiser: nn.Module) -> dict[str, FastLinear]:
-    """Replace the linear layers of a denoiser's blocks, and return them by name.
+    """Make the linear layers of a denoiser's blocks fast, and return them by name.
 
     Raises:
         ValueError: the GPU has no float8, or the denoiser has no such layers.
     """
     check_float8("GO_FAST", _REMEDY)
-    replaced = {}
-    for name in [name for name, _ in _layers(denoiser)]:  # no list of layers, which would keep their weights
-        parent, _, attribute = name.rpartition(".")
-        replaced[name] = FastLinear(denoiser.get_submodule(name))
-        setattr(denoiser.get_submodule(parent), attribute, replaced[name])
-    if not replaced:
+    layers = {name: _become_fast(layer) for name, layer in _layers(denoiser)}
+    if not layers:
         raise ValueError(f"GO_FAST finds no linear layers in blocks of {type(denoiser).__name__}. {_REMEDY}")
-    log.info("go_fast.made layers=%d", len(replaced))
-    return replaced
+    log.info("go_fast.made layers=%d", len(layers))
+    return layers
+
+
+def _become_fast(layer: Any) -> FastLinear:
+    values, scale = to_float8(layer.weight.detach())
+    layer.__class__ = FastLinear
+    layer.weight = nn.Parameter(values, requires_grad=False)
+    layer.scale = nn.Parameter(scale.t().contiguous(), requires_grad=False)
+    return layer
 
 
 def _layers(denoiser: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

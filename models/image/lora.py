@@ -120,13 +120,10 @@ class Loras:
             except LoraError as error:
                 raise LoraError(f"LoRA {lora.name or lora.file.name}: {error}") from error
         self._keep(updates.keys())
-        restored = self._changed - updates.keys()
         self._merged, self._changed = None, self._changed | updates.keys()
         with torch.no_grad():
-            for parameter in restored:
-                parameter.copy_(self._base[parameter])
-                self._on_change(parameter)
-            for parameter, parts in updates.items():
+            for parameter in self._changed:
+                parts = updates.get(parameter, ())  # without any, the base comes back to the bit
                 parameter.copy_(_merge(self._base[parameter].to(parameter.device), parts))
                 self._on_change(parameter)
         self._merged, self._changed = wanted, set(updates)
@@ -137,12 +134,10 @@ class Loras:
         """Keep the base weights of these parameters, beside them if there is room, else in pinned memory."""
         new = [parameter for parameter in parameters if parameter not in self._base]
         moves = bool(new) and new[0].is_cuda and not gpu_has_room(sum(parameter.nbytes for parameter in new))
+        place: Any = {"device": "cpu", "pin_memory": True} if moves else {}
         for parameter in new:
-            if moves:
-                kept = torch.empty_like(parameter, device="cpu", pin_memory=True, requires_grad=False)
-                self._base[parameter] = kept.copy_(parameter.detach())
-            else:
-                self._base[parameter] = parameter.detach().clone()
+            kept = torch.empty_like(parameter, requires_grad=False, **place)
+            self._base[parameter] = kept.copy_(parameter.detach())
 
 
 def _identified(lora: Lora) -> tuple[Lora, int, int, int]:

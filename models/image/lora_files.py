@@ -71,10 +71,6 @@ class LoraFiles:
         for left_by_killed_process in folder.glob("part-*"):
             shutil.rmtree(left_by_killed_process, ignore_errors=True)
 
-    def path(self, name: str, hub_token: str | None = None, civitai_token: str | None = None) -> Path:
-        """As `paths`, for a request with one name."""
-        return self.paths([name], hub_token, civitai_token)[0]
-
     def paths(self, names: Sequence[str], hub_token: str | None = None, civitai_token: str | None = None) -> list[Path]:
         """The local paths of a request's LoRAs, `.safetensors` files; downloads those that are neither local nor kept.
 

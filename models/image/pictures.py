@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from PIL import Image, ImageOps
 
@@ -52,21 +50,16 @@ class PictureFiles:
     """A folder for each prediction. A new prediction deletes the folders older than its predecessor's."""
 
     def __init__(self) -> None:
-        self._root = tempfile.mkdtemp(prefix="pictures-")
-        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
-        self._folders: deque[str] = deque()
+        self._folders: deque[TemporaryDirectory[str]] = deque()
 
     def save(self, pictures: Iterable[Image.Image], file_format: str, quality: int) -> list[Path]:
         """Write the pictures of one prediction. Pillow ignores the quality of a png."""
-        folder = self._new_folder()
+        while len(self._folders) >= _KEPT_FOLDERS:
+            self._folders.popleft().cleanup()
+        self._folders.append(TemporaryDirectory(prefix="pictures-", ignore_cleanup_errors=True))
+        folder = Path(self._folders[-1].name)
         paths = []
         for number, picture in enumerate(pictures):
             paths.append(folder / f"{number}.{file_format}")
             picture.save(paths[-1], quality=quality)
         return paths
-
-    def _new_folder(self) -> Path:
-        while len(self._folders) >= _KEPT_FOLDERS:
-            shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        self._folders.append(tempfile.mkdtemp(dir=self._root))
-        return Path(self._folders[-1])

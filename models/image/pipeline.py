@@ -127,6 +127,8 @@ class DiffusionModel:
         elif go_fast == "only":
             make_fast(self.denoiser)
         self.loras = Loras(pipeline, self._follow)
+        # Pixels of one latent, along each side.
+        self._vae_scale_factor = int(getattr(pipeline, "vae_scale_factor", 8))
         self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
         self._wrong_sizes: set[Size] = set()
         self._check_sizes()
@@ -146,11 +148,6 @@ class DiffusionModel:
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
         return cls(pipeline, sizes, go_fast)
-
-    @property
-    def takes_negative_prompt(self) -> bool:
-        """Whether the pipeline has such an input."""
-        return "negative_prompt" in self._parameters
 
     def networks(self) -> Iterator[tuple[nn.Module, bool]]:
         """The networks to compile, and whether as a whole: the denoisers; on a GPU also the VAE's decoder, and large
@@ -247,7 +244,7 @@ class DiffusionModel:
         Raises:
             ValueError: the model cannot draw from these inputs.
         """
-        if inputs.negative_prompt and not self.takes_negative_prompt:
+        if inputs.negative_prompt and "negative_prompt" not in self._parameters:
             raise ValueError(f"{self._name} takes no negative_prompt; leave it empty")
         if max(len(inputs.prompt), len(inputs.negative_prompt or "")) > _MOST_CHARACTERS:
             raise ValueError(f"a prompt has more than {_MOST_CHARACTERS} characters; give a shorter one")
@@ -351,11 +348,6 @@ class DiffusionModel:
         latents = next(value for value in candidates if isinstance(value, int))
         return latents * self._vae_scale_factor
 
-    @property
-    def _vae_scale_factor(self) -> int:
-        """Pixels of one latent, along each side."""
-        return int(getattr(self._pipeline, "vae_scale_factor", 8))
-
     def _check_sizes(self) -> None:
         # A token of a transformer is a patch of latents, of the configured size or packed 2 x 2 (FLUX).
         patch = getattr(getattr(self.denoiser, "config", None), "patch_size", None)
@@ -377,15 +369,15 @@ def check_pipeline(pipeline: type[Any]) -> None:
     parameters = inspect.signature(pipeline.__call__).parameters
     if "prompt" not in parameters:
         raise ValueError(f"{pipeline.__name__} takes no prompt: set MODEL to a text-to-image pipeline")
-    given = {"self", "prompt"}
     needed = [
         name
         for name, parameter in parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+        if name in _OF_PICTURES
+        or (parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty)
     ]
-    if missing := [name for name in (*needed, *_OF_PICTURES) if name in parameters and name not in given]:
+    if missing := [name for name in needed if name not in ("self", "prompt")]:
         raise ValueError(
-            f"{pipeline.__name__} needs more than a prompt ({', '.join(dict.fromkeys(missing))}): "
+            f"{pipeline.__name__} needs more than a prompt ({', '.join(missing)}): "
             "set MODEL to a text-to-image pipeline"
         )
 

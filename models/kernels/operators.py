@@ -124,24 +124,14 @@ def _multiply_on_gpu(
     block_columns = min(block.most_columns, power_of_2(columns))
     block_rows = block.elements // block_columns
     results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
-    missing = [None] * (MOST_MATRICES - len(matrices))
-    matrix, second, third = *matrices, *missing
-    result, second_result, third_result = *results, *missing
-    rows, second_rows, third_rows = *map(len, matrices), *missing
     launch(
         "multiply",
         (sum(-(-len(matrix) // block_rows) for matrix in matrices),),
         _WARPS,
         vector=vector.contiguous(),
-        matrix=matrix,
-        second=second,
-        third=third,
-        result=result,
-        second_result=second_result,
-        third_result=third_result,
-        rows=rows,
-        second_rows=second_rows,
-        third_rows=third_rows,
+        matrices=tuple(matrices),
+        results=tuple(results),
+        rows=tuple(map(len, matrices)),
         up=up,
         scale=scale,
         bias=bias,
@@ -214,7 +204,8 @@ def decode_attention(
     all. `softcap` bounds the scores; 0.0 does not.
     """
     if query.is_cuda:
-        return _attend_on_gpu(query.contiguous(), key, value, position, scale=scale, window=window, softcap=softcap)
+        contiguous = (tensor.contiguous() for tensor in (query, key, value))
+        return _attend_on_gpu(*contiguous, position, scale=scale, window=window, softcap=softcap)
     end = int(position) + 1
     start = max(0, end - window) if window else 0
     key, value = key[:, :, start:end], value[:, :, start:end]
@@ -257,10 +248,7 @@ def _attend_on_gpu(
         position=position,
         partial=partial,
         sums=sums,
-        key_head_stride=key.stride(1),
-        key_token_stride=key.stride(2),
-        value_head_stride=value.stride(1),
-        value_token_stride=value.stride(2),
+        tokens=key.shape[2],
         heads=heads,
         GROUP=group,
         ROWS=max(_LEAST_ROWS, power_of_2(group)),
@@ -291,19 +279,14 @@ def _attend_on_gpu(
 def launch(name: str, programs: tuple[int, ...], warps: int, **arguments: Any) -> None:
     """Launch a kernel of triton_kernels.py, which can start while its predecessor still runs where the GPU can.
 
-    Some backends of Triton do not know `launch_pdl`.
+    Some backends of Triton do not know `launch_pdl`, and a CPU has no Triton.
     """
-    overlaps = _can_overlap(torch.cuda.current_device())
-    options = {"launch_pdl": True} if overlaps else {}
-    _kernel(name)[programs](**arguments, OVERLAPS=overlaps, num_warps=warps, **options)
-
-
-@cache
-def _kernel(name: str) -> Any:
-    """A kernel of triton_kernels.py. That module is imported late, because it needs Triton, which a CPU lacks."""
     from models.kernels import triton_kernels
 
-    return getattr(triton_kernels, name)
+    overlaps = _can_overlap(torch.cuda.current_device())
+    options = {"launch_pdl": True} if overlaps else {}
+    kernel: Any = getattr(triton_kernels, name)
+    kernel[programs](**arguments, OVERLAPS=overlaps, num_warps=warps, **options)
 
 
 def power_of_2(number: int) -> int:

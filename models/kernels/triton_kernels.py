@@ -22,15 +22,9 @@ def wait_for_others(OVERLAPS: tl.constexpr):
 @triton.jit
 def multiply(
     vector,
-    matrix,
-    second,
-    third,
-    result,
-    second_result,
-    third_result,
+    matrices,
+    results,
     rows,
-    second_rows,
-    third_rows,
     up,
     scale,
     bias,
@@ -40,29 +34,25 @@ def multiply(
     BLOCK_COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One of three products: `matrix @ vector` for up to three matrices; for one matrix, times `scale`, plus `bias`,
-    plus `residual`; or `silu(matrix @ vector) * (up @ vector)`. Unused arguments are None.
+    """One of three products: `matrix @ vector` for each of a tuple of matrices; for one matrix, times `scale`, plus
+    `bias`, plus `residual`; or `silu(matrix @ vector) * (up @ vector)`. Unused arguments are None.
 
     Grid: blocks of rows, one matrix after the other.
 
     vector: [COLUMNS], matrices and up: [rows, COLUMNS], results, scale, bias and residual: [rows].
     """
     block_of_rows = tl.program_id(0)
-    if second is not None:
-        blocks = tl.cdiv(rows, BLOCK_ROWS)
-        is_later = block_of_rows >= blocks
-        block_of_rows = tl.where(is_later, block_of_rows - blocks, block_of_rows)
-        matrix, result = tl.where(is_later, second, matrix), tl.where(is_later, second_result, result)
-        rows = tl.where(is_later, second_rows, rows)
-        if third is not None:
-            blocks = tl.cdiv(second_rows, BLOCK_ROWS)
-            is_last = is_later & (block_of_rows >= blocks)
-            block_of_rows = tl.where(is_last, block_of_rows - blocks, block_of_rows)
-            matrix, result = tl.where(is_last, third, matrix), tl.where(is_last, third_result, result)
-            rows = tl.where(is_last, third_rows, rows)
+    matrix, result, end = matrices[0], results[0], rows[0]
+    start = 0
+    for later in tl.static_range(1, len(matrices)):
+        start += tl.cdiv(rows[later - 1], BLOCK_ROWS)
+        is_later = tl.program_id(0) >= start
+        block_of_rows = tl.where(is_later, tl.program_id(0) - start, block_of_rows)
+        matrix, result = tl.where(is_later, matrices[later], matrix), tl.where(is_later, results[later], result)
+        end = tl.where(is_later, rows[later], end)
     row = block_of_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    is_row = row < rows
+    is_row = row < end
     is_weight = is_row[:, None] & (column[None, :] < COLUMNS)
     place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     block = tl.load(matrix + place, mask=is_weight, other=0.0)
@@ -124,10 +114,7 @@ def attend_part(
     partial,
     sums,
     scale,
-    key_head_stride,
-    key_token_stride,
-    value_head_stride,
-    value_token_stride,
+    tokens,
     heads,
     window,
     softcap,
@@ -173,7 +160,7 @@ def attend_part(
         token = block + tl.arange(0, BLOCK)
         is_token = token < last
         keys = tl.load(
-            key + key_head * key_head_stride + token[None, :] * key_token_stride + column[:, None],
+            key + (key_head * tokens + token[None, :]) * SIZE + column[:, None],
             mask=is_token[None, :] & (column[:, None] < SIZE),
             other=0.0,
         )
@@ -185,7 +172,7 @@ def attend_part(
         weights = tl.exp(scores - new_largest[:, None])
         shrink = tl.exp(largest - new_largest)
         values = tl.load(
-            value + key_head * value_head_stride + token[:, None] * value_token_stride + value_column[None, :],
+            value + (key_head * tokens + token[:, None]) * VALUE_SIZE + value_column[None, :],
             mask=is_token[:, None] & (value_column[None, :] < VALUE_SIZE),
             other=0.0,
         )

@@ -7,11 +7,10 @@ waits for the host.
 
 from __future__ import annotations
 
-import functools
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,9 +25,12 @@ from models.text.steps import DecodeStep, Prefill, call_model
 
 log = logging.getLogger(__name__)
 
-_STEPS_AHEAD_ON_GPU = 2
+# The number of steps queued while the host reads a token. After the last token, they are wasted.
+_STEPS_AHEAD = {"cuda": 2, "cpu": 0}
 # One token for the prompt, and one for the answer.
 _LEAST_TOKENS = 2
+# The decode step's place among the buckets, which are larger.
+_DECODE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +45,31 @@ class Request:
 class Generator:
     """A model, its cache and its two steps. Serves one request at a time."""
 
-    def __init__(
-        self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int], steps_ahead: int | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
         """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
-        norms and feed-forward parts.
-
-        `steps_ahead` is the number of steps queued while the host reads a token: by default 2 on a GPU, else 0. After
-        the last token, they are wasted.
+        norms and feed-forward parts. The cache and each bucket have room for two tokens or more.
 
         Raises:
-            ValueError: the model cannot be served with a static cache, or the cache or a bucket is too small.
+            ValueError: the model cannot be served with a static cache.
         """
-        if cache_tokens < _LEAST_TOKENS:
-            raise ValueError(f"CACHE_TOKENS is {cache_tokens}; a prompt and an answer take at least {_LEAST_TOKENS}")
-        if min(buckets) < _LEAST_TOKENS:  # a single token is decoded, not prefilled
-            raise ValueError(f"a bucket has room for {min(buckets)} tokens; it takes at least {_LEAST_TOKENS}")
         use_static_cache(model)
         settle_rope(model)
         use_rotary_tables(model, cache_tokens)
         device = model.device
         if device.type == "cuda":  # on a CPU, Inductor's code for the original layers is faster
             use_token_layers(model)
+        # The most tokens that a prompt and its answer may have together.
+        self.cache_tokens = cache_tokens
         self._cache = StaticCache(model.config, cache_tokens, device)
         self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(self._vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
-        self._graph: _Recording | None = None
-        self._prompt_graphs: dict[int, _Recording] = {}
-        self._prompt_recorder: _Recorder | None = None
+        # By bucket, and the decode step's.
+        self._recordings: dict[int, _Recording] = {}
         self._is_to_record = True
-        if steps_ahead is None:
-            steps_ahead = _STEPS_AHEAD_ON_GPU if device.type == "cuda" else 0
-        self._steps_ahead = steps_ahead
-        self._readings = [_Reading(device) for _ in range(steps_ahead + 2)]
+        self._steps_ahead = _STEPS_AHEAD[device.type]
+        self._readings = [_Reading(device) for _ in range(max(_STEPS_AHEAD.values()) + 2)]
         self._requests = 0
         self.buckets = tuple(sorted(buckets))
         self._prompts = {bucket: torch.zeros(1, bucket, dtype=torch.long, device=device) for bucket in self.buckets}
@@ -103,11 +95,6 @@ class Generator:
             raise ValueError(f"{type(model).__name__} cannot be served with a static cache: {error}") from error
         check_windows(model, self.cache_tokens, windows)
 
-    @property
-    def cache_tokens(self) -> int:
-        """The most tokens that a prompt and its answer may have together."""
-        return self._cache.tokens
-
     def tokens(self, request: Request) -> Iterator[int]:
         """Generate the tokens that follow a prompt: `max_new_tokens` of them, unless the caller stops earlier.
 
@@ -125,7 +112,7 @@ class Generator:
         for number in range(request.max_new_tokens):
             while chosen <= min(number + self._steps_ahead, request.max_new_tokens - 1):
                 if chosen:
-                    self._advance()
+                    self._run(_DECODE)
                 queued.append(self._read(chosen))
                 chosen += 1
             yield queued.popleft().wait()
@@ -157,43 +144,32 @@ class Generator:
     def _begin(self, request: Request) -> None:
         """Prefill and choose the first token."""
         self._requests += 1
-        self._join_operators()
         prompt = torch.tensor(request.prompt, device=self._token.device)
         tokens = len(prompt)
         bucket = self.buckets[bisect_left(self.buckets, tokens)]
         self._prompts[bucket].zero_()[0, :tokens] = prompt
         self._last.fill_(tokens - 1)
         self._sampler.set(request.sampling, prompt)
-        self.fill(bucket)
+        self._run(bucket)
         self._cache.position.fill_(tokens)
 
     @torch.inference_mode()
-    def fill(self, bucket: int) -> None:
-        """Fill the cache with the prompt in a bucket and choose the first token. A GPU only queues the work."""
-        if bucket in self._prompt_graphs:
-            self._prompt_graphs[bucket].replay()
+    def _run(self, bucket: int) -> None:
+        """Fill the cache with the prompt in a bucket, or decode; choose a token. A GPU only queues the work."""
+        if bucket in self._recordings:
+            self._recordings[bucket].replay()
         else:
-            self._prompt(bucket)
+            self._call(bucket)
 
-    def _prompt(self, bucket: int) -> None:
-        self._sampler.draw()
-        self.prefill(self._prompts[bucket], self._last)
-        self._token.copy_(self._sampler.chosen)
-
-    @torch.inference_mode()
-    def _advance(self) -> None:
-        """Choose the next token. A GPU only queues the work."""
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._step()
-
-    def _step(self) -> None:
+    def _call(self, bucket: int) -> None:
         self._join_operators()
         self._sampler.draw()
-        self.decode(self._token)
+        if bucket == _DECODE:
+            self.decode(self._token)
+            self._cache.position.add_(1)
+        else:
+            self.prefill(self._prompts[bucket], self._last)
         self._token.copy_(self._sampler.chosen)
-        self._cache.position.add_(1)
 
     def _join_operators(self) -> None:
         """Join operators in the graphs that this thread compiles, if the compiler is imported."""
@@ -214,18 +190,16 @@ class Generator:
         The steps compute with the remains of the last request, in a cache that counts as full. Call it while no request
         is served. It may be broken off, and called again.
         """
-        self._join_operators()
         self._is_to_record = True
         prediction = counter.prediction()
         for bucket in self.buckets:
             self._last.fill_(bucket - 1)
-            self._prompt(bucket)
+            self._call(bucket)
         self._cache.position.fill_(self.cache_tokens - 1)
-        self._step()
-        recordings = (self._graph, *self._prompt_graphs.values())
-        for served in (prediction.served(), *(one.served for one in recordings if one)):
+        self._call(_DECODE)
+        for served in (prediction.served(), *(one.served for one in self._recordings.values())):
             if {step for steps in served.values() for step in steps} != {"eager"}:
-                self._graph, self._prompt_graphs = None, {}
+                self._recordings = {}
 
     @torch.inference_mode()
     def record(self, counter: Boot | None = None) -> None:
@@ -241,36 +215,46 @@ class Generator:
         # The last request's values may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()
-        self._record_prompts(counter)
-        if self._graph is None:
-            recordings = self._recorded("the decode step", [self._step], _Recorder(self._token.device), counter)
-            self._graph = recordings[0] if recordings else None
+        self._record("prompts", self.buckets, counter)
+        self._record("the decode step", [_DECODE], counter)
         self._is_to_record = False
 
-    def _record_prompts(self, counter: Boot | None) -> None:
-        if self._prompt_recorder is None or not self._prompt_graphs:  # without graphs, there is no memory to share
-            self._prompt_recorder = _Recorder(self._token.device)
-        buckets = [bucket for bucket in self.buckets if bucket not in self._prompt_graphs]
-        prompts = [functools.partial(self._prompt, bucket) for bucket in buckets]
-        recordings = self._recorded("prompts", prompts, self._prompt_recorder, counter)
-        self._prompt_graphs |= dict(zip(buckets, recordings, strict=False))
-
-    def _recorded(
-        self, what: str, calls: Sequence[Callable[[], None]], recorder: _Recorder, counter: Boot | None
-    ) -> list[_Recording]:
+    def _record(self, what: str, buckets: Sequence[int], counter: Boot | None) -> None:
+        if not self._recordings:  # without recordings, there is no memory to share
+            self._stream, self._pool = torch.cuda.Stream(self._token.device), torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
-            return [recorder.record(call, self._sampler.generator, counter) for call in calls]
+            for bucket in buckets:
+                if bucket not in self._recordings:
+                    self._recordings[bucket] = self._recorded(bucket, counter)
         except BaseException as error:  # the request that waits for a recording may be cancelled
             # A failed recording leaves its stream current and its generator in recording mode. All recordings draw
             # from that generator.
             torch.cuda.set_stream(stream)
             self._sampler.generator = torch.Generator(self._token.device)
-            self._graph, self._prompt_graphs = None, {}
+            self._recordings = {}
             if not isinstance(error, RuntimeError):
                 raise
             log.warning("%s cannot be recorded as a CUDA graph, so answers are slower: %s", what, error)
-            return []
+
+    def _recorded(self, bucket: int, counter: Boot | None) -> _Recording:
+        """Record one call. All recordings share their memory: only one at a time may be replayed, and its results must
+        be outside that memory.
+
+        Raises:
+            RuntimeError: CUDA cannot record a part of the call.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
+            self._call(bucket)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._sampler.generator)
+        counted = counter.prediction() if counter else None
+        # Other threads may use the GPU during the recording.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            self._call(bucket)
+        return _Recording(graph, counted.served() if counted else {}, counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,35 +270,6 @@ class _Recording:
         self.graph.replay()
         if self.counter is not None:
             self.counter.count_again(self.served)
-
-
-class _Recorder:
-    """Records calls as CUDA graphs that share their memory.
-
-    Only one graph at a time may be replayed, and its results must be outside that memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, call: Callable[[], None], generator: torch.Generator, counter: Boot | None = None) -> _Recording:
-        """Record one call, which draws random numbers from `generator`.
-
-        Raises:
-            RuntimeError: CUDA cannot record a part of the call.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # the first call allocates memory, and that must not be recorded
-            call()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
-        counted = counter.prediction() if counter else None
-        # Other threads may use the GPU during the recording.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            call()
-        return _Recording(graph, counted.served() if counted else {}, counter)
 
 
 class _Reading:

@@ -1,4 +1,4 @@
-"""Replacements for a model's layers: same weights, same results, fewer kernels for a single token.
+"""Other classes for a model's layers: same weights, same results, fewer kernels for a single token.
 
 A class of transformers is recognised by the code of its `forward`, because models have copies of the same code.
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from compile_cache.calls.spec import HOOKS
 from models.kernels.operators import gated_matrix_vector, matrix_vector, normalize, rms_norm
 
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.
@@ -28,19 +29,15 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def use_token_layers(model: nn.Module) -> None:
-    """Replace the plain linear layers of `model`, the feed-forward parts with such layers, and the norms."""
-    _replace(model, _is_plain, TokenLinear)
-    _replace(model, _is_gated, GatedMLP)
-    _replace(model, _is_norm, TokenNorm)
+    """Change the class of the plain linear layers of `model`, of the feed-forward parts with such layers, and of the
+    norms. Their weights and settings stay."""
+    for is_meant, kind in ((_is_plain, TokenLinear), (_is_gated, GatedMLP), (_is_norm, TokenNorm)):
+        for module in filter(is_meant, model.modules()):
+            module.__class__ = kind
 
 
 class TokenLinear(nn.Linear):
     """A linear layer that uses `matrix_vector` for a single token."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs and result: [..., size]."""
@@ -52,12 +49,7 @@ class TokenLinear(nn.Linear):
 class GatedMLP(nn.Module):
     """The feed-forward part of Llama and of more than a hundred other models: two kernels for a single token."""
 
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
-        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """x and result: [1, tokens, size]."""
         if _is_one_token(x, self.gate_proj.in_features):
             gated = gated_matrix_vector(x, self.gate_proj.weight, self.up_proj.weight)
@@ -70,11 +62,7 @@ class GatedMLP(nn.Module):
 class TokenNorm(nn.Module):
     """The norm of Llama and of most later models. It uses `rms_norm` for a single token."""
 
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """inputs and result: [..., size]."""
         if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -86,13 +74,8 @@ def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
 
 
 def is_as_its_class(module: nn.Module) -> bool:
-    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`.
-
-    torch keeps the hooks of a call in private attributes such as `_forward_pre_hooks`.
-    """
-    own = vars(module)
-    hooks = [name for name in own if name.endswith("_hooks") and ("forward" in name or "backward" in name)]
-    return "forward" not in own and not any(own[name] for name in hooks)
+    """Whether a call of a module runs only its class's code: the instance has no hooks and no own `forward`."""
+    return not any(vars(module).get(name) for name in ("forward", *HOOKS))
 
 
 def _gated_mlp(self: Any, x: Any) -> Any:
@@ -124,25 +107,15 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_gated(module: Any) -> bool:
-    if (
-        not is_as_its_class(module)
-        or not _computes(type(module), _gated_mlp)
-        or type(module.act_fn) not in (nn.SiLU, SiLUActivation)
-    ):
+    if not is_as_its_class(module) or not _computes(type(module), _gated_mlp):
         return False
+    is_silu = type(module.act_fn) in (nn.SiLU, SiLUActivation) and is_as_its_class(module.act_fn)
     layers = (module.gate_proj, module.up_proj)
-    return is_as_its_class(module.act_fn) and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
+    return is_silu and all(type(layer) is TokenLinear and layer.bias is None for layer in layers)
 
 
 def _is_norm(module: Any) -> bool:
     return is_as_its_class(module) and _computes(type(module), _norm)
-
-
-def _replace(model: nn.Module, is_meant: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if is_meant(child):
-                setattr(parent, name, make(child))
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
@@ -150,8 +123,9 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     none."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
-    for parameters in _rope_parameters(text):
-        if parameters.get("rope_type") == "longrope":
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # of all layers, or of each type of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             limits.append(parameters.get("original_max_position_embeddings"))
     return min((limit for limit in limits if limit), default=None)
 
@@ -173,51 +147,29 @@ def _settled(kind: str) -> str:
     return "default" if any(changing in kind for changing in _CHANGING_ROPE) else kind
 
 
-def _rope_parameters(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """The dictionary of all layers, or one for each type of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        yield parameters
-    else:
-        yield from (value for value in parameters.values() if isinstance(value, dict))
-
-
-class _Table(NamedTuple):
-    """cos and sin: [tokens, size], float32. With `follows_input`, the embedding rounds them to its input's type."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    follows_input: bool
-
-
 def use_rotary_tables(model: nn.Module, tokens: int) -> None:
     """Replace the rotary embeddings of `model` that depend only on the position, for positions 0 to `tokens` - 1.
 
-    Call it when the model is on its device, and again for another number of positions.
+    Call it once, when the model is on its device.
     """
     for parent in list(model.modules()):
-        if isinstance(parent, RotaryTable):
-            continue
         for name, child in parent.named_children():
-            rotary = child.rotary if isinstance(child, RotaryTable) else child
-            if _is_rotary(rotary) and (table := _table(rotary, tokens)):
-                setattr(parent, name, RotaryTable(rotary, table))
+            if _is_rotary(child) and (table := _table(child, tokens)):
+                setattr(parent, name, table)
 
 
 class RotaryTable(nn.Module):
     """Gives the same results as a rotary embedding of transformers, and has its settings, which models read."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __init__(self, rotary: nn.Module, table: _Table) -> None:
+    def __init__(self, rotary: nn.Module, table: tuple[torch.Tensor, torch.Tensor], follows_input: bool) -> None:
+        """table: the cosines and the sines, [tokens, size] each, float32. With `follows_input`, the embedding rounds
+        them to its input's type."""
         super().__init__()
         for name in vars(rotary).keys() - vars(self).keys():
             setattr(self, name, getattr(rotary, name))
         self.rotary = rotary
-        self.register_buffer("cos", table.cos, persistent=False)
-        self.register_buffer("sin", table.sin, persistent=False)
-        self._follows_input = table.follows_input
+        self.cos, self.sin = (nn.Buffer(one, persistent=False) for one in table)
+        self._follows_input = follows_input
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """position_ids: [1, tokens]; both results: [1, tokens, size], of the embedding's own type."""
@@ -239,12 +191,12 @@ def _is_rotary(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _table(rotary: Any, tokens: int) -> _Table | None:
-    """The cosines and sines; None if the embedding has other results."""
+def _table(rotary: Any, tokens: int) -> RotaryTable | None:
+    """The table of an embedding; None if the embedding has other results."""
     device = rotary.inv_freq.device
     positions = torch.arange(tokens, device=device)[None]
     exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)
     if not isinstance(exact, tuple) or [(one.shape[:2], one.dtype) for one in exact] != [((1, tokens), _DTYPES[0])] * 2:
         return None
     cos, sin = (one[0].clone() for one in exact)
-    return _Table(cos, sin, follows_input=rounded[0].dtype == _DTYPES[1])
+    return RotaryTable(rotary, (cos, sin), follows_input=rounded[0].dtype == _DTYPES[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.text.generation import Generator, Request
@@ -120,6 +121,8 @@ class TextModel:
         if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
             raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, more than CACHE_TOKENS, which is {cache_tokens}")
         self.generator = Generator(model, cache_tokens, buckets)
+        # The modules to compile, each in one piece.
+        self.steps = self.generator.prefill, self.generator.decode
 
     @classmethod
     def load(cls, model: str, revision: str | None, settings: TextSettings) -> TextModel:
@@ -135,11 +138,6 @@ class TextModel:
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
-
-    @property
-    def steps(self) -> tuple[nn.Module, ...]:
-        """The modules to compile, each in one piece."""
-        return self.generator.prefill, self.generator.decode
 
     def warm_up_inputs(self) -> list[Request]:
         """A request for each bucket. Greedy and sampled requests take the same steps."""
@@ -171,11 +169,9 @@ class TextModel:
             ValueError: the model cannot take an input.
         """
         prompt = self._tokenize(inputs)
-        sampling = _sampling(inputs, self._defaults)
         room = self.generator.cache_tokens - len(prompt)
-        request = Request(prompt, _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)), 1), sampling)
-        self.generator.check(request)
-        return request
+        new_tokens = _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
+        return Request(prompt, new_tokens, _sampling(inputs, self._defaults))
 
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
@@ -204,16 +200,16 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
             f"{model} is quantized already ({method}), for kernels that cannot be compiled here. Serve the original "
             "model with QUANTIZE=int8 or fp8."
         )
+    load = AutoModelForCausalLM.from_pretrained
     if not torch.cuda.is_available():
-        return AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=torch.float32).eval()
-    device = torch.device("cuda", torch.cuda.current_device())
-    folder = Path(model) if Path(model).is_dir() else _download(model, revision)
+        return load(model, revision=revision, dtype=torch.float32)
+    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+    folder = Path(model if os.path.isdir(model) else snapshot_download(model, revision=revision, **patterns))
     if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device.type)
-        return loaded.eval()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    move([loaded], device)
-    return loaded.eval()
+        return load(folder, dtype=torch.bfloat16, device_map="cuda")
+    loaded = load(folder, dtype=torch.bfloat16)
+    move([loaded], torch.device("cuda", torch.cuda.current_device()))
+    return loaded
 
 
 def _is_converted(config: Any) -> bool:
@@ -226,13 +222,6 @@ def _is_converted(config: Any) -> bool:
 
     mapping = get_checkpoint_conversion_mapping(config.model_type) or ()
     return any(isinstance(entry, WeightConverter) for entry in mapping)
-
-
-def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
-    return Path(snapshot_download(model, revision=revision, **patterns))
 
 
 def default_buckets(cache_tokens: int) -> tuple[int, ...]:
@@ -288,5 +277,5 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _given(value: Any, default: Any, otherwise: Any) -> Any:
-    return value if value is not None else default if default is not None else otherwise
+def _given(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

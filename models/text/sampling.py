@@ -67,32 +67,22 @@ class Sampler(nn.Module):
     outside.
     """
 
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    last_kept: torch.Tensor
-    repetition_penalty: torch.Tensor
-    is_greedy: torch.Tensor
-    seen: torch.Tensor
-    noise: torch.Tensor
-    chosen: torch.Tensor
-
     def __init__(self, vocabulary: int, device: torch.device) -> None:
+        def buffer(tensor: torch.Tensor) -> nn.Buffer:
+            return nn.Buffer(tensor.to(device), persistent=False)
+
         super().__init__()
         self.generator = torch.Generator(device)
         self._vocabulary = vocabulary
-        buffers = {
-            "temperature": torch.ones(1),
-            "top_p": torch.ones(1),
-            # The place of the last of the top k. 0 is valid here: a process that only compiles has only zeros.
-            "last_kept": torch.full((1,), vocabulary - 1),
-            "repetition_penalty": torch.ones(1),
-            "is_greedy": torch.ones(1, dtype=torch.bool),
-            "seen": torch.zeros(vocabulary, dtype=torch.bool),
-            "noise": torch.ones(vocabulary),
-            "chosen": torch.zeros(1, 1, dtype=torch.long),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer.to(device), persistent=False)
+        self.temperature = buffer(torch.ones(1))
+        self.top_p = buffer(torch.ones(1))
+        # The place of the last of the top k. 0 is valid here: a process that only compiles has only zeros.
+        self.last_kept = buffer(torch.full((1,), vocabulary - 1))
+        self.repetition_penalty = buffer(torch.ones(1))
+        self.is_greedy = buffer(torch.ones(1, dtype=torch.bool))
+        self.seen = buffer(torch.zeros(vocabulary, dtype=torch.bool))
+        self.noise = buffer(torch.ones(vocabulary))
+        self.chosen = buffer(torch.zeros(1, 1, dtype=torch.long))
 
     def set(self, sampling: Sampling, prompt: torch.Tensor) -> None:
         """Take the options of a request. The tokens of its prompt, of shape [tokens], count as seen."""

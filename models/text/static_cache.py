@@ -33,7 +33,6 @@ class StaticCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, config: PreTrainedConfig, tokens: int, device: torch.device) -> None:
-        self.tokens = tokens
         # The position of the next token to decode. All layers share this tensor.
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         super().__init__(layers=[_Layer(tokens, self.position) for _ in layer_types(config)])

@@ -17,6 +17,8 @@ _CONTEXT = 6
 class TextStream:
     """Turns tokens, one at a time, into text that will not change later.
 
+    `DecodeStream` of tokenizers 0.23 repeats a prompt that ends in U+FFFD, and raises if bytes are no character.
+
     The bytes of a character may be spread over several tokens. Text that may begin a stop sequence is held back. Once a
     stop sequence is complete, `has_stopped` is true; the sequence and the text after it are dropped.
     """
@@ -30,26 +32,32 @@ class TextStream:
         if not all(stop):
             raise ValueError("a stop sequence is empty")
         self.has_stopped = False
-        self._stop = tuple(stop)
-        self._held = ""
-        self._decoder = _Decoder(tokenizer, prompt)
+        self._tokenizer, self._stop, self._held = tokenizer, tuple(stop), ""
+        # The last tokens that were given out, and those that make no whole character yet.
+        self._known = list(prompt[-_CONTEXT:])
+        self._new: list[int] = []
+        if self._text(self._known).endswith(_REPLACEMENT):
+            self._known = []
 
     def add(self, token: int) -> str:
         """The text that this token completes, which is often empty."""
-        if self.has_stopped:
-            return ""
-        return self._take(self._decoder.add(token))
+        self._new.append(token)
+        is_whole = not self._text([*self._known, *self._new]).endswith(_REPLACEMENT)
+        return self._take() if is_whole or len(self._new) >= _MOST_PARTS else ""
 
     def end(self) -> str:
         """The text that was held back. Bytes that are no whole character become U+FFFD."""
-        if self.has_stopped:
-            return ""
-        text = self._take(self._decoder.end())
+        text = self._take()
         return text if self.has_stopped else text + self._release(len(self._held))
 
-    def _take(self, text: str) -> str:
-        """What can be given out once `text` has come."""
-        self._held += text
+    def _take(self) -> str:
+        """What can be given out once the new tokens are text, whole or not.
+
+        After a stop sequence, which is then at the beginning of what is held back, nothing is.
+        """
+        before, now = self._text(self._known), self._text([*self._known, *self._new])
+        self._known, self._new = self._new, []
+        self._held += now[len(before) :]
         ends = [place + len(sequence) for sequence, place in self._found(self._held)]
         if not ends:
             return self._release(len(self._held) - self._beginning())
@@ -71,32 +79,6 @@ class TextStream:
     def _release(self, length: int) -> str:
         released, self._held = self._held[:length], self._held[length:]
         return released
-
-
-class _Decoder:
-    """Whole characters from tokens.
-
-    `DecodeStream` of tokenizers 0.23 repeats a prompt that ends in U+FFFD, and raises if bytes are no character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._known = list(prompt[-_CONTEXT:])
-        if self._text(self._known).endswith(_REPLACEMENT):
-            self._known = []
-        self._new: list[int] = []
-
-    def add(self, token: int) -> str:
-        """The characters that this token completes."""
-        self._new.append(token)
-        is_whole = not self._text([*self._known, *self._new]).endswith(_REPLACEMENT)
-        return self.end() if is_whole or len(self._new) >= _MOST_PARTS else ""
-
-    def end(self) -> str:
-        """The characters of the tokens so far, whole or not."""
-        before, now = self._text(self._known), self._text([*self._known, *self._new])
-        self._known, self._new = self._new, []
-        return now[len(before) :]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
