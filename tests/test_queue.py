@@ -239,6 +239,7 @@ def test_close_cancels_what_waits_and_ends_the_process(queue, started, tmp_path,
 
 def test_close_ends_a_process_whose_start_is_under_way(make_queue, started, tmp_path):
     queue = make_queue(limit_s=10 * PATIENCE_S)  # the order's own limit does not end the process
+    queue.release()
     started.may_end.clear()
     put(queue, order("hang", folder=str(tmp_path)))
     assert started.begun.wait(PATIENCE_S)

@@ -111,9 +111,12 @@ def test_an_answer_without_code_uses_nothing_of_another_version(tmp_path):
         regions = boot(directory, build(Product), settings=BACKGROUND)
         directory.outgoing.plant({"seed.so": "Product"})
         (region,) = regions.by_class.values()
-        region.source._hand_over((), "")
+        region.source._hand_over((), "", has_found=True)
         assert directory.outgoing.ready() == {}
-        region.source._hand_over((), "precompiled/a/0.cached")  # all its graphs were found
+        region.source._hand_over((), "precompiled/a/0.cached", has_found=False)
+        assert directory.outgoing.ready().keys() <= {"precompiled/a/0.cached"}
+        region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
+        directory.outgoing.withheld.add("precompiled/a/0.cached")
         assert directory.outgoing.ready() == {"seed.so": "Product"}
 
 
@@ -126,6 +129,7 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     at_the_end = outgoing.ready(is_ending=True)
     assert at_the_end[path] == path
     answer_all(blocks[5:])
+    answer_all(blocks[:1])  # by code that is taken
     assert outgoing.ready().items() >= at_the_end.items()
     assert outgoing.ready()[path.replace(".aot", ".compared")] == path
     assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}

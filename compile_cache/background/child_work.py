@@ -70,7 +70,9 @@ class _Maker:
             gc.collect()
             _free()
         files = self._new_files(answer.path) if answer.path else ()
-        return replace(answer, traced=None, function=None, files=files, seconds=time.perf_counter() - started)
+        has_found = answer.traced is not None and answer.traced.counts.hits > 0
+        seconds = time.perf_counter() - started
+        return replace(answer, traced=None, function=None, files=files, seconds=seconds, has_found=has_found)
 
     def _made(self, content: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
         call = receive(content)

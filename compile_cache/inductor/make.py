@@ -89,7 +89,8 @@ class Answer:
     not be measured. Without, it is CACHED if it has a `path`: its graphs are in Inductor's files. `reason` says why
     there is no function. `traced` and `function` stay in the process that made them.
 
-    The second process adds the `files` that are new in its folder, and the `seconds` that the order took.
+    The second process adds the `files` that are new in its folder, the `seconds` that the order took, and whether it
+    `has_found` graphs in stored files.
     """
 
     path: str = ""
@@ -100,6 +101,7 @@ class Answer:
     function: Precompiled | None = None
     files: tuple[str, ...] = ()
     seconds: float = 0.0
+    has_found: bool = False
 
     @property
     def is_precompiled(self) -> bool:
@@ -235,9 +237,10 @@ def _graphs_made(
         if not serves:
             forget_graphs()
             with out_of_stored_files():
-                traced = trace(graphs.anew(), copies)
+                found = trace(graphs.anew(), copies)
         if not why:
-            return Answer(artifacts.write_cached(*copies(), traced.tracing_s, reason), reason, traced=traced)
+            seconds = traced.tracing_s if serves else found.tracing_s
+            return Answer(artifacts.write_cached(*copies(), seconds, reason), reason, traced=traced)
     except (GraphNotStored, ArtifactError) as error:
         why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
     return Answer(reason=f"{reason}; {why}", traced=traced)

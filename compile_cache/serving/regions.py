@@ -129,13 +129,12 @@ class Regions:
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        making = self.policy.making  # a fork has another one
-        if making.acquire(blocking=False):
-            try:
-                self._others_at = read_counts()
-                self.policy.outgoing.hand_over(self.policy.outgoing.appeared())
-            finally:
-                making.release()
+        counts, outgoing = read_counts(), self.policy.outgoing
+        if not self.is_compiling:
+            others = outgoing.appeared()
+            if not self.is_compiling:  # it takes longer than to look at a directory
+                self._others_at = counts
+                outgoing.hand_over(others)
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:
         """Those that no warm boot will read: candidates that autotuning did not choose."""

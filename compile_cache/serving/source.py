@@ -105,10 +105,10 @@ class Source:
         log.info("compile.begin region=%s", self._report.name)
         before, started = read_counts(), time.perf_counter()
         made = make(self._policy.artifacts, self._graphs, shadow.copied)
-        self._hand_over(self._policy.outgoing.appeared(), made.path)
+        assert made.traced is not None  # in this process
+        self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        assert made.traced is not None  # in this process
         self._report.note_traced(read_counts().since(before), made.traced, started)
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
@@ -189,7 +189,8 @@ class Source:
             return
         answer = self._policy.take(name, order.result())
         # No code of this boot is compared with graphs of the second process.
-        self._hand_over(answer.files, answer.path, UNPROVED_S if answer.function is not None else 0.0)
+        wait_s = UNPROVED_S if answer.function is not None else 0.0
+        self._hand_over(answer.files, answer.path, answer.has_found, wait_s)
         if answer.function is None:
             self.give_up(case, answer.reason)
             if case.spec.open:  # calls of its sizes are looked at again, each for code of its own
@@ -199,14 +200,15 @@ class Source:
             self._report.note_made(answer)
             self._policy.moment.note(case, functools.partial(self._arrive, case, answer.function))
 
-    def _hand_over(self, files: Iterable[str], record: str, wait_s: float = UNPROVED_S) -> None:
+    def _hand_over(self, files: Iterable[str], record: str, has_found: bool, wait_s: float = UNPROVED_S) -> None:
         """Let what was made of a call be published, once its code was compared. `record` is empty if there is none. A
-        record that was written and then did not fit its own call is not published."""
+        record that was written and then did not fit its own call is not published. If it `has_found` graphs, those of
+        another version are this one's too."""
         outgoing = self._policy.outgoing
         others = {path for path in files if not has_artifacts([path])}
         outgoing.hand_over([record] if record else [], record, wait_s)
         outgoing.hand_over(others, self._report.name, wait_s)
-        if record and not any(path.startswith("fxgraph/") for path in others):  # its graphs were found
+        if record and has_found:
             outgoing.use(self._report.name)
 
     def release(self, case: Case) -> None:

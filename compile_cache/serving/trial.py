@@ -185,6 +185,8 @@ class Trials:
 
     def _put_off(self, case: Case, error: BaseException) -> None:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._policy.moment
+        if case.code is not None:
+            self._policy.outgoing.doubt(case.code.path)
         if case.put_off(moment.begun):
             # Predictors that replay recorded calls make no other call until there is something new.
             moment.note((case, "again"), lambda: not case.may_compare(moment.begun))

@@ -46,16 +46,15 @@ class Outgoing:
         self._known: set[str] = set()
         # By path: the owner, and the time from which the file may be published, on the clock of `time.monotonic`.
         self._handed_over: dict[str, tuple[str, float]] = {}
+        self._doubted: set[str] = set()
 
     def expect(self, paths: Iterable[str]) -> None:
         """Note files that somebody else is about to write: they do not count as `appeared`."""
         self._known.update(paths)
 
     def appeared(self, finished_ns: float = math.inf) -> set[str]:
-        """The files that have appeared since the last call. Files that were changed after `finished_ns` come later."""
-        new = self._directory.scan(finished_ns).keys() - self._known
-        self._known |= new
-        return new
+        """The files that nobody has handed over or expects. Files that were changed after `finished_ns` come later."""
+        return self._directory.scan(finished_ns).keys() - self._known - self.withheld
 
     def plant(self, seeds: Mapping[str, str]) -> None:
         """Take the files of another version. Those without an owner may be published: torch looks them up."""
@@ -78,6 +77,10 @@ class Outgoing:
         """Let the seeds of `owner` be published."""
         self.hand_over([path for path, other in self.seeds.items() if other == owner], owner)
 
+    def doubt(self, owner: str) -> None:
+        """Let the end of the process publish nothing of `owner` that waits: a check of it did not end."""
+        self._doubted.add(owner)
+
     def withdraw(self, owner: str) -> None:
         """Publish nothing more of `owner`."""
         self.withheld |= self._handed_over_by(owner) | ({owner} & self._known)
@@ -87,9 +90,12 @@ class Outgoing:
 
     def ready(self, is_ending: bool = False) -> dict[str, str]:
         """The files that may be published now, with their owners."""
-        now = math.inf if is_ending else time.monotonic()
-        handed_over = list(self._handed_over.items())
-        return {path: owner for path, (owner, due_s) in handed_over if due_s <= now and path not in self.withheld}
+        now, ready = time.monotonic(), {}
+        for path, (owner, due_s) in list(self._handed_over.items()):
+            is_due = due_s <= now or (is_ending and owner not in self._doubted)
+            if is_due and path not in self.withheld:
+                ready[path] = owner
+        return ready
 
 
 class CacheDirectory:
