@@ -83,6 +83,16 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
     assert orders(compiler)[-1].dynamic == ((0, 0),)
 
 
+def test_a_call_for_which_too_many_wait_is_eager_and_says_so(directory, monkeypatch):
+    monkeypatch.setattr("compile_cache.serving.source.RECOMPILE_LIMIT", 2)
+    block = build(WideBlock)
+    compiler = background(directory, block)
+    warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5)])
+    assert len(orders(compiler)) == 2
+    (region,) = compiler.by_class.values()
+    assert "eager for 5x16: cannot be compiled in a second process: too many calls wait" in region.report.reason
+
+
 def test_new_code_is_taken_between_two_predictions(directory):
     good, bad = build(NormBlock), build(CheatingBlock)
     compiler = background(directory, good, bad)

@@ -82,7 +82,7 @@ class Standing(enum.Enum):
 
     - TO_COMPARE: the code has to be compared on it.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
-    - DOES_NOT_FIT: it waited for code that then did not fit it, or no graph fitted its call.
+    - DOES_NOT_FIT: no graph fitted its call.
     """
 
     TO_COMPARE = "to compare"
@@ -136,16 +136,14 @@ class Case:
                         break
                     if self.standings[other] is Standing.TO_COMPARE:
                         del self.standings[other]
-            standing = self.standings.pop(module, Standing.TO_COMPARE)
-            fits_again = standing is Standing.DOES_NOT_FIT
-            self.standings[module] = Standing.TO_COMPARE if fits_again else standing
+            self.standings[module] = self.standings.pop(module, Standing.TO_COMPARE)
 
     def leave(self, module: nn.Module) -> None:
         """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
         fit again, as after an adapter was taken out."""
         with LOCK:
             if self._is_function and self.standings.get(module) is Standing.TO_COMPARE:
-                self.standings[module] = Standing.DOES_NOT_FIT
+                del self.standings[module]
 
     def miss(self, module: nn.Module) -> None:
         """Note that no graph fits a call of `module`. Its next call gets another case."""

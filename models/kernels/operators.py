@@ -7,7 +7,6 @@ Guide).
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -15,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-
-log = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
@@ -298,17 +295,6 @@ def power_of_2(number: int) -> int:
 def _can_overlap(device: int) -> bool:
     """Whether a kernel can start while its predecessor still runs."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OVERLAPPING_CAPABILITY
-
-
-def join_operators() -> None:
-    """Join these operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
-    compiler."""
-    try:
-        from models.kernels import token_graph
-    except ImportError as error:  # the module needs private names of torch
-        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
-        return
-    token_graph.join_operators()
 
 
 def is_compiler_imported() -> bool:

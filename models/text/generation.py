@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from compile_cache import Boot
-from models.kernels.operators import is_compiler_imported, join_operators
+from models.kernels.operators import is_compiler_imported
 from models.text.layers import settle_rope, use_rotary_tables, use_token_layers
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
-from models.text.steps import DecodeStep, Prefill, call_model
+from models.text.steps import DecodeStep, Prefill, call_model, join_operators
 
 log = logging.getLogger(__name__)
 

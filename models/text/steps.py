@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from models.kernels.operators import join_operators
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
+
+log = logging.getLogger(__name__)
 
 # The classes of which this process has made a model.
 _REGISTERED: set[type[PreTrainedModel]] = set()
@@ -98,3 +100,14 @@ def call_model(
     )
     logits: torch.Tensor = output.logits
     return logits[:, 0]
+
+
+def join_operators() -> None:
+    """Join these operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
+    compiler."""
+    try:
+        from models.kernels import graph_pass
+    except ImportError as error:  # the module needs private names of torch
+        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
+        return
+    graph_pass.join_operators()

@@ -19,8 +19,8 @@ import models.kernels
 from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.toolchain import configure_torch
 from models.kernels import operators, token_graph
+from models.kernels.graph_pass import JoinOperators, join_operators
 from models.kernels.operators import matrix_vector
-from models.kernels.token_graph import JoinOperators, join_operators
 from models.text.generation import Generator, Request
 from models.text.layers import use_token_layers
 
@@ -198,7 +198,7 @@ def test_another_pass_has_another_name_in_torchs_cache(monkeypatch, tmp_path):
 def test_a_torch_without_the_private_names_of_the_pass_serves_a_model_without_it(monkeypatch, caplog):
     expected = greedy(make("llama"), prompt(20), 20)
     monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-    monkeypatch.delitem(sys.modules, "models.kernels.token_graph")
+    monkeypatch.delitem(sys.modules, "models.kernels.graph_pass")
     monkeypatch.delattr(models.kernels, "token_graph")
     operators.join_operators()
     assert "torch._inductor.custom_graph_pass" in caplog.text
