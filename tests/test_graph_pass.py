@@ -18,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 import models.kernels
 from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.toolchain import configure_torch
-from models.kernels import operators, token_graph
+from models.kernels import graph_pass, operators
 from models.kernels.graph_pass import JoinOperators, join_operators
 from models.kernels.operators import matrix_vector
+from models.text import steps
 from models.text.generation import Generator, Request
 from models.text.layers import use_token_layers
 
@@ -186,7 +187,7 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
 
 def test_another_pass_has_another_name_in_torchs_cache(monkeypatch, tmp_path):
     names = {JoinOperators().uuid()}
-    for module in (token_graph, operators):
+    for module in (graph_pass, operators):
         changed = tmp_path / "changed.py"
         changed.write_text(Path(module.__file__).read_text() + "# changed")
         with monkeypatch.context() as patch:
@@ -199,7 +200,7 @@ def test_a_torch_without_the_private_names_of_the_pass_serves_a_model_without_it
     expected = greedy(make("llama"), prompt(20), 20)
     monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
     monkeypatch.delitem(sys.modules, "models.kernels.graph_pass")
-    monkeypatch.delattr(models.kernels, "token_graph")
-    operators.join_operators()
+    monkeypatch.delattr(models.kernels, "graph_pass")
+    steps.join_operators()
     assert "torch._inductor.custom_graph_pass" in caplog.text
     assert list(Generator(make("llama"), 64, (48,)).tokens(Request(prompt(20), 20))) == expected
