@@ -1,4 +1,4 @@
-"""What a boot leaves out when it loads compiled functions: imports, and digests of sources.
+"""What a boot leaves out when it loads compiled functions: imports, digests of sources, and copies.
 
 All of it is speed. Without this file, `aot.load_function` loads the same functions.
 
@@ -14,18 +14,23 @@ import functools
 import importlib.util
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock  # torch has imported it
 
 import torch
 import torch._inductor
 import torch._inductor.codecache
 import torch._inductor.config
+from torch._dynamo import guards as _guards
+from torch._subclasses import fake_tensor
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 
 _torch_key: Any = torch._inductor.codecache.torch_key
+guards: Any = _guards
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
@@ -50,7 +55,29 @@ _LOADER = (
 def lean() -> Iterator[None]:
     """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
     # Generated code asks for worker processes before it finds that its kernels exist.
-    with torch._inductor.config.patch(compile_threads=1), without_compiler():
+    with torch._inductor.config.patch(compile_threads=1), without_compiler(), _without_waste():
+        yield
+
+
+@contextlib.contextmanager
+def _without_waste() -> Iterator[None]:
+    """Leave out what torch makes while it loads a function, and nothing here reads: for each guard the line of code
+    that explains it, for each tensor in a guard a stack trace, and a copy of the function to store it again.
+
+    A block has too few guards for a difference; Llama 3.1 8B's functions load in 0.9 s in place of 1.2 to 1.6 s (H200).
+    """
+
+    def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
+        return [code_parts] if isinstance(code_parts, str) else code_parts
+
+    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
+    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
+    stacks = types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})
+    with (
+        mock.patch.object(guards, "get_verbose_code_parts", code_alone, create=True),
+        mock.patch.object(fake_tensor, "traceback", stacks, create=True),
+        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
+    ):
         yield
 
 
