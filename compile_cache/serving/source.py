@@ -212,12 +212,11 @@ class Source:
             outgoing.use(self._report.name)
 
     def release(self, case: Case) -> None:
-        """Let the files of code that has passed on an instance be published; those of a function once it has passed on
-        all, after a note for later boots."""
+        """Let the files of code that has passed be published; those of a function after a note for later boots."""
         if case.code is not None and not case.code.path:
             for owner in tuple(self._owners):  # another thread may be making code
                 self._policy.outgoing.release(owner)
-        elif case.code is not None and case.has_passed:
+        elif case.code is not None:
             self._policy.mark_compared(case.code.path)
             self._policy.outgoing.release(self._report.name)
 

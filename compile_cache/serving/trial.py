@@ -185,7 +185,7 @@ class Trials:
 
     def _put_off(self, case: Case, error: BaseException) -> None:
         reason, moment = f"not compared with eager: {Failure(error).reason}", self._policy.moment
-        if case.code is not None:
+        if case.code is not None and case.code.path:  # the files of graphs have other owners
             self._policy.outgoing.doubt(case.code.path)
         if case.put_off(moment.begun):
             # Predictors that replay recorded calls make no other call until there is something new.
