@@ -15,8 +15,10 @@ from models.text.steps import prepare_process
 
 
 @pytest.fixture(autouse=True)
-def _configured():
+def _configured(monkeypatch):
+    """A preparation that stayed registered would be part of every later test's state."""
     configure_torch()
+    monkeypatch.setattr("compile_cache.inductor.state._registered", {})
 
 
 def test_preparations_are_called_once_in_order_and_what_they_set_stays():

@@ -80,18 +80,20 @@ def ask(server: CogServer, request: dict[str, Any], states: set[str], until_comp
     predictions: list[dict[str, Any]] = []
     deadline = time.monotonic() + PATIENCE_S
     while not predictions or (until_compiled and not is_compiled(predictions[-1])):
-        done = orders_done(server)
         predictions.append(server.predict(**request))
         states |= server.states_until_ready()
+        time.sleep(PAUSE_S)
         # More requests would take the CPU that compiles.
-        while until_compiled and orders_done(server) < done + metrics(predictions[-1])["compiling"]:
+        while until_compiled and is_waiting(server):
             assert time.monotonic() < deadline, server.log.read_text()[-4000:]
             time.sleep(PAUSE_S)
     return predictions
 
 
-def orders_done(server: CogServer) -> int:
-    return server.log.read_text().count("background.done")
+def is_waiting(server: CogServer) -> bool:
+    """Whether the second process has not answered its first order, or has others."""
+    answers = [line for line in server.log.read_text().splitlines() if "background.done" in line]
+    return not answers or "waiting=0 " not in answers[-1]
 
 
 def serve(folder: Path, demo: Demo, until_compiled: bool) -> Served:
