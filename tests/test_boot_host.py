@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from boots import run_boot, settings
+from boots import python_path, run_boot, settings
 
 from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
@@ -120,6 +120,23 @@ def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_set
     assert "Set COMPILE_CACHE_DIR to a folder on another mount" in warning
     assert report["restore"]["outcome"] == "off"
     assert not (tmp_path / "store").exists()
+
+
+# Bytecode
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_package_whose_source_is_compiled_in_each_boot_is_named(tmp_path, writes):
+    package = tmp_path / "site" / "diffusers" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    program = "import compile_cache, diffusers\nwith compile_cache.boot('my-model'): pass"
+    environ = settings(tmp_path, scope="off") | {"PYTHONDONTWRITEBYTECODE": "" if writes else "1"}
+    environ["PYTHONPATH"] = python_path(package.parent.parent)
+    run(program, environ=environ)
+    warnings = json.loads((tmp_path / "report.json").read_text())["warnings"]
+    named = [warning for warning in warnings if "compiles the Python source of diffusers," in warning]
+    assert len(named) == (not writes), warnings
 
 
 # Users

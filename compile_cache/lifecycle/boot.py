@@ -310,11 +310,11 @@ class Boot:
                     self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
-        from compile_cache.lifecycle.host import process_age_s
+        from compile_cache.lifecycle.host import bytecode_warnings, process_age_s
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation
-        for warning in self._regions.left_eager_warnings() if self._regions else ():
+        for warning in [*(self._regions.left_eager_warnings() if self._regions else ()), *bytecode_warnings()]:
             self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
         with self._degrading("count what was compiled"):

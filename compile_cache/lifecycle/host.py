@@ -22,6 +22,8 @@ from compile_cache.storage.directory import CacheDirectory
 
 log = logging.getLogger("compile_cache")
 
+# Of a boot's packages, those with thousands of source files.
+_LARGE_PACKAGES = ("torch", "transformers", "diffusers")
 _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # in getpass.getuser's order
 # In the command line of Cog's server (python -m cog.server.http), the parent of the process that boots.
 _SERVER = b"cog.server.http"
@@ -85,6 +87,18 @@ def process_age_s() -> float:
     with open("/proc/self/stat") as file:
         started_ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bytecode_warnings() -> list[str]:
+    """A warning if Python compiles the source of a large package in each boot, because nothing keeps its bytecode."""
+    specs = [module.__spec__ for name in _LARGE_PACKAGES if (module := sys.modules.get(name)) and module.__spec__]
+    missing = [spec.name for spec in specs if spec.cached and not os.path.exists(spec.cached)]
+    if not missing:
+        return []
+    return [
+        f"Each boot compiles the Python source of {' and '.join(missing)}, which takes seconds: there is no bytecode, "
+        "and none was written. Run `python -m compileall` over site-packages when the image is built."
+    ]
 
 
 def show_log() -> None:
