@@ -53,6 +53,7 @@ def test_process_has_the_servers_path_and_folder_and_gives_way_to_everybody(star
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "no:such:folder"))
     monkeypatch.setenv("BACKGROUND_SECRET", "of the server alone")
+    marked.environ["KEEPS_PRIORITY"] = "yes"
     limits = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
     try:

@@ -123,10 +123,9 @@ def _give_way() -> None:
     """Leave the CPU to predictions, and let a crash leave no core file."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
     with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
-    # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+        niceness = os.nice(_NICENESS)
+        # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
+        Path("/proc/self/autogroup").write_text(str(niceness))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
