@@ -182,8 +182,10 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     assert not fits(found, block, tensor())
 
 
-@pytest.mark.parametrize("place", ["attribute", "list", "dict", "nested"])
-@pytest.mark.parametrize("kind", blocks.OBJECTS)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*((kind, "nested") for kind in blocks.OBJECTS), ("object", "attribute"), ("object", "list"), ("object", "dict")],
+)
 def test_which_object_a_module_has_is_checked_in_every_call(tmp_path, kind, place):
     """torch has no guard on it."""
     expected = [eager(build(blocks.Asking, kind, place, number), tensor()) for number in (0, 1)]
