@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import io
 import json
 import shutil
 import signal
@@ -33,12 +34,13 @@ import numpy
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from fresh_boot import boot_environment, conclude, new_log
-from real_predictors import apart, file_for, jobs, wait_published
+from real_predictors import apart, data_url, file_for, jobs, wait_published
 from servers import MARK, wait_gone, with_tini
 from table import markdown
 
 EXAMPLES = Path(__file__).resolve().parent
 BOOTS = ("off", "first", "second", "third")
+_RATE = 16000
 _READY_S = 900.0
 _COMPILED_S = 1800.0
 _EXIT_S = 15.0
@@ -51,16 +53,30 @@ _ROUNDS = 3  # after all is compiled: new code is compared in one, and serves fr
 class Case:
     """One model of an example.
 
-    `model` is its function in tiny_models.py, `requests` are the inputs of each request, where `sound 2` and
-    `picture 64 80` stand for files. `numbers` makes what is compared of an answer's output.
+    `model` is its function in tiny_models.py. `requests` makes the inputs of each request, in which `picture 64 80`
+    stands for a file. `numbers` makes what is compared of an answer's output.
     """
 
     model: str
-    requests: tuple[Mapping[str, Any], ...]
+    requests: Callable[[], Sequence[Mapping[str, Any]]]
     numbers: Callable[[Any], Any]
     predictor: str = "predict.py:Predictor"
     environ: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 1e-5
+
+
+def recording(container: str, codec: str, seconds: int) -> str:
+    """The data URL of noise, encoded."""
+    import av
+
+    file = io.BytesIO()
+    noise = numpy.random.default_rng(0).normal(0.0, 0.2, (1, _RATE * seconds)).astype("f4")
+    frame = av.AudioFrame.from_ndarray(noise, "fltp", "mono")
+    frame.rate = _RATE
+    with av.open(file, "w", container) as writer:
+        stream = writer.add_stream(codec, rate=_RATE, layout="mono")
+        writer.mux([*stream.encode(frame), *stream.encode(None)])
+    return data_url("application/octet-stream", file)
 
 
 def vectors(output: Sequence[str]) -> Any:
@@ -68,18 +84,33 @@ def vectors(output: Sequence[str]) -> Any:
     return numpy.stack([numpy.frombuffer(base64.b64decode(text), "<f4") for text in output])
 
 
+def heard(output: Mapping[str, Any]) -> str:
+    """Words and times."""
+    return json.dumps(output)
+
+
 _TEXTS = ["query: how a cache is filled", "passage: By the first boot, after READY.", "query: why"]
 _LENGTHS = {"LENGTHS": "16,48", "BATCHES": "1,4"}
 CASES: dict[str, tuple[Case, ...]] = {
     "embeddings": (
-        Case("modernbert", ({"texts": _TEXTS}, {"texts": _TEXTS[2:]}), vectors, environ=_LENGTHS),
-        Case("e5", ({"texts": _TEXTS}, {"texts": _TEXTS[2:]}, {"texts": ["x" * 99] * 9}), vectors, environ=_LENGTHS),
+        Case("modernbert", lambda: ({"texts": _TEXTS}, {"texts": _TEXTS[2:]}), vectors, environ=_LENGTHS),
+        Case("e5", lambda: ({"texts": _TEXTS}, {"texts": ["x" * 99] * 9}), vectors, environ=_LENGTHS),
         Case(
             "siglip",
-            ({"images": ["picture 64 80", "picture 30 20"], "texts": ["a lighthouse"]}, {"texts": ["two", "otters"]}),
+            lambda: ({"images": ["picture 64 80", "picture 30 20"]}, {"texts": ["a lighthouse"]}),
             vectors,
             "pictures.py:Predictor",
             {"BATCHES": "1,4"},
+        ),
+    ),
+    "speech": (
+        Case(
+            "whisper",
+            lambda: (
+                {"audio": recording("mp3", "mp3", 5)},
+                {"audio": recording("ipod", "aac", 70), "language": "en", "task": "translate"},
+            ),
+            heard,
         ),
     ),
 }
@@ -146,13 +177,14 @@ def boot(example: str, case: Case, kind: str, work: Path, cold_start: str) -> Bo
         MARK: str(log),
     }
     answers, metrics = [], []
+    requests = with_files(case.requests())
     began = time.monotonic()
     with with_tini(case.predictor, log, environ, EXAMPLES / example) as server:
         server.wait_ready(_READY_S)
         ready_s = time.monotonic() - began
         left = 1 if kind == "off" else _ROUNDS
         while left:
-            found = [server.predict(**with_files(one)) for one in case.requests]
+            found = [server.predict(**inputs) for inputs in requests]
             if errors := [one["error"] for one in found if one["status"] != "succeeded"]:
                 raise RuntimeError(f"{example}, {kind}: {errors[0]}; see {log}")
             answers.append([case.numbers(one["output"]) for one in found])
@@ -174,7 +206,7 @@ def with_files(value: Any) -> Any:
     """The inputs of a request, with data URLs in place of words for files."""
     if isinstance(value, Mapping):
         return {name: with_files(part) for name, part in value.items()}
-    return [with_files(part) for part in value] if isinstance(value, list) else file_for(value)
+    return [with_files(part) for part in value] if isinstance(value, list | tuple) else file_for(value)
 
 
 def check(name: str, case: Case, boots: Mapping[str, Boot]) -> dict[str, bool]:

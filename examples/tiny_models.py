@@ -81,7 +81,37 @@ def siglip(folder: Path) -> None:
     transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
-MODELS: dict[str, Callable[[Path], None]] = {one.__name__: one for one in (modernbert, e5, siglip)}
+def whisper(folder: Path) -> None:
+    """Whisper with all that a request may ask of it: languages, tasks, times. A text has 32 tokens at most."""
+    special = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+    special += ["<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special, *(f"<|{n / 50:.2f}|>" for n in range(1501))]
+    ids = {word: number for number, word in enumerate(words)}
+    end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
+    tokens = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
+    widths = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 128}
+    towers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.WhisperConfig(**widths, **towers, **tokens, vocab_size=len(ids), max_target_positions=32)
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config = transformers.GenerationConfig(
+        **tokens,
+        max_length=config.max_target_positions,
+        is_multilingual=True,
+        lang_to_id={name: ids[name] for name in ("<|en|>", "<|de|>")},
+        task_to_id={name: ids[f"<|{name}|>"] for name in ("translate", "transcribe")},
+        no_timestamps_token_id=ids["<|notimestamps|>"],
+        prev_sot_token_id=ids["<|startofprev|>"],
+        max_initial_timestamp_index=50,
+        return_timestamps=True,
+    )
+    model.save_pretrained(folder)
+    tokenizer = transformers.WhisperTokenizer(vocab=ids, merges=[], pad_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    sounds = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+    transformers.WhisperProcessor(sounds, tokenizer).save_pretrained(folder)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {one.__name__: one for one in (modernbert, e5, siglip, whisper)}
 
 
 def main() -> None:
