@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             lambda: ({"images": ["picture 64 80", "picture 30 20"]}, {"texts": ["a lighthouse"]}),
             vectors,
             "pictures.py:Predictor",
-            {"BATCHES": "1,4"},
+            {"BATCHES": "2"},
         ),
     ),
     "speech": (
