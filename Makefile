@@ -18,7 +18,7 @@ SOAKS := "soak_publish.py --rounds 200" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 
-.PHONY: setup demo test examples container soak lint types clean
+.PHONY: setup wheel demo test examples container soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,12 +26,16 @@ help:
 	@echo "make test        run the whole test suite"
 	@echo "make examples    boot the examples in Cog servers with tiny weights; one alone: make examples EXAMPLE=speech"
 	@echo "make setup       the environment alone, in .venv"
+	@echo "make wheel       the library for other projects, in dist"
 	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
 	@echo "make soak        servers and the store under load and faults, in full"
 	@echo "make lint        ruff"
 	@echo "make types       mypy"
 
 setup: $(READY)
+
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 demo: $(READY)
 	$(BIN)/python demo/run_demo.py

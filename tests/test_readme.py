@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from boots import Booted, assert_fully_warm
+from boots import Booted, assert_fully_warm, python_path
 from cog_server import PROJECT, CogServer
 
 from compile_cache.cli.fill_command import read_project
-from compile_cache.settings import Settings
+from compile_cache.settings import VERSION, Settings
 from models.image.settings import ImageSettings
 
 README = (PROJECT / "README.md").read_text()
@@ -56,8 +58,11 @@ def configuration(folder: Path, bucket: str) -> str:
 
 
 def write_own_predictor(folder: Path, bucket: str) -> None:
-    """As the README says: copy compile_cache/ beside your predict.py, and add six lines."""
-    shutil.copytree(PROJECT / "compile_cache", folder / "compile_cache")
+    """As the README says: install the library's wheel, and add six lines to your predict.py."""
+    subprocess.run(["make", "-C", PROJECT, "wheel", f"PYTHON={sys.executable}"], check=True)
+    wheel = PROJECT / "dist" / f"cog_compile_cache-{VERSION}-py3-none-any.whl"
+    install = ["install", "--quiet", "--no-deps", "--target", folder / "site", wheel]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     (folder / "predict.py").write_text(replaced(block("python", "compile_cache.boot"), OWN_PREDICTOR))
     (folder / "cog.yaml").write_text(f'{configuration(folder, bucket)}run: "predict.py:Predictor"\n')
 
@@ -67,7 +72,7 @@ def boot(folder: Path, environ: dict[str, str]) -> Booted:
     shutil.rmtree(folder / "cache", ignore_errors=True)
     predictor, variables = read_project(folder, None)
     report = folder / "report.json"
-    given = {"COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
+    given = {"COMPILE_CACHE_REPORT": str(report), "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path(folder / "site")}
     variables = {**variables, **given, **environ}
     with CogServer(predictor, folder / "server.log", variables, folder) as server:
         server.wait_ready()
