@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
-from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.lifecycle.prediction import Prediction, call_as_cog
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline, noted
 from compile_cache.torch_threads import end_at_exit
@@ -235,8 +235,6 @@ class Boot:
         Raises:
             Exception: any error of `call`.
         """
-        from compile_cache.lifecycle.warm_up import call_as_cog
-
         if self._regions is not None and self._settings.setup_budget_s:
             age_s = time.perf_counter() - self._started
             self._regions.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
