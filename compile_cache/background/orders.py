@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,14 @@ _REWRITTEN = (".best_config",)
 
 
 class Orders:
-    """The orders of a boot: `queue`. They begin once released, at READY."""
+    """The orders of a boot: `queue`. They begin once `released` is set, at READY."""
 
-    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
+    def __init__(self, settings: Settings, directory: CacheDirectory, released: threading.Event) -> None:
         self._settings = settings
         self._directory = directory
         self._workshop = Workshop(directory)
         self._log = directory.logs / "compiling.log"
-        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
+        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S, released)
 
     def pack(
         self, name: str, call: tuple[nn.Module, Any, Any], dynamic: Dimensions, rank: int, shares_weights: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 import os
 import sys
 import threading
@@ -235,13 +236,12 @@ class Boot:
         Raises:
             Exception: any error of `call`.
         """
-        if self._regions is not None and self._settings.setup_budget_s:
-            age_s = time.perf_counter() - self._started
-            self._regions.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
+        left_s = self._settings.setup_budget_s - (time.perf_counter() - self._started)
+        until_s = time.monotonic() + left_s if self._settings.setup_budget_s else math.inf
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
-                with self._regions.watching() if self._regions else contextlib.nullcontext():
+                with self._regions.watching(until_s) if self._regions else contextlib.nullcontext():
                     call_as_cog(call, inputs)
                 after = read_counts()
                 if after.misses == before.misses:

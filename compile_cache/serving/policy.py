@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
-_TRACING_S = 15.0
-_COMPILER_S = 3.0
+# The most that a setup takes to trace graphs out of stored files. With the import of the compiler, which takes 3 s, it
+# is 15 s.
+_TRACING_S = 12.0
 # Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
 # in which no region is called, between two predictions or while the GPU works, but not for long.
 _GAP_S = 0.1
@@ -52,7 +52,7 @@ class Policy:
     `artifacts` is None until torch's compiler is imported, and if nothing may be compiled ahead of time. The compiler
     is imported at once; if a second process compiles and nothing was restored, when the first artifact arrives.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
-    `why_no_orders` says why nothing can be ordered from the second process; empty if it can.
+    `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Policy:
         self.making = threading.Lock()
         self.artifacts: Artifacts | None = None
         self.compiles_until_s: float | None = None
-        self.why_no_orders = "" if settings.precompile else "nothing may be compiled ahead of time"
         self.why_not_precompiled = ""
-        self._tracing_s = _TRACING_S
-        self._orders: Orders | None = None
-        self._is_released = False
+        self.tracing_s = _TRACING_S
+        # The orders, or why there can be none; None until the first one.
+        self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
+        self._released = threading.Event()
         self._opening = threading.Lock()
         self._is_open = False
         self.outgoing = directory.outgoing
@@ -162,14 +162,6 @@ class Policy:
             self.outgoing.use(type(module).__name__)
         return record
 
-    def may_trace(self, seconds: float) -> bool:
-        """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
-        return seconds + _COMPILER_S * (self._tracing_s == _TRACING_S) <= self._tracing_s
-
-    def note_traced(self, seconds: float) -> None:
-        """Take seconds from what the setup may spend on tracing."""
-        self._tracing_s -= seconds + _COMPILER_S * (self._tracing_s == _TRACING_S)
-
     def graphs(self, name: str) -> Graphs:
         """A maker of graphs for one class. Imports torch's compiler."""
         self.open()
@@ -190,16 +182,14 @@ class Policy:
             return None
         return contextlib.nullcontext() if self.for_new_kinds() == "block" else out_of_stored_files()
 
-    def orders(self) -> Orders | None:
-        """The calls for the second process; None if there can be none, and `why_no_orders`."""
-        if self._orders is None and not self.why_no_orders:
+    def orders(self) -> Orders | str:
+        """The calls for the second process; why there can be none otherwise."""
+        if self._orders is None:
             from compile_cache.background.orders import Orders
 
             with self._opening:
                 if self._orders is None:
-                    self._orders = Orders(self._settings, self._directory)
-                    if self._is_released:
-                        self._orders.queue.release()
+                    self._orders = Orders(self._settings, self._directory, self._released)
         return self._orders
 
     def take(self, name: str, answer: Answer) -> Answer:
@@ -212,8 +202,7 @@ class Policy:
 
     def _taken(self, name: str, answer: Answer) -> Answer:
         orders = self.orders()
-        if orders is None:
-            raise ArtifactError(self.why_no_orders)
+        assert not isinstance(orders, str)  # it has answered
         self._wait_for_gap()
         if not answer.is_precompiled:  # the files of graphs
             orders.take(answer)
@@ -237,23 +226,20 @@ class Policy:
 
     def release(self) -> None:
         """Let the second process begin. Called at READY."""
-        with self._opening:
-            self._is_released = True
-            if self._orders is not None:
-                self._orders.queue.release()
+        self._released.set()
 
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._orders.queue.waiting if self._orders else 0
+        return 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._orders is None or self._orders.queue.wait(timeout_s)
+        return isinstance(self._orders, str | None) or self._orders.queue.wait(timeout_s)
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold."""
-        self.why_no_orders, self._orders = reason, None
-        self.making, self._opening = threading.Lock(), threading.Lock()
+        self._orders = reason
+        self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
         self.moment.forget_threads()
         self.moment.pass_by()  # what has arrived is taken

@@ -40,7 +40,6 @@ class Regions:
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
         self._left_eager: dict[str, RegionReport] = {}
-        self._deadline_s = math.inf
         _all.add(self)
 
     def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
@@ -91,18 +90,15 @@ class Regions:
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.by_class.values()))
 
-    def hurry(self, deadline_s: float) -> None:
-        """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
-        self._deadline_s = deadline_s
-
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """While the context lasts, calls are the warm-up's."""
+    def watching(self, until_s: float = math.inf) -> Iterator[None]:
+        """While the context lasts, calls are the warm-up's. From `until_s` of `time.monotonic` on, only the second
+        process compiles for them."""
         policy = self.policy
         policy.configure()
         if policy.artifacts is not None:
             policy.artifacts.forget_options()
-        policy.compiles_until_s = self._deadline_s
+        policy.compiles_until_s = until_s
         others = self._graphs_of_others()
         try:
             yield

@@ -68,7 +68,7 @@ class Source:
         if what == "block":
             return functools.partial(self._made, found)
         if record := policy.record_to_trace(case.spec, module, args, kwargs):
-            if policy.may_trace(record.seconds):
+            if record.seconds <= policy.tracing_s:
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
             self.give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
@@ -128,7 +128,7 @@ class Source:
         from compile_cache.inductor.make import out_of_stored_files, trace
 
         before, started = read_counts(), time.perf_counter()
-        self._policy.note_traced(record.seconds)
+        self._policy.tracing_s -= record.seconds
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)
@@ -166,8 +166,8 @@ class Source:
     def pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._policy.orders()
-        if orders is None or orders.queue.waiting >= RECOMPILE_LIMIT:
-            raise NotHandedOver("too many calls wait" if orders is not None else self._policy.why_no_orders)
+        if isinstance(orders, str) or orders.queue.waiting >= RECOMPILE_LIMIT:
+            raise NotHandedOver(orders if isinstance(orders, str) else "too many calls wait")
         name = f"{self._report.name} {case.spec}"
         order = orders.pack(name, (module, args, kwargs), case.spec.open, self._rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
