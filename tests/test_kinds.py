@@ -16,7 +16,7 @@ from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 class Code:
     """Code that fits the calls of which `fitting` is true."""
 
-    step, path = "precompiled", "made.aot"
+    path = "made.aot"
 
     def __init__(self, fitting: Callable[..., bool]) -> None:
         self._fitting = fitting
@@ -98,7 +98,7 @@ def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared
     for number in range(8):
         cases.append(case_of(kinds, module, number))
         graphs = Code(lambda number: True)
-        graphs.step = "compiled"
+        graphs.path = ""
         arrive(cases[-1], graphs)
         serve(cases[-1], module)
     assert len(set(map(id, cases))) == 8
@@ -110,7 +110,7 @@ def test_an_instance_that_no_graph_fitted_gets_another_case():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
     case = case_of(kinds, module, 1)
     graphs = Code(lambda number: True)
-    graphs.step = "compiled"
+    graphs.path = ""
     arrive(case, graphs)
     case.standings[module] = Standing.DOES_NOT_FIT
     assert case_of(kinds, module, 1) is not case

@@ -80,8 +80,6 @@ class _Accepted(NamedTuple):
 class Precompiled:
     """A loaded compiled function, for all modules and inputs that it fits. `path` is its file."""
 
-    step = "precompiled"
-
     def __init__(self, path: str, record: Record, payload: bytes) -> None:
         """Unpickle `payload`, which must be verified.
 

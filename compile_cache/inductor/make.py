@@ -151,12 +151,12 @@ class Graphs:
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The graph or graphs of `torch.compile` for some calls. `tracing` gives the context in which a comparison may add
-    some: compile them, or take them out of stored files. It gives None if a comparison may add none."""
+    some: compile them, or take them out of stored files. It gives None if a comparison may add none. `path` is empty:
+    graphs lie in files of Inductor's, and only a function has one of its own."""
 
     graphs: Graphs
     is_whole: bool
     tracing: Callable[[], contextlib.AbstractContextManager[None] | None]
-    step: str = "compiled"
     path: str = ""
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

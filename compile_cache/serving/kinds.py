@@ -153,7 +153,7 @@ class Case:
     @property
     def _is_function(self) -> bool:
         """Whether its code is a function, which can be asked what it fits."""
-        return self.state in WITH_CODE and self.code is not None and self.code.step == "precompiled"
+        return self.state in WITH_CODE and self.code is not None and bool(self.code.path)
 
     @property
     def serves_any(self) -> bool:

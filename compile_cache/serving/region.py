@@ -9,9 +9,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,6 @@ from compile_cache.calls.spec import (
     likeness,
     modes,
     overlaps_of,
-    reachable_sizes,
     serve_by,
     top_sizes,
     why_eager,
@@ -35,8 +32,8 @@ from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import GROWS, Source
-from compile_cache.serving.trial import Trials, grows
+from compile_cache.serving.source import Source
+from compile_cache.serving.trial import Trials
 
 if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
@@ -142,8 +139,10 @@ class Region:
             self._explain_eager(case.reason)
             return self.trials.serve_eager(module, args, kwargs)
         if case.move(State.CLAIMED):
-            with _claimed(case):
+            try:
                 return self._serve_new(case, module, args, kwargs, like)
+            finally:
+                case.move(State.NEW)  # if nothing was found, made or ordered
         return self._serve_known(case, module, args, kwargs, like)
 
     def _serve_known(self, case: Case, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
@@ -176,11 +175,12 @@ class Region:
 
     def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any, like: Any = None) -> Any:
         """Serve a call by code that was compared on this instance, and is taken."""
-        self.served[code.step] += 1
+        step = "precompiled" if code.path else "compiled"
+        self.served[step] += 1
         try:
             return code(module, args, kwargs)
         except NoGraph:
-            self.served[code.step] -= 1
+            self.served[step] -= 1
             if not self._policy.making.locked():  # a thread that traces hides all graphs
                 if self._policy.may_add_graphs:
                     case.miss(module)
@@ -189,7 +189,7 @@ class Region:
                     self._settle(module, like, _EAGER)
             return self.trials.serve_eager(module, args, kwargs)
         except AssertionError as error:
-            if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
+            if code.path:  # generated code asserts the strides that it was compiled for
                 self.source.drop(case, f"AssertionError: {first_line(error)}")
             raise
 
@@ -202,11 +202,9 @@ class Region:
             self.trials.let_serve(case, module)
         if case.state is not State.CLAIMED:
             return self._serve_known(case, module, args, kwargs, like)
-        sizes, order = reachable_sizes(module, args, kwargs), attempt(self.source.pack, case, module, args, kwargs)
-        answer = self.trials.serve_eager(module, args, kwargs)
-        if grows(sizes, module, args, kwargs):
-            self.source.give_up(case, GROWS, State.GROWING)
-        else:
+        order = attempt(self.source.pack, case, module, args, kwargs)
+        answer = self.trials.serve_eager(module, args, kwargs, case)
+        if case.state is State.CLAIMED:
             self.source.order(case, order)
         return answer
 
@@ -236,12 +234,3 @@ def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
     except Exception as error:  # a guard reads any object of the model's
         log.info("precompiled.not_checked artifact=%s error=%r", code.path, error)
         return False
-
-
-@contextlib.contextmanager
-def _claimed(case: Case) -> Iterator[None]:
-    """Make a claimed case NEW again, if nothing was found, made or ordered in the context."""
-    try:
-        yield
-    finally:
-        case.move(State.NEW)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
-
 
 class Source:
     """Where the code of one region's kinds comes from, and when its files may be published.
@@ -52,8 +50,8 @@ class Source:
         self._owners = {report.name}
 
     def maker(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[Shadow], Code] | None:
-        """What the policy says for a claimed case: the case has code afterwards, or is EAGER, or the result makes its
-        code. None with a case that is still claimed: it is to be ordered.
+        """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
+        case's state says what is next: it has code, is EAGER, or is still CLAIMED, and is to be ordered.
 
         Raises:
             UnseenCallError: the policy is `error`.

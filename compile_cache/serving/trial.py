@@ -24,13 +24,15 @@ from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import GROWS, Source
+from compile_cache.serving.source import Source
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
+
+_GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
 class Trials:
@@ -82,10 +84,17 @@ class Trials:
             )
         return answer
 
-    def serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call by the model's own code."""
+    def serve_eager(self, module: nn.Module, args: Any, kwargs: Any, claimed: Case | None = None) -> Any:
+        """Serve a call by the model's own code. The first call of a `claimed` case shows whether such calls change the
+        size of a tensor that they can reach, as of a cache that grows."""
+        sizes = reachable_sizes(module, args, kwargs) if claimed is not None else []
         self.served["eager"] += 1
-        return call_region(module, args, kwargs)
+        answer = call_region(module, args, kwargs)
+        if claimed is not None:
+            now = reachable_sizes(module, args, kwargs)
+            if len(now) == len(sizes) and now != sizes:
+                self._source.give_up(claimed, _GROWS, State.GROWING)
+        return answer
 
     def _begin(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
         """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
@@ -111,20 +120,16 @@ class Trials:
         kwargs: Any,
         maker: Callable[[Shadow], Code] | None,
     ) -> Any:
-        sizes = reachable_sizes(module, args, kwargs) if maker else []
-        self.served["eager"] += 1
         try:
-            answer = comparison.eager()
+            answer = self.serve_eager(module, args, kwargs, case if maker else None)
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
                 self._put_off(case, error)
             raise
-        if maker is not None:
-            if grows(sizes, module, args, kwargs):
-                self._source.give_up(case, GROWS, State.GROWING)
-            else:
-                self._source.make(case, maker, comparison.pristine)
+        comparison.expect(answer)
+        if maker is not None and case.state is State.CLAIMED:
+            self._source.make(case, maker, comparison.pristine)
         code = case.code
         # Of code that was just made, only the copy was asked whether it fits.
         if code is not None and not (maker and code.misfit(module, args, kwargs)):
@@ -135,7 +140,7 @@ class Trials:
         """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
         error of graphs, as one of this instance alone."""
         try:
-            with self._policy.moment.alone() if comparison.drew else contextlib.nullcontext(True) as is_alone:
+            with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
                 if not is_alone:
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
@@ -175,7 +180,7 @@ class Trials:
         at once."""
         if not case.has_passed:
             return case.state is State.ARRIVED
-        if case.code is not None and case.code.step != "precompiled":
+        if case.code is not None and not case.code.path:
             case.move(State.CACHED)
         elif case.move(State.PRECOMPILED):
             self._report.take_step("precompiled")
@@ -193,9 +198,3 @@ class Trials:
         else:
             self._source.give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
-
-
-def grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a call that could reach tensors of these `sizes` has changed one, as a cache that grows."""
-    now = reachable_sizes(module, args, kwargs)
-    return len(now) == len(sizes) and now != sizes
