@@ -64,7 +64,7 @@ class Orders:
         """Queue an order whose call this thread has just served eager.
 
         Raises:
-            StateNotTaken: another process cannot have the state that the call depends on.
+            NotHandedOver: another process cannot have the state that the call depends on.
         """
         order.state = ServerState.take(order.is_on_gpu)
         self.queue.put(order)
