@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.storages import Handle, forget_freed, share
 from compile_cache.calls.tensors import (
+    Handle,
     TensorDescriber,
     UsedStorage,
     layout,
@@ -35,6 +36,13 @@ from compile_cache.importable import find, named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
+# The handles of CUDA memory that another process maps, by the address of torch's record of a storage. A weak reference
+# keeps that address taken. Handles are reused because each takes one of torch's 1,000 events: when these are used up,
+# sharing waits for the device.
+#
+# torch counts the users of such memory in a file of the sender in /dev/shm. A killed receiver is never subtracted, so
+# the sender could not free that memory again. Only memory that lasts as long as the sender is shared.
+_shared: dict[int, tuple[StorageWeakRef, Handle]] = {}
 # The dictionaries in which a module keeps its parts.
 _INNER = ("_parameters", "_buffers", "_modules")
 
@@ -68,17 +76,35 @@ def hand_over(
 
 def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
     """The handles of those that can be shared, by number."""
-    forget_freed()
+    for address, (reference, _) in list(_shared.items()):
+        if reference.expired():  # type: ignore[no-untyped-call]
+            _shared.pop(address, None)
     handles: dict[int, Handle] = {}
     try:
         for used in storages:
-            handles[used.index] = share(used.storage)
+            handles[used.index] = _handle(used.storage)
     except RuntimeError as error:
         log.info(
             "background.unshared reason=%s The second process allocates its own copy of the weights.",
             first_line(error),
         )
     return handles
+
+
+def _handle(storage: torch.UntypedStorage) -> Handle:
+    """A handle of a whole storage. It is valid as long as the sender keeps the storage.
+
+    Raises:
+        RuntimeError: torch's allocator did not allocate the storage on a CUDA device, or cannot share it
+            (`expandable_segments`).
+    """
+    if storage.device.type != "cuda":
+        raise RuntimeError(f"it is on the device {storage.device}")
+    known = _shared.get(storage._cdata)
+    if known is None:
+        known = StorageWeakRef(storage), storage._share_cuda_()  # type: ignore[no-untyped-call]
+        _shared[storage._cdata] = known
+    return known[1]
 
 
 def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

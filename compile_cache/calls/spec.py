@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.storages import base_of, storage_key
+from compile_cache.calls.tensors import base_of, storage_key
 from compile_cache.errors import NoGraph
 
 # torch's own walk over nested containers, which Dynamo uses too.
