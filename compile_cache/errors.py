@@ -168,6 +168,15 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]
 
 
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error, and the errors that led to it."""
+    links: list[BaseException] = []
+    while error is not None and error not in links:
+        links.append(error)
+        error = error.__cause__ or error.__context__
+    return links
+
+
 log = logging.getLogger("compile_cache")
 _Result = TypeVar("_Result")
 

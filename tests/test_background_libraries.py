@@ -83,7 +83,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
     released = threading.Event()
     released.set()
     orders = Orders(Settings(), server.directory, released)
-    workshop = orders._workshop.path
+    workshop = orders.workshop
     try:
         for number in range(KILLS):
             library = workshop / f"{number // 2}.so"  # the next process is to build a broken one again

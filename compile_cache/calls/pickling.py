@@ -184,7 +184,9 @@ class CallPickler(pickle.Pickler):
         if isinstance(value, torch.Tensor):
             return self.tensors.reduce(value)
         if isinstance(value, nn.Module):
-            _check_module(value)
+            if "parametrizations" in value._modules:  # torch gives it a class of its own
+                name = f"a {type(value).__name__} cannot be handed over"
+                raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
         elif isinstance(value, type | types.FunctionType):
             _check_importable(value)
         elif isinstance(value, _REDUCED_BY_KIND):
@@ -213,17 +215,6 @@ class CallUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickled call stands for."""
         return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
-
-
-def _check_module(value: nn.Module) -> None:
-    """Check that torch pickles a module. It gives a parametrized one a class of its own.
-
-    Raises:
-        NotHandedOver: it does not.
-    """
-    if "parametrizations" in value._modules:
-        name = f"a {type(value).__name__} cannot be handed over"
-        raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
 
 
 def _check_importable(value: type | types.FunctionType) -> None:

@@ -33,7 +33,7 @@ from compile_cache.calls.spec import (
     parts_of,
     why_eager,
 )
-from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
+from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_function, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
@@ -162,21 +162,11 @@ def compile_ahead(
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
-        if shortage := _shortage(error):
-            raise shortage from error
+        for cause in causes(error):
+            if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+                raise type(cause)(str(cause)) from error
         raise NotPrecompilable(f"torch: {type(error).__name__}: {first_line(error)}") from error
     return Record.of(compilation, recorder.guards(), salt), compilation.payload
-
-
-def _shortage(error: BaseException | None) -> Exception | None:
-    """The memory error that caused an error, which torch has wrapped into others; None if there is none."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return type(error)(str(error))
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

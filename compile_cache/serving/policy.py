@@ -51,6 +51,7 @@ class Policy:
 
     `artifacts` is None until torch's compiler is imported, and if nothing may be compiled ahead of time. The compiler
     is imported at once; if a second process compiles and nothing was restored, when the first artifact arrives.
+    `proved` has the functions that an earlier boot of this very version has compared on all instances.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
@@ -60,9 +61,8 @@ class Policy:
     ) -> None:
         self._settings = settings
         self._directory = directory
-        # The functions that an earlier boot of this very version has compared on all instances.
         marks = [path for path in directory.scan() if path.endswith(COMPARED)] if is_hit else []
-        self._proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
+        self.proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
@@ -134,10 +134,6 @@ class Policy:
             self.outgoing.use(found.path)
             self.outgoing.use(type(module).__name__)
         return found
-
-    def is_proved(self, path: str) -> bool:
-        """Whether an earlier boot of this very version has compared a function on all instances."""
-        return path in self._proved
 
     def mark_compared(self, path: str) -> None:
         """Note for later boots that a function was compared on all instances, and let it be published."""
