@@ -68,7 +68,7 @@ def test_a_view_that_overlaps_another_tensor_keeps_its_base_as_code_for_both_dep
     module = Stateful()
     module.state = torch.zeros(2, 4, 8)
     module.flat = module.state.view(8, 8)[2:]
-    copied = Shadow(module, (), {}).copy().module
+    copied = Shadow(module, (), {}).copied()[0]
     assert copied.flat._base is copied.state
     assert (copied.flat.shape, copied.flat.storage_offset()) == ((6, 8), 16)
     copied.flat[0].fill_(1)

@@ -74,11 +74,17 @@ _alone = threading.Lock()
 
 
 def options_digest() -> str:
-    """The digest of Inductor's options that the program set. Options from the environment are in the environment's
-    key."""
+    """The digest of Inductor's options that the program set. Options from the environment are in the environment's key.
+
+    Raises:
+        NotDescribedError: an option cannot be described.
+    """
     options = {name: value for name, value in _options().items() if name not in SET_WHILE_LOADING}
     options |= {name: getattr(torch._inductor.config, name, None) for name in _PASSES}
-    return digest(sorted([name, _option(value)] for name, value in options.items()))
+    try:
+        return digest(sorted([name, _option(value)] for name, value in options.items()))
+    except Exception as error:  # a custom pass whose `uuid` raises
+        raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
 
 
 def _option(value: Any) -> str:
