@@ -114,8 +114,6 @@ class Graphs:
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
         self._given = name, mode, dynamic
-        self._name = f"call_{name}"
-        self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
         # By whether they are whole, and whether they may compile.
         self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
 
@@ -138,10 +136,12 @@ class Graphs:
 
     def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
+            name, mode, dynamic = self._given
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
-            name = self._name if is_whole else f"{self._name}_in_parts"
+            name = f"call_{name}" if is_whole else f"call_{name}_in_parts"
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
-            compiled = torch.compile(function, fullgraph=is_whole, **self._options)
+            named_mode = None if mode == "default" else mode
+            compiled = torch.compile(function, fullgraph=is_whole, mode=named_mode, dynamic=dynamic)
             run = getattr(torch._dynamo, "run", None)
             self._functions[is_whole, True] = compiled
             self._functions[is_whole, False] = run(compiled) if run else call_by_graph
@@ -150,13 +150,12 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph or graphs of `torch.compile` for some calls. `tracing` gives the context in which a comparison may add
-    some: compile them, or take them out of stored files. It gives None if a comparison may add none. `path` is empty:
-    graphs lie in files of Inductor's, and only a function has one of its own."""
+    """The graph or graphs of `torch.compile` for some calls. `adding` says how a comparison may add some: see
+    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's, and only a function has one of its own."""
 
     graphs: Graphs
     is_whole: bool
-    tracing: Callable[[], contextlib.AbstractContextManager[None] | None]
+    adding: Callable[[], str]
     path: str = ""
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -173,10 +172,9 @@ class Graph:
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
-        if (tracing := self.tracing()) is None:
-            return self(module, args, kwargs)
-        with tracing:
-            return self.graphs.run(self.is_whole, module, args, kwargs)
+        adding = self.adding()
+        with out_of_stored_files() if adding == "stored" else contextlib.nullcontext():
+            return self.graphs.run(self.is_whole, module, args, kwargs, compiles=bool(adding))
 
 
 def make(

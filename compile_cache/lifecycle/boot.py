@@ -201,9 +201,8 @@ class Boot:
         if not self._settings.enabled:
             return
         with self.timed("join"):
-            waiting = time.perf_counter()
             self._join()
-            self.report.restore.waited_s += time.perf_counter() - waiting
+        self.report.restore.waited_s = self.report.phases["join"]
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
                 self._preloading.join(_LONGEST_PRELOAD_S)

@@ -6,7 +6,6 @@ no compiler before code is found, made or ordered.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -165,18 +164,12 @@ class Policy:
 
         return Graphs(name, self._settings.mode, self._settings.dynamic)
 
-    @property
-    def may_add_graphs(self) -> bool:
-        """Whether a call that no graph fits may get one: here, or out of stored files."""
-        return self.is_warming_up or self.for_new_kinds() == "block"
-
-    def tracing(self) -> contextlib.AbstractContextManager[None] | None:
-        """The context in which a call that is compared may get graphs now; None if it may get none."""
-        from compile_cache.inductor.make import out_of_stored_files
-
-        if not self.may_add_graphs:
-            return None
-        return contextlib.nullcontext() if self.for_new_kinds() == "block" else out_of_stored_files()
+    def for_graphs(self) -> str:
+        """What happens now with a call that no graph of its class fits: `block`: it gets one; `stored`: it may get one
+        out of stored files; empty: it gets none."""
+        if self.for_new_kinds() == "block":
+            return "block"
+        return "stored" if self.is_warming_up else ""
 
     def orders(self) -> Orders | str:
         """The calls for the second process; why there can be none otherwise."""

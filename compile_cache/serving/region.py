@@ -182,7 +182,7 @@ class Region:
         except NoGraph:
             self.served[step] -= 1
             if not self._policy.making.locked():  # a thread that traces hides all graphs
-                if self._policy.may_add_graphs:
+                if self._policy.for_graphs():
                     case.miss(module)
                     self._instances[module].settled = _Settled()
                 else:  # it may fit again
@@ -211,9 +211,9 @@ class Region:
     def end_warm_up(self, has_other_graphs: bool) -> None:
         """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
         found graphs that are no region's."""
-        if self.served or not self._unused:
+        if self.served:
             self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
-        if not (self.served or self._unused):
+        elif not self._unused:
             self._unused = _INSIDE if has_other_graphs else _UNUSED
             self.report.explain(self._unused)
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
