@@ -26,17 +26,15 @@ from unittest import mock  # torch has imported it
 import torch
 import torch._dynamo
 import torch._inductor
-import torch._inductor.codecache
 import torch._inductor.config
 from torch import nn
-from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import check_kernels, give_keys, lean
+from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
 from compile_cache.inductor.switches import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
@@ -55,8 +53,6 @@ guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
-_torch_key: Any = torch._inductor.codecache.torch_key
-guards: Any = _guards
 # The packages of the objects that make guards up, besides the model's own.
 _OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 

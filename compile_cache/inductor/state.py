@@ -113,7 +113,9 @@ class ServerState:
         from compile_cache.inductor.toolchain import configure_torch
 
         configure_torch()
-        self._import_packages()
+        for name in self.packages:
+            with _making(name):
+                importlib.import_module(name)
         _run_once(self.preparations)
         with contextlib.ExitStack() as stack:
             for option in self.options:
@@ -122,11 +124,6 @@ class ServerState:
             self._make_switches(stack)
             self._check()
             yield
-
-    def _import_packages(self) -> None:
-        for name in self.packages:
-            with _making(name):
-                importlib.import_module(name)
 
     def _make_device(self, stack: contextlib.ExitStack) -> None:
         if self.device is not None:

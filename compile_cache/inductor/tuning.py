@@ -34,8 +34,9 @@ _bundled: set[str] = set()
 _UNNAMED = "triton_"
 
 
+@functools.cache
 def configure_autotuner() -> None:
-    """Patch Inductor's autotuner: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
+    """Patch Inductor's autotuner, once: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
     coordinate descent. A patch is left out if torch lacks its names."""
     patches = [_trim_bundles]
     if torch.__version__ < "2.13":
@@ -132,8 +133,6 @@ def _trim_bundles() -> None:
 
     bundler: Any = TritonBundler
     original = bundler.collect.__func__
-    if getattr(original, "trims", False):
-        return
 
     @functools.wraps(original)
     def collect(cls: Any) -> Any:
@@ -144,7 +143,6 @@ def _trim_bundles() -> None:
             log.info("autotuner.not_trimmed error=%r", error)
             return bundle, metadata
 
-    collect.trims = True  # type: ignore[attr-defined]
     bundler.collect = classmethod(collect)
 
 
@@ -177,8 +175,6 @@ def _recheck_tuned() -> None:
 
     autotuner: Any = CachingAutotuner
     original = autotuner.recheck_autotune_cache
-    if getattr(original, "rechecks", False):
-        return
 
     @functools.wraps(original)
     def recheck(self: Any, reload_kernel_from_src: Any) -> None:
@@ -191,7 +187,6 @@ def _recheck_tuned() -> None:
         except Exception as error:  # torch tunes again, as it would without this patch
             log.info("autotuner.not_found_again error=%r", error)
 
-    recheck.rechecks = True  # type: ignore[attr-defined]
     autotuner.recheck_autotune_cache = recheck
 
 

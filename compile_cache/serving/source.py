@@ -18,7 +18,7 @@ from torch import nn
 from compile_cache.calls.shadow import Shadow
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, NotHandedOver, UnseenCallError, attempt
-from compile_cache.inductor.counters import count_precompiled, read_counts
+from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
 from compile_cache.serving.kinds import Case, Kinds, State
@@ -101,13 +101,13 @@ class Source:
         from compile_cache.inductor.make import make
 
         log.info("compile.begin region=%s", self._report.name)
-        before, started = read_counts(), time.perf_counter()
+        started = time.perf_counter()
         made = make(self._policy.artifacts, self._graphs, shadow.copied)
         assert made.traced is not None  # in this process
         self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        self._report.note_traced(read_counts().since(before), made.traced, started)
+        self._report.note_traced(made.traced, started)
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
             self._report.note_made(made)
@@ -125,7 +125,7 @@ class Source:
         """
         from compile_cache.inductor.make import out_of_stored_files, trace
 
-        before, started = read_counts(), time.perf_counter()
+        started = time.perf_counter()
         self._policy.tracing_s -= record.seconds
         try:
             with out_of_stored_files():
@@ -133,7 +133,7 @@ class Source:
         except GraphNotStored as error:
             self._policy.reject(record.path, str(error))
             raise
-        self._report.note_traced(read_counts().since(before), traced, started)
+        self._report.note_traced(traced, started)
         return self._graph(traced)
 
     @functools.cached_property
