@@ -68,11 +68,10 @@ def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The graphs of one call: whether it is one, whether a branch depends on the values of tensors, the seconds that
-    they took, and torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says
-    what broke the graph."""
+    """The graphs of one call: whether a branch depends on the values of tensors, the seconds that they took, and
+    torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says what broke the
+    graph; it is empty if the graph is whole."""
 
-    is_whole: bool
     depends_on_data: bool
     seconds: float
     tracing_s: float
@@ -275,7 +274,7 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
         raise ArtifactError(f"torch makes no graph of it: {broken_by}")
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.
-    return Traced(not broken_by, depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
+    return Traced(depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
 
 
 def _dynamo_s() -> float:

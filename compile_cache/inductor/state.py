@@ -120,16 +120,13 @@ class ServerState:
         with contextlib.ExitStack() as stack:
             for option in self.options:
                 stack.enter_context(_option_made(option))
-            self._make_device(stack)
+            if self.device is not None:
+                with _making("the CUDA device"):
+                    stack.enter_context(torch.cuda.device(self.device))
+                    settle_attention_priority()
             self._make_switches(stack)
             self._check()
             yield
-
-    def _make_device(self, stack: contextlib.ExitStack) -> None:
-        if self.device is not None:
-            with _making("the CUDA device"):
-                stack.enter_context(torch.cuda.device(self.device))
-                settle_attention_priority()
 
     def _make_switches(self, stack: contextlib.ExitStack) -> None:
         """Set the switches that differ, and let the stack reset them."""

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.lifecycle.publisher import Publisher
-    from compile_cache.lifecycle.restore import Restore, Restored
+    from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
+    from compile_cache.storage.publish import Publication
 
 log = logging.getLogger("compile_cache")
 
@@ -100,7 +101,7 @@ class Boot:
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
-        self._restored: Restored | None = None
+        self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
@@ -151,8 +152,7 @@ class Boot:
         with self._degrading("start publishing"):
             self._start_publishing()
         if self._regions is not None:
-            with self._degrading("compile in the background"):
-                self._regions.policy.release()
+            self._regions.policy.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -295,9 +295,10 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                restored = self._restored = self._restore.join()
+                restored = self._restore.join()
                 self.report.restore = restored.report
                 self.report.store = restored.location
+                self._publication = restored.publication
                 if restored.publication is not None:
                     key = restored.publication.packs.key
                     self.report.model_name = key.model_name
@@ -334,12 +335,11 @@ class Boot:
             self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
 
     def _start_publishing(self) -> None:
-        publication = self._restored.publication if self._restored is not None else None
-        if publication is None or not self._settings.may_publish:
+        if self._publication is None or not self._settings.may_publish:
             return
         from compile_cache.lifecycle.publisher import Publisher
 
-        self._publisher = Publisher(publication, self.report, self._settings, self._regions)
+        self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
         self._publisher.start()
 
     @contextlib.contextmanager

@@ -105,7 +105,7 @@ class RegionReport:
         is_found = counts.misses == 0 < counts.hits
         self.compile_s += traced.seconds
         note("regions", f"{self.name}: {'look up' if is_found else 'compile'}", started, traced.seconds)
-        if not traced.is_whole:
+        if traced.broken_by:
             log.info("compile.graph_break region=%s error=%s", self.name, traced.broken_by)
             self.explain(f"with graph breaks: {traced.broken_by}")
         if is_found:

@@ -143,7 +143,7 @@ class Source:
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
 
-        return Graph(self._graphs, traced.is_whole, self._policy.for_graphs)
+        return Graph(self._graphs, not traced.broken_by, self._policy.for_graphs)
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
