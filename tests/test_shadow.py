@@ -38,7 +38,7 @@ def test_a_run_on_a_copy_changes_nothing_of_the_call():
     shadow = Shadow(module, (x,), {"cache": [x]})
     before = module.generator.get_state()
     with torch.no_grad():
-        first, second = (each.module(*each.args) for each in (shadow.copy(), shadow.copy()))
+        first, second = (copied(*args) for copied, args, _ in (shadow.copied(), shadow.copied()))
     assert torch.equal(first, second)
     assert (module.seen, module.state.sum(), shadow.module.seen) == ([], 0, [])
     assert torch.equal(module.generator.get_state(), before)

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +96,7 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
                 pass
         elif inspect.iscoroutine(answer) or inspect.isasyncgen(answer):
             import asyncio
+            from concurrent.futures import ThreadPoolExecutor
 
             with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
                 thread.submit(asyncio.run, _end(answer)).result()
