@@ -166,19 +166,16 @@ class OrderQueue:
             answer: Answer = pickle.loads(self._ensure_process().answer(content, self._limit_s))
             return answer
         except (OrderFailed, OrderTimedOut, ProcessDied) as error:
-            self._say_failed(order, number, error)
+            if not self._is_closed:  # `close` stopped the process
+                # The order's own error goes to its caller, who knows its meaning.
+                level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
+                log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
             is_its_own = isinstance(error, OrderFailed) and not error.may_succeed_afresh
             if not is_its_own:
                 self._end_process()
             if is_its_own or number >= _ATTEMPTS:
                 raise
         return self._answer(order, number + 1)
-
-    def _say_failed(self, order: Order, number: int, error: CompileCacheError) -> None:
-        if not self._is_closed:  # `close` stopped the process
-            # The order's own error goes to its caller, who knows its meaning.
-            level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
-            log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
 
     def _ensure_process(self) -> CompilingProcess:
         """The process, started anew if it died while idle. Raises `ProcessNotReady` if none can be started."""

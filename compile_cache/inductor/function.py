@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -42,6 +43,8 @@ from compile_cache.inductor.switches import changed_switches, switches
 from compile_cache.key import environment
 from compile_cache.key.environment import digest
 
+log = logging.getLogger("compile_cache")
+
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.
 _REPLACED_BY_DYNAMO = frozenset({"Module.__init__", "Module.__setstate__"})
@@ -68,13 +71,6 @@ class _Accepted(NamedTuple):
     forwards: tuple[Any, ...]
     overlaps: tuple[int | str, ...]
     constants_hold: Callable[[Mapping[str, Any]], bool]
-
-    def hold(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the constants are still those of that call."""
-        try:
-            return self.constants_hold(inputs)
-        except Exception:  # an object that the expression reads is gone
-            return False
 
 
 class Precompiled:
@@ -129,14 +125,18 @@ class Precompiled:
         if accepted is None or parts is None:
             return False
         inputs = {"module": module, "args": args, "kwargs": kwargs}
-        return (
-            accepted.switches == switches(accepted.is_on_gpu)
-            and not any(GLOBAL_HOOKS)
-            and parts.are_unhooked()
-            and overlaps_of(args, kwargs, parts) == accepted.overlaps
-            and self._check_guards(inputs)
-            and accepted.hold(inputs)
-        )
+        try:
+            return (
+                accepted.switches == switches(accepted.is_on_gpu)
+                and not any(GLOBAL_HOOKS)
+                and parts.are_unhooked()
+                and overlaps_of(args, kwargs, parts) == accepted.overlaps
+                and self._check_guards(inputs)
+                and accepted.constants_hold(inputs)
+            )
+        except Exception as error:  # a guard reads any object of the model's, which may be gone
+            log.info("precompiled.not_checked artifact=%s error=%r", self.path, error)
+            return False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits."""
@@ -210,13 +210,9 @@ class Record:
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Record:
-        """The inverse of `to_json`.
+        """The record with these plain values.
 
         Raises:
             ArtifactError: `record` is invalid.

@@ -112,13 +112,9 @@ class Graphs:
     """The calls of one class that `torch.compile` compiled in this process."""
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
-        self._given = name, mode, dynamic
+        self.given = name, mode, dynamic
         # By whether they are whole, and whether they may compile.
         self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
-
-    def anew(self) -> Graphs:
-        """A maker of the same graphs that has none yet."""
-        return Graphs(*self._given)
 
     def run(
         self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: bool = True
@@ -135,7 +131,7 @@ class Graphs:
 
     def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
-            name, mode, dynamic = self._given
+            name, mode, dynamic = self.given
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
             name = f"call_{name}" if is_whole else f"call_{name}_in_parts"
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
@@ -234,7 +230,7 @@ def _graphs_made(
         if not serves:
             forget_graphs()
             with out_of_stored_files():
-                found = trace(graphs.anew(), copies)
+                found = trace(Graphs(*graphs.given), copies)
         if not why:
             seconds = traced.tracing_s if serves else found.tracing_s
             return Answer(artifacts.write_cached(*copies(), seconds, reason), reason, traced=traced)

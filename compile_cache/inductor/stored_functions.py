@@ -16,7 +16,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,7 +232,7 @@ class Artifacts:
         except NotPrecompilable as error:
             self._not_precompilable[group.path] = str(error)
             raise
-        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, record.to_json(), payload)}"
+        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
         if path in self._functions:
             raise NotPrecompilable("this call has an artifact, which does not fit it")
         self._functions[path] = function = Precompiled(path, record, payload)

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from compile_cache.errors import Failure, attempt
+
 log = logging.getLogger("compile_cache")
 
 _BINARIES = (".cubin", ".hsaco")
@@ -137,11 +139,8 @@ def _trim_bundles() -> None:
     @functools.wraps(original)
     def collect(cls: Any) -> Any:
         bundle, metadata = original(cls)
-        try:
-            return _trimmed(bundle), metadata
-        except Exception as error:  # a failure here must not fail a compile that succeeded
-            log.info("autotuner.not_trimmed error=%r", error)
-            return bundle, metadata
+        trimmed = attempt(_trimmed, bundle)  # a failure must not fail a compile that succeeded
+        return bundle if isinstance(trimmed, Failure) else trimmed, metadata
 
     bundler.collect = classmethod(collect)
 
@@ -182,10 +181,7 @@ def _recheck_tuned() -> None:
         original(self, reload_kernel_from_src)
         if len(self.compile_results) == 1 and getattr(self.compile_results[0].config, "found_by_coordesc", False):
             return
-        try:
-            _take_recorded(self, before, reload_kernel_from_src)
-        except Exception as error:  # torch tunes again, as it would without this patch
-            log.info("autotuner.not_found_again error=%r", error)
+        attempt(_take_recorded, self, before, reload_kernel_from_src)  # else torch tunes again, as without this patch
 
     autotuner.recheck_autotune_cache = recheck
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.errors import CompileCacheError, SettingsError, attempt
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction, call_as_cog
@@ -367,11 +367,8 @@ def _load_ahead(load: Callable[[], object]) -> threading.Thread:
     """
 
     def run() -> None:
-        try:
-            with noted("preload", "load"):
-                load()
-        except Exception as error:  # it comes again, and is reported, where the function is needed
-            log.info("preload.failed error=%r", error)
+        with noted("preload", "load"):
+            attempt(load)  # an error comes again, and is reported, where the function is needed
 
     with noted("preload", "import torch's loader"):
         from compile_cache.inductor.lean_loading import import_loader

@@ -101,18 +101,16 @@ class Policy:
 
             configure_torch()
             remember_toolchain(self._directory.path)
-            if self._settings.precompile and not is_switched_off():
-                self._open_artifacts()
-
-    def _open_artifacts(self) -> None:
-        """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
-        try:
-            from compile_cache.inductor.stored_functions import Artifacts
-        except (ImportError, AttributeError) as error:
-            self.why_not_precompiled = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-            log.warning("No precompiled regions in this boot: %s", self.why_not_precompiled)
-        else:
-            self.artifacts = Artifacts(self._settings, self._directory.path)
+            if not self._settings.precompile or is_switched_off():
+                return
+            try:  # they need private names of torch: if one is gone, the boot goes on without
+                from compile_cache.inductor.stored_functions import Artifacts
+            except (ImportError, AttributeError) as error:
+                why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+                self.why_not_precompiled = why
+                log.warning("No precompiled regions in this boot: %s", why)
+            else:
+                self.artifacts = Artifacts(self._settings, self._directory.path)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""

@@ -101,7 +101,7 @@ class Region:
                     return self._serve(case, code, module, plain, named, like)
         plain, named = with_plain_strides(args, kwargs)
         for case in instance.functions.get(top_sizes(plain, named), ()) if instance.functions else ():
-            if case.state is State.PRECOMPILED and (code := case.code) and _fits(code, module, plain, named):
+            if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
                 return self._serve(case, code, module, plain, named)
         return self._route(module, plain, named, like or _likeness(args, kwargs))
 
@@ -225,12 +225,3 @@ def _likeness(args: Any, kwargs: Any) -> Any:
         return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
     except Exception:  # of a tensor that is none of torch's own
         return None
-
-
-def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether code compiled ahead of time fits a call of a module that it was compared on."""
-    try:
-        return code.fits(module, args, kwargs)
-    except Exception as error:  # a guard reads any object of the model's
-        log.info("precompiled.not_checked artifact=%s error=%r", code.path, error)
-        return False
