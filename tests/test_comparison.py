@@ -55,7 +55,7 @@ def test_infinities_that_are_the_same_are_equal_and_the_rest_is_compared(infinit
 
 
 def test_a_request_does_not_fail_because_its_answer_cannot_be_copied(monkeypatch):
-    comparison = Comparison(nn.Identity(), (torch.ones(2),), {})
+    comparison = Comparison((nn.Identity(), (torch.ones(2),), {}))
 
     def lacking(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
@@ -86,7 +86,7 @@ class Scale(ModelMixin, ConfigMixin):
 
 def test_a_model_of_diffusers_is_equal_to_itself():
     scale = Scale()
-    comparison = Comparison(scale, (torch.ones(2),), {})
+    comparison = Comparison((scale, (torch.ones(2),), {}))
     comparison.expect(scale(torch.ones(2)))
     assert comparison.check(lambda module, args, kwargs: module.forward(*args)).passed
 

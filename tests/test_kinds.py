@@ -32,7 +32,7 @@ class Code:
 
 
 def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
-    return kinds.case(module, args, {})
+    return kinds.case((module, args, {}))
 
 
 def arrive(case: Case, code: Code) -> None:
@@ -180,18 +180,18 @@ def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instanc
 
 def test_calls_that_grow_are_eager_at_any_size_of_the_cache():
     kinds, module, x = Kinds(), nn.Identity(), torch.ones(1, 4)
-    case = kinds.case(module, (x, torch.ones(5, 4)), {})
+    case = kinds.case((module, (x, torch.ones(5, 4)), {}))
     assert case.move(State.CLAIMED)
     assert case.move(State.GROWING)
-    assert kinds.case(module, (x, torch.ones(6, 4)), {}) is case
-    assert kinds.case(module, (torch.ones(2, 4), torch.ones(6, 4)), {}).state is State.NEW
+    assert kinds.case((module, (x, torch.ones(6, 4)), {})) is case
+    assert kinds.case((module, (torch.ones(2, 4), torch.ones(6, 4)), {})).state is State.NEW
 
 
 @pytest.mark.parametrize("told", [lambda number: (number,), lambda number: (str(number),)])
 def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_told(told):
     kinds, module, cases = Kinds(), nn.Identity(), set()
     for number in range(200):
-        case = kinds.case(module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {})
+        case = kinds.case((module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {}))
         if case.state is State.NEW:
             cases.add(case)
             assert case.move(State.CLAIMED)

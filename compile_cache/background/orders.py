@@ -14,7 +14,6 @@ import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from torch import nn
 from compile_cache.background.child import CompilingProcess
 from compile_cache.background.queue import Order, OrderQueue
 from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.spec import Call, on_gpu
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.make import Answer, Dimensions
@@ -50,9 +49,7 @@ class Orders:
         self._log = directory.logs / "compiling.log"
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S, released)
 
-    def pack(
-        self, name: str, call: tuple[nn.Module, Any, Any], dynamic: Dimensions, rank: int, shares_weights: bool
-    ) -> Order:
+    def pack(self, name: str, call: Call, dynamic: Dimensions, rank: int, shares_weights: bool) -> Order:
         """An order of code for a call that is not served yet.
 
         Raises:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
+from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import (
     Handle,
     TensorDescriber,
@@ -107,7 +108,7 @@ def _handle(storage: torch.UntypedStorage) -> Handle:
     return known[1]
 
 
-def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def receive(content: bytes) -> Call:
     """The call that another process handed over, with new, unfilled tensors: see `make_storages`.
 
     Unpickling runs code. Accept `content` only from the process that started this one.
@@ -119,18 +120,16 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     file = BytesIO(content)
     try:
         storages = make_storages(pickle.load(file))
-        module, args, kwargs = CallUnpickler(file, storages.__getitem__).load()
+        call: Call = CallUnpickler(file, storages.__getitem__).load()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise NotHandedOver(f"the call cannot be rebuilt: {type(error).__name__}: {first_line(error)}") from error
-    return module, args, kwargs
+    return call
 
 
 def pickled(
-    kind: type[_Kind],
-    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]],
-    shared: Callable[[torch.Tensor], bool] | None = None,
+    kind: type[_Kind], call: Call, shared: Callable[[torch.Tensor], bool] | None = None
 ) -> tuple[BytesIO, _Kind]:
     """A call in bytes, and the pickler that wrote it. If tensors overlap, views are pickled as views of their bases.
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
+from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver, first_line
 
@@ -72,7 +73,7 @@ class Shadow:
         except Exception as error:  # whatever an object's own methods raise
             raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
-    def copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    def copied(self) -> Call:
         """The module, args and kwargs of another copy, for a run that must not change this one. Raises as the
         constructor does, and the `obstacle`."""
         if self.obstacle:

@@ -23,6 +23,8 @@ from compile_cache.calls.description import ADDRESS, Description, NotDescribedEr
 from compile_cache.calls.tensors import base_of, storage_key
 from compile_cache.errors import NoGraph
 
+# The module, args and kwargs of a call.
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several

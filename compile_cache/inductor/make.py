@@ -23,7 +23,7 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.stored_functions import Artifacts
 
-# The module, args and kwargs of a call.
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # (tensor, dimension) pairs: code for a call leaves the sizes of these dimensions open.
 Dimensions = tuple[tuple[int, int], ...]
 

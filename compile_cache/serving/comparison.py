@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from compile_cache.calls.shadow import Shadow, state_of
-from compile_cache.calls.spec import COMPILED_CALL, pytree
+from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
 from compile_cache.errors import Failure, NotHandedOver, attempt
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -61,15 +60,15 @@ class Comparison:
     while the call is compared.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: Call) -> None:
         """Copy the call.
 
         Raises:
             NotHandedOver: it cannot be copied.
             torch.OutOfMemoryError: the copies do not fit.
         """
-        self._call = module, args, kwargs
-        self.pristine = Shadow(module, args, kwargs)
+        self._call = call
+        self.pristine = Shadow(*call)
         self.generators = _generator_states()
         self._reference: Any = None
 

@@ -11,16 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from compile_cache.errors import (
-    ArtifactError,
-    Failure,
-    attempt,
-)
+from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts
 from compile_cache.serving.moment import Moment
 from compile_cache.settings import Settings
@@ -29,7 +24,7 @@ from compile_cache.timeline import noted
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.calls.spec import CallSpec
+    from compile_cache.calls.spec import Call, CallSpec
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer, Graphs
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
@@ -119,17 +114,17 @@ class Policy:
 
             configure_torch()
 
-    def find(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> Precompiled | str:
+    def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, spec, module, args, kwargs)
+        found = attempt(self.artifacts.find, spec, *call)
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
             self.outgoing.use(found.path)
-            self.outgoing.use(type(module).__name__)
+            self.outgoing.use(type(call[0]).__name__)
         return found
 
     def mark_compared(self, path: str) -> None:
@@ -145,14 +140,14 @@ class Policy:
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
-    def record_to_trace(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
+    def record_to_trace(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if self.artifacts is None or not self.is_warming_up:
             return None
-        record = self.artifacts.cached(spec, module, args, kwargs)
+        record = self.artifacts.cached(spec, *call)
         if record is not None:
             self.outgoing.use(record.path)
-            self.outgoing.use(type(module).__name__)
+            self.outgoing.use(type(call[0]).__name__)
         return record
 
     def graphs(self, name: str) -> Graphs:

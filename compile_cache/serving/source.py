@@ -11,12 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
 from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, NotHandedOver, UnseenCallError, attempt
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
@@ -31,6 +29,9 @@ if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
+
+# Makes code for a call in this process, from a copy of the call.
+Maker = Callable[[Shadow], "Code"]
 
 
 class Source:
@@ -49,14 +50,14 @@ class Source:
         # The owners of the files of graphs: the class, and records. See `Outgoing`.
         self._owners = {report.name}
 
-    def maker(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[Shadow], Code] | None:
+    def maker(self, case: Case, call: Call) -> Maker | None:
         """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
         case's state says what is next: it has code, is EAGER, or is still CLAIMED, and is to be ordered.
 
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy, found = self._policy, self._policy.find(case.spec, module, args, kwargs)
+        policy, found = self._policy, self._policy.find(case.spec, call)
         if not isinstance(found, str):
             case.arrive(found, is_proved=found.path in policy.proved)
             count_precompiled("loaded")
@@ -65,7 +66,7 @@ class Source:
         what = policy.for_new_kinds()
         if what == "block":
             return functools.partial(self._made, found)
-        if record := policy.record_to_trace(case.spec, module, args, kwargs):
+        if record := policy.record_to_trace(case.spec, call):
             if record.seconds <= policy.tracing_s:
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
@@ -81,7 +82,7 @@ class Source:
             self._kinds.leave_sizes_open(case)
         return None
 
-    def make(self, case: Case, maker: Callable[[Shadow], Code], shadow: Shadow) -> None:
+    def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
         outgoing = self._policy.outgoing
@@ -91,7 +92,7 @@ class Source:
         if not isinstance(code, Failure):
             self._arrive(case, code)
         elif isinstance(code.error, GraphNotStored):
-            self.order(case, attempt(self.pack, case, shadow.module, shadow.args, shadow.kwargs))
+            self.order(case, attempt(self.pack, case, (shadow.module, shadow.args, shadow.kwargs)))
         else:
             outgoing.withheld |= outgoing.appeared()
             self.give_up(case, self._failure(code, time.perf_counter() - started))
@@ -161,13 +162,13 @@ class Source:
         )
         return failure.reason
 
-    def pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+    def pack(self, case: Case, call: Call) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._policy.orders()
         if isinstance(orders, str) or orders.queue.waiting >= RECOMPILE_LIMIT:
             raise NotHandedOver(orders if isinstance(orders, str) else "too many calls wait")
         name = f"{self._report.name} {case.spec}"
-        order = orders.pack(name, (module, args, kwargs), case.spec.open, self._rank, self.shares_weights)
+        order = orders.pack(name, call, case.spec.open, self._rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
         order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))

@@ -9,14 +9,13 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import call_region, reachable_sizes
+from compile_cache.calls.spec import Call, call_region, reachable_sizes
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
@@ -24,7 +23,7 @@ from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import Source
+from compile_cache.serving.source import Maker, Source
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
@@ -49,9 +48,7 @@ class Trials:
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
 
-    def hold(
-        self, case: Case, module: nn.Module, args: Any, kwargs: Any, maker: Callable[[Shadow], Code] | None = None
-    ) -> Any:
+    def hold(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
         trial cannot end, nothing is concluded, and a later call repeats it."""
         policy, making, started = self._policy, self._policy.making, time.perf_counter()
@@ -61,13 +58,13 @@ class Trials:
             before, noted = read_counts(), self._report.graphs
             try:
                 if maker or case.state in WITH_CODE:  # another thread may have given it up
-                    comparison = self._begin(case, module, args, kwargs)
-                answer = self._hold(case, comparison, module, args, kwargs, maker) if comparison else None
+                    comparison = self._begin(case, call)
+                answer = self._hold(case, comparison, call, maker) if comparison else None
             finally:
                 self._report.graphs = noted + read_counts().since(before).graphs
                 making.release()
         if comparison is None:
-            return self.serve_eager(module, args, kwargs)
+            return self.serve_eager(call)
         seconds = time.perf_counter() - started
         if maker is None:
             self._report.compile_s += seconds
@@ -84,19 +81,19 @@ class Trials:
             )
         return answer
 
-    def serve_eager(self, module: nn.Module, args: Any, kwargs: Any, claimed: Case | None = None) -> Any:
+    def serve_eager(self, call: Call, claimed: Case | None = None) -> Any:
         """Serve a call by the model's own code. The first call of a `claimed` case shows whether such calls change the
         size of a tensor that they can reach, as of a cache that grows."""
-        sizes = reachable_sizes(module, args, kwargs) if claimed is not None else []
+        sizes = reachable_sizes(*call) if claimed is not None else []
         self.served["eager"] += 1
-        answer = call_region(module, args, kwargs)
+        answer = call_region(*call)
         if claimed is not None:
-            now = reachable_sizes(module, args, kwargs)
+            now = reachable_sizes(*call)
             if len(now) == len(sizes) and now != sizes:
                 self._source.give_up(claimed, _GROWS, State.GROWING)
         return answer
 
-    def _begin(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
+    def _begin(self, case: Case, call: Call) -> Comparison | None:
         """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
         given up."""
         if not case.may_compare(self._policy.moment.begun):
@@ -104,24 +101,16 @@ class Trials:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
         try:
-            return Comparison(module, args, kwargs)
+            return Comparison(call)
         except NotHandedOver as error:
             self._source.give_up(case, f"it cannot be compared with eager: {error}")
         except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
             self._put_off(case, error)
         return None
 
-    def _hold(
-        self,
-        case: Case,
-        comparison: Comparison,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        maker: Callable[[Shadow], Code] | None,
-    ) -> Any:
+    def _hold(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
         try:
-            answer = self.serve_eager(module, args, kwargs, case if maker else None)
+            answer = self.serve_eager(call, case if maker else None)
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
@@ -132,8 +121,8 @@ class Trials:
             self._source.make(case, maker, comparison.pristine)
         code = case.code
         # Of code that was just made, only the copy was asked whether it fits.
-        if code is not None and not (maker and code.misfit(module, args, kwargs)):
-            self._judge(case, code, module, comparison)
+        if code is not None and not (maker and code.misfit(*call)):
+            self._judge(case, code, call[0], comparison)
         return answer
 
     def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
