@@ -10,10 +10,8 @@ CompileCacheError
 │       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
-├── NotHandedOver            a call has an object that no other process can rebuild
+├── NotHandedOver            a call, or the server's state in it, that another process cannot have
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
-├── StateNotTaken            the server is in a state that another process cannot have
-├── StateNotMade             the compiling process cannot get the server's state
 ├── ProcessDied              the compiling process ended before it answered
 │   └── ProcessNotReady      it ended, or took too long, before its first order
 ├── OrderTimedOut            the compiling process did not answer in time, and was ended
@@ -106,19 +104,12 @@ class UnseenCallError(CompileCacheError):
 
 
 class NotHandedOver(CompileCacheError):
-    """A call cannot be handed over to another process, or cannot be rebuilt there. The message names the attribute."""
+    """A call, or the server's state in it, cannot be handed over to another process, or cannot be rebuilt there. The
+    message names the attribute, the option or the function."""
 
 
 class ArtifactError(CompileCacheError):
     """A precompiled region is damaged, or does not belong here. It is not used."""
-
-
-class StateNotTaken(CompileCacheError):
-    """The server is in a state that another process cannot have. The message names the option or the function."""
-
-
-class StateNotMade(CompileCacheError):
-    """The compiling process cannot get the server's state. The message names the difference."""
 
 
 class ProcessDied(CompileCacheError):
@@ -175,6 +166,15 @@ def first_line(error: BaseException) -> str:
     lines = [*filter(None, map(str.strip, str(error).splitlines())), type(error).__name__]
     # Dynamo names the back end that failed, and says in the next line how.
     return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error, and the errors that led to it."""
+    links: list[BaseException] = []
+    while error is not None and error not in links:
+        links.append(error)
+        error = error.__cause__ or error.__context__
+    return links
 
 
 log = logging.getLogger("compile_cache")

@@ -158,18 +158,18 @@ def not_started() -> dict[str, Any]:
 
 def arriving() -> dict[str, Any]:
     """When an artifact may be published: the publisher may look at any moment."""
-    from compile_cache.background.orders import Workshop
+    from compile_cache.background.orders import Orders
 
     ready: dict[str, bool] = {}
-    take = Workshop.take
+    take = Orders.take
 
-    def take_and_look(self: Workshop, paths: Any) -> None:
-        take(self, paths)
+    def take_and_look(self: Orders, answer: Any) -> None:
+        take(self, answer)
         outgoing = boot._regions.policy.outgoing
         outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
-        ready["with_its_file"] = bool({*paths} & outgoing.ready().keys())
+        ready["with_its_file"] = bool({*answer.files} & outgoing.ready().keys())
 
-    Workshop.take = take_and_look
+    Orders.take = take_and_look
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide
 

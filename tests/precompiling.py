@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -53,9 +54,9 @@ def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | No
     return compiler
 
 
-def warm_up(compiler: Regions, call: Callable[[], Any]) -> Any:
-    """The answer to a call in the warm-up."""
-    with torch.inference_mode(), compiler.watching():
+def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.inf) -> Any:
+    """The answer to a call in the warm-up, in which this process compiles until `until_s`."""
+    with torch.inference_mode(), compiler.watching(until_s):
         return call()
 
 
@@ -99,7 +100,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if backlog := _BOOTED.pop().policy.orders():
+            if not isinstance(backlog := _BOOTED.pop().policy.orders(), str):
                 backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 

@@ -19,7 +19,7 @@ from blocks import Block
 from boots import TESTS, python_path
 from precompiling import build, tensor
 
-from compile_cache.errors import StateNotMade
+from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts, versions
@@ -47,7 +47,7 @@ def make_state(state: ServerState) -> dict[str, Any]:
         with state.applied():
             answer["within"] = facts(state.on_gpu)
             answer["device"] = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    except StateNotMade as error:
+    except NotHandedOver as error:
         answer["refused"] = str(error)
     return {**answer, "after": facts(state.on_gpu), "registered": passes.REGISTERED}
 

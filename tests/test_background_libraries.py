@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -79,9 +80,10 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
         return Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
 
     server, moments, left = machine("server"), random.Random(KILLS), []
-    orders = Orders(Settings(), server.directory)
-    orders.queue.release()
-    workshop = orders._workshop.path
+    released = threading.Event()
+    released.set()
+    orders = Orders(Settings(), server.directory, released)
+    workshop = orders.workshop
     try:
         for number in range(KILLS):
             library = workshop / f"{number // 2}.so"  # the next process is to build a broken one again

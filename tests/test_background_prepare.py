@@ -8,7 +8,7 @@ import torch
 from state_process import StateProcess, facts
 from torch._inductor import config
 
-from compile_cache.errors import StateNotTaken
+from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.state import ServerState, prepare_with
 from compile_cache.inductor.toolchain import configure_torch
 from models.text.steps import prepare_process
@@ -39,7 +39,7 @@ def test_preparations_are_called_once_in_order_and_what_they_set_stays():
 @pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, len.__call__])
 def test_preparation_that_no_other_process_can_import_is_refused(function):
     before = ServerState.take(on_gpu=False).preparations
-    with pytest.raises(StateNotTaken, match="the compiling process cannot import"):
+    with pytest.raises(NotHandedOver, match="the compiling process cannot import"):
         prepare_with(function)
     assert ServerState.take(on_gpu=False).preparations == before
 

@@ -16,7 +16,7 @@ from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 class Code:
     """Code that fits the calls of which `fitting` is true."""
 
-    step, path = "precompiled", "made.aot"
+    path = "made.aot"
 
     def __init__(self, fitting: Callable[..., bool]) -> None:
         self._fitting = fitting
@@ -32,7 +32,7 @@ class Code:
 
 
 def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
-    return kinds.case(module, args, {})
+    return kinds.case((module, args, {}))
 
 
 def arrive(case: Case, code: Code) -> None:
@@ -98,7 +98,7 @@ def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared
     for number in range(8):
         cases.append(case_of(kinds, module, number))
         graphs = Code(lambda number: True)
-        graphs.step = "compiled"
+        graphs.path = ""
         arrive(cases[-1], graphs)
         serve(cases[-1], module)
     assert len(set(map(id, cases))) == 8
@@ -110,7 +110,7 @@ def test_an_instance_that_no_graph_fitted_gets_another_case():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
     case = case_of(kinds, module, 1)
     graphs = Code(lambda number: True)
-    graphs.step = "compiled"
+    graphs.path = ""
     arrive(case, graphs)
     case.standings[module] = Standing.DOES_NOT_FIT
     assert case_of(kinds, module, 1) is not case
@@ -180,18 +180,18 @@ def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instanc
 
 def test_calls_that_grow_are_eager_at_any_size_of_the_cache():
     kinds, module, x = Kinds(), nn.Identity(), torch.ones(1, 4)
-    case = kinds.case(module, (x, torch.ones(5, 4)), {})
+    case = kinds.case((module, (x, torch.ones(5, 4)), {}))
     assert case.move(State.CLAIMED)
     assert case.move(State.GROWING)
-    assert kinds.case(module, (x, torch.ones(6, 4)), {}) is case
-    assert kinds.case(module, (torch.ones(2, 4), torch.ones(6, 4)), {}).state is State.NEW
+    assert kinds.case((module, (x, torch.ones(6, 4)), {})) is case
+    assert kinds.case((module, (torch.ones(2, 4), torch.ones(6, 4)), {})).state is State.NEW
 
 
 @pytest.mark.parametrize("told", [lambda number: (number,), lambda number: (str(number),)])
 def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_told(told):
     kinds, module, cases = Kinds(), nn.Identity(), set()
     for number in range(200):
-        case = kinds.case(module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {})
+        case = kinds.case((module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {}))
         if case.state is State.NEW:
             cases.add(case)
             assert case.move(State.CLAIMED)

@@ -57,7 +57,7 @@ def make_queue(started) -> Iterator[Callable[..., OrderQueue]]:
     made: list[OrderQueue] = []
 
     def make(limit_s: float = PATIENCE_S, idle_s: float = PATIENCE_S) -> OrderQueue:
-        made.append(OrderQueue(started, limit_s, idle_s))
+        made.append(OrderQueue(started, limit_s, idle_s, threading.Event()))
         return made[-1]
 
     yield make
@@ -74,7 +74,7 @@ def held(make_queue) -> OrderQueue:
 
 @pytest.fixture
 def queue(held) -> OrderQueue:
-    held.release()
+    held.released.set()
     return held
 
 
@@ -106,7 +106,7 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
         each.answer.add_done_callback(lambda _, name=each.name: done.append((name, threading.get_ident())))
     assert not held.wait(0.5)
     assert (held.waiting, started.processes) == (4, [])
-    held.release()
+    held.released.set()
     assert held.wait(PATIENCE_S)
     assert [name for name, _ in done] == ["1", "3", "2", "0"]
     assert [each.answer.result(0).content for each in orders] == [b"e" * number for number in range(4)]
@@ -132,7 +132,7 @@ def test_orders_of_many_threads_are_all_answered(queue):
 
 def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):
     queue = make_queue(idle_s=0.2)
-    queue.release()
+    queue.released.set()
     first = answer(queue, order("describe"))
     wait_for(lambda: not has_process(queue))
     assert json.loads(first.content)["pid"] != json.loads(answer(queue, order("describe")).content)["pid"]
@@ -151,7 +151,7 @@ def test_process_that_dies_idle_costs_the_next_order_no_attempt(queue, started, 
 @pytest.mark.parametrize("how", ["death", "memory", "hang"])
 def test_order_that_fails_once_is_answered_by_a_new_process(make_queue, started, tmp_path, how):
     queue = make_queue(limit_s=4.0 if how == "hang" else PATIENCE_S)
-    queue.release()
+    queue.released.set()
     done = answer(queue, order("fail_once", folder=str(tmp_path), how=how))
     assert (done.content, done.reason) == (b"done", "")
     assert len(started.processes) == 2
@@ -173,7 +173,7 @@ def test_order_that_fails_twice_is_given_up_and_the_next_one_is_answered(
 ):
     queue = make_queue(limit_s=4.0 if b"hang" in content else PATIENCE_S)
     bad, good = put(queue, content.replace(b"/tmp", str(tmp_path).encode()), order("echo", size=1))
-    queue.release()
+    queue.released.set()
     assert queue.wait(PATIENCE_S)
     assert re.search(reason, bad.answer.result(0).reason)
     assert good.answer.result(0).content == b"e"
@@ -189,7 +189,7 @@ def test_callback_that_fails_is_logged_and_one_may_make_the_next_order(held, cap
 
     first.answer.add_done_callback(fail)
     second.answer.add_done_callback(lambda _: later.extend(put(held, order("echo", size=2))))
-    held.release()
+    held.released.set()
     assert held.wait(PATIENCE_S)
     assert "no place for it" in caplog.text
     assert [each.answer.result(0).content for each in later] == [b"ee"]
@@ -202,7 +202,7 @@ def test_every_order_is_answered_when_no_process_can_be_prepared_and_a_later_one
         started.factory, words = fault, "could not prepare itself: LookupError"
     else:
         started.fault, words = fault, f"cannot be started: {type(fault).__name__}: {fault}"
-    held.release()
+    held.released.set()
     assert held.wait(PATIENCE_S)
     assert all(words in each.answer.result(0).reason for each in orders)
     assert len(started.processes) == (2 if isinstance(fault, str) else 0)
@@ -239,7 +239,7 @@ def test_close_cancels_what_waits_and_ends_the_process(queue, started, tmp_path,
 
 def test_close_ends_a_process_whose_start_is_under_way(make_queue, started, tmp_path):
     queue = make_queue(limit_s=10 * PATIENCE_S)  # the order's own limit does not end the process
-    queue.release()
+    queue.released.set()
     started.may_end.clear()
     put(queue, order("hang", folder=str(tmp_path)))
     assert started.begun.wait(PATIENCE_S)
@@ -254,7 +254,7 @@ def test_close_ends_a_process_whose_start_is_under_way(make_queue, started, tmp_
 
 def test_server_that_exits_stops_its_order_and_says_nothing(tmp_path):
     program = f"""
-    import logging, os, time
+    import logging, os, threading, time
     from pathlib import Path
     from background_handlers import order
     from compile_cache.background.queue import Order, OrderQueue
@@ -265,9 +265,9 @@ def test_server_that_exits_stops_its_order_and_says_nothing(tmp_path):
     def start():
         started.append(CompilingProcess.start("background_handlers:make_pickled", b"", folder / "log", os.environ))
         return started[-1]
-    queue = OrderQueue(start, 600.0, 600.0)
+    queue = OrderQueue(start, 600.0, 600.0, threading.Event())
     queue.put(Order("1", 0, order("hang", folder=str(folder))))
-    queue.release()
+    queue.released.set()
     while not (folder / "hangs").exists():
         time.sleep(0.01)
     print(started[0].pid)

@@ -17,7 +17,6 @@ from precompiling import activated, boot, build, eager, only_report, tensor, war
 from torch import nn
 
 from compile_cache.calls import spec as call_spec
-from compile_cache.serving import region as region_module
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
@@ -381,7 +380,7 @@ def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(t
         block = build(Block)
         compiler = boot(directory, block, settings=STATES["ordered"][0])
         with monkeypatch.context() as patch:
-            patch.setattr(region_module, "reachable_sizes", lambda *_: 1 / 0)
+            patch.setattr("compile_cache.serving.trial.reachable_sizes", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 warm_up(compiler, lambda: block(tensor()))
         (region,) = compiler.by_class.values()

@@ -18,7 +18,7 @@ from precompiling import activated, build, find, tensor
 from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_cache.errors import StateNotMade, StateNotTaken
+from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.state import Option, ServerState
 from compile_cache.inductor.switches import (
@@ -164,7 +164,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("context", REFUSED)
 def test_context_that_no_other_process_can_enter_is_named(context):
-    with REFUSED[context](), pytest.raises(StateNotTaken, match=context.removesuffix("s")):
+    with REFUSED[context](), pytest.raises(NotHandedOver, match=context.removesuffix("s")):
         ServerState.take(on_gpu=False)
 
 
@@ -293,7 +293,7 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
     }
     with (
         torch._inductor.config.patch(post_grad_custom_post_pass=values[kind]()),
-        pytest.raises(StateNotTaken, match=r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"),
+        pytest.raises(NotHandedOver, match=r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"),
     ):
         ServerState.take(on_gpu=False)
 
@@ -360,7 +360,7 @@ def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatc
     with order([3, 1, 2, 0, 4]):
         state = ServerState.take(on_gpu=False)
     monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
-    with pytest.raises(StateNotMade, match=r"priority cannot be set .*_set_sdp_priority_order"), state.applied():
+    with pytest.raises(NotHandedOver, match=r"priority cannot be set .*_set_sdp_priority_order"), state.applied():
         raise AssertionError("the state was made")
 
 

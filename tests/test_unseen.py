@@ -31,8 +31,7 @@ def late(tmp_path):
     with activated(tmp_path) as directory:
         block = build(Product)
         compiler = boot(directory, block, settings=BLOCK)
-        compiler.hurry(time.monotonic())
-        warm_up(compiler, lambda: block(tensor(4, 16)))
+        warm_up(compiler, lambda: block(tensor(4, 16)), until_s=time.monotonic())
         yield block, compiler
 
 

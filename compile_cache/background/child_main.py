@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from compile_cache.errors import causes
 from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
@@ -99,7 +100,7 @@ def _failure(error: BaseException) -> bytes:
     """The message that tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
     with contextlib.suppress(OSError):  # a full disk
         traceback.print_exception(error)
-    chain = [f"{type(link).__name__}: {link}" for link in _chain(error)]
+    chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
     module = type(error).__module__
     name = type(error).__qualname__
     told = {
@@ -108,15 +109,6 @@ def _failure(error: BaseException) -> bytes:
         "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
     }
     return encode(json.dumps(told).encode(), is_error=True)
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """The error, and the errors that led to it."""
-    links: list[BaseException] = []
-    while error is not None and error not in links:
-        links.append(error)
-        error = error.__cause__ or error.__context__
-    return links
 
 
 def _give_way() -> None:

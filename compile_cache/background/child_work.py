@@ -19,10 +19,10 @@ import torch
 
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import on_gpu
-from compile_cache.errors import ArtifactError, NotHandedOver, StateNotMade
+from compile_cache.calls.spec import Call, on_gpu
+from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
-from compile_cache.inductor.make import Answer, Call, Dimensions, Graphs, forget_graphs, make
+from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
 from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.toolchain import configure_torch, remember_toolchain
@@ -63,7 +63,7 @@ class _Maker:
         self._pace.begin_order()
         try:
             answer = self._made(call, state, dynamic)
-        except (NotHandedOver, StateNotMade, ArtifactError) as error:
+        except (NotHandedOver, ArtifactError) as error:
             answer = Answer(reason=str(error))
         finally:
             forget_graphs()

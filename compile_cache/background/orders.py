@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from compile_cache.background.child import CompilingProcess
 from compile_cache.background.queue import Order, OrderQueue
 from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.spec import Call, on_gpu
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.make import Answer, Dimensions
@@ -39,18 +39,17 @@ _REWRITTEN = (".best_config",)
 
 
 class Orders:
-    """The orders of a boot: `queue`. They begin once released, at READY."""
+    """The orders of a boot: `queue`. They begin once `released` is set, at READY. The second process's folder is
+    `workshop`, beside the cache directory."""
 
-    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
+    def __init__(self, settings: Settings, directory: CacheDirectory, released: threading.Event) -> None:
         self._settings = settings
         self._directory = directory
-        self._workshop = Workshop(directory)
+        self.workshop = directory.path.with_name(directory.path.name.translate(_LETTERS))
         self._log = directory.logs / "compiling.log"
-        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
+        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S, released)
 
-    def pack(
-        self, name: str, call: tuple[nn.Module, Any, Any], dynamic: Dimensions, rank: int, shares_weights: bool
-    ) -> Order:
+    def pack(self, name: str, call: Call, dynamic: Dimensions, rank: int, shares_weights: bool) -> Order:
         """An order of code for a call that is not served yet.
 
         Raises:
@@ -63,24 +62,32 @@ class Orders:
         """Queue an order whose call this thread has just served eager.
 
         Raises:
-            StateNotTaken: another process cannot have the state that the call depends on.
+            NotHandedOver: another process cannot have the state that the call depends on.
         """
         order.state = ServerState.take(order.is_on_gpu)
         self.queue.put(order)
 
     def take(self, answer: Answer) -> None:
-        """Copy an answer's files into the cache directory.
+        """Copy an answer's files into the cache directory: kernels first, then the artifacts that need them.
 
         Raises:
             ArtifactError: an artifact is damaged.
             OSError: a file is missing, or the cache directory cannot be written.
         """
         self._directory.outgoing.expect(answer.files)  # before they exist: another thread may be looking
-        self._workshop.take(answer.files)
+        files = sorted(answer.files, key=lambda path: path.startswith(PRECOMPILED))
+        _copy(files, self.workshop, self._directory.path)
 
     def _start(self) -> CompilingProcess:
-        self._workshop.prepare()
-        path = str(self._workshop.path)
+        """Start the process in its folder, with a copy of the cache directory, so that nothing is compiled twice.
+
+        Raises:
+            OSError: the folder cannot be written, or no process can be started.
+        """
+        path = str(self.workshop)
+        shutil.rmtree(path, ignore_errors=True)
+        self.workshop.mkdir(mode=0o700)
+        _copy(self._directory.scan(), self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         return CompilingProcess.start(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
 
@@ -89,42 +96,18 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.is_cuda
 
 
-class Workshop:
-    """The folder of the compiling process, beside `directory`."""
-
-    def __init__(self, directory: CacheDirectory) -> None:
-        self._directory = directory
-        self.path = directory.path.with_name(directory.path.name.translate(_LETTERS))
-
-    def prepare(self) -> None:
-        """Empty the folder, and copy the cache directory into it, so that nothing is compiled twice.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(mode=0o700)
-        self._copy(self._directory.scan(), self._directory.path, self.path)
-
-    def take(self, paths: Iterable[str]) -> None:
-        """Copy finished files into the cache directory: kernels first, then the artifacts that need them.
-
-        Raises:
-            ArtifactError: an artifact is damaged.
-            OSError: a file is missing, or the cache directory cannot be written.
-        """
-        self._copy(sorted(paths, key=lambda path: path.startswith(PRECOMPILED)), self.path, self._directory.path)
-
-    def _copy(self, paths: Iterable[str], source: Path, target: Path) -> None:
-        old, new = os.fsencode(source), os.fsencode(target)
-        assert len(old) == len(new)
-        for path in paths:
-            if (target / path).exists() and not path.endswith(_REWRITTEN):
-                continue
-            (target / path).parent.mkdir(parents=True, exist_ok=True)
-            if path.endswith(SUFFIX):
-                copy_artifact(source / path, target / path, old, new)
-                continue
-            with replacing(target / path) as file:
-                file.write((source / path).read_bytes().replace(old, new))
-            shutil.copymode(source / path, target / path)
+def _copy(paths: Iterable[str], source: Path, target: Path) -> None:
+    """Copy files, and replace the path of the one folder by the other's in each. Files that exist stay, unless torch
+    rewrites them."""
+    old, new = os.fsencode(source), os.fsencode(target)
+    assert len(old) == len(new)
+    for path in paths:
+        if (target / path).exists() and not path.endswith(_REWRITTEN):
+            continue
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.endswith(SUFFIX):
+            copy_artifact(source / path, target / path, old, new)
+            continue
+        with replacing(target / path) as file:
+            file.write((source / path).read_bytes().replace(old, new))
+        shutil.copymode(source / path, target / path)

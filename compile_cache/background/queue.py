@@ -55,13 +55,15 @@ class Order:
 
 
 class OrderQueue:
-    """Orders for a compiling process. A daemon thread hands them over, one at a time, once they are released.
+    """Orders for a compiling process. A daemon thread hands them over, one at a time, once `released` is set.
 
     The process starts with the first order, and ends after `idle_s` without one. An order gets one more try in a new
     process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
-    def __init__(self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float) -> None:
+    def __init__(
+        self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float, released: threading.Event
+    ) -> None:
         self._start = start
         self._limit_s = limit_s
         self._idle_s = idle_s
@@ -70,7 +72,7 @@ class OrderQueue:
         self._orders: PriorityQueue[tuple[int, int, Order | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._putting = threading.Lock()
-        self._released = threading.Event()
+        self.released = released
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -85,10 +87,6 @@ class OrderQueue:
             self._orders.put((order.rank, next(self._numbers), order))
             if self._thread is None:  # a boot that has nothing to compile starts none
                 self._start_thread()
-
-    def release(self) -> None:
-        """Begin with the orders."""
-        self._released.set()
 
     @property
     def waiting(self) -> int:
@@ -111,7 +109,7 @@ class OrderQueue:
         with self._orders.mutex:
             self._orders.all_tasks_done.notify_all()
         self._orders.put((-1, next(self._numbers), None))
-        self._released.set()
+        self.released.set()
         atexit.unregister(self.close)
         with self._starting:
             process = self._process
@@ -129,7 +127,7 @@ class OrderQueue:
         end_at_exit(thread, self.close)
 
     def _run(self) -> None:
-        self._released.wait()
+        self.released.wait()
         while (order := self._next()) is not None:
             started, orders = time.perf_counter(), [order]
             answer = attempt(self._answer, order)
@@ -168,19 +166,16 @@ class OrderQueue:
             answer: Answer = pickle.loads(self._ensure_process().answer(content, self._limit_s))
             return answer
         except (OrderFailed, OrderTimedOut, ProcessDied) as error:
-            self._say_failed(order, number, error)
+            if not self._is_closed:  # `close` stopped the process
+                # The order's own error goes to its caller, who knows its meaning.
+                level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
+                log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
             is_its_own = isinstance(error, OrderFailed) and not error.may_succeed_afresh
             if not is_its_own:
                 self._end_process()
             if is_its_own or number >= _ATTEMPTS:
                 raise
         return self._answer(order, number + 1)
-
-    def _say_failed(self, order: Order, number: int, error: CompileCacheError) -> None:
-        if not self._is_closed:  # `close` stopped the process
-            # The order's own error goes to its caller, who knows its meaning.
-            level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
-            log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
 
     def _ensure_process(self) -> CompilingProcess:
         """The process, started anew if it died while idle. Raises `ProcessNotReady` if none can be started."""

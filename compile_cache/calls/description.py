@@ -11,7 +11,6 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,8 +132,9 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
     """The tree of a module: its classes and their `forward`, and its parameters and buffers without their values.
     Alignment counts: kernels compiled for aligned weights read 16 bytes at a time, and check nothing."""
     return tuple(
-        (name, type(part), type(part).forward, part.training, tuple((key, _weight(t)) for key, t in _tensors_of(part)))
+        (name, type(part), type(part).forward, part.training, tuple((key, _weight(t)) for key, t in tensors))
         for name, part in module.named_modules(remove_duplicate=False)
+        for tensors in [(*part._parameters.items(), *part._buffers.items())]
     )
 
 
@@ -142,11 +142,6 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
 def structure_digest(tree: tuple[Any, ...]) -> str:
     """The digest of a `structure`, equal in all processes."""
     return digest([[name, class_name(kind), training, str(tensors)] for name, kind, _, training, tensors in tree])
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    yield from module._parameters.items()
-    yield from module._buffers.items()
 
 
 def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:

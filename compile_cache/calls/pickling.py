@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.storages import Handle, forget_freed, share
+from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import (
+    Handle,
     TensorDescriber,
     UsedStorage,
     layout,
@@ -35,6 +37,13 @@ from compile_cache.importable import find, named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
+# The handles of CUDA memory that another process maps, by the address of torch's record of a storage. A weak reference
+# keeps that address taken. Handles are reused because each takes one of torch's 1,000 events: when these are used up,
+# sharing waits for the device.
+#
+# torch counts the users of such memory in a file of the sender in /dev/shm. A killed receiver is never subtracted, so
+# the sender could not free that memory again. Only memory that lasts as long as the sender is shared.
+_shared: dict[int, tuple[StorageWeakRef, Handle]] = {}
 # The dictionaries in which a module keeps its parts.
 _INNER = ("_parameters", "_buffers", "_modules")
 
@@ -68,11 +77,13 @@ def hand_over(
 
 def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
     """The handles of those that can be shared, by number."""
-    forget_freed()
+    for address, (reference, _) in list(_shared.items()):
+        if reference.expired():  # type: ignore[no-untyped-call]
+            _shared.pop(address, None)
     handles: dict[int, Handle] = {}
     try:
         for used in storages:
-            handles[used.index] = share(used.storage)
+            handles[used.index] = _handle(used.storage)
     except RuntimeError as error:
         log.info(
             "background.unshared reason=%s The second process allocates its own copy of the weights.",
@@ -81,7 +92,23 @@ def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
     return handles
 
 
-def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _handle(storage: torch.UntypedStorage) -> Handle:
+    """A handle of a whole storage. It is valid as long as the sender keeps the storage.
+
+    Raises:
+        RuntimeError: torch's allocator did not allocate the storage on a CUDA device, or cannot share it
+            (`expandable_segments`).
+    """
+    if storage.device.type != "cuda":
+        raise RuntimeError(f"it is on the device {storage.device}")
+    known = _shared.get(storage._cdata)
+    if known is None:
+        known = StorageWeakRef(storage), storage._share_cuda_()  # type: ignore[no-untyped-call]
+        _shared[storage._cdata] = known
+    return known[1]
+
+
+def receive(content: bytes) -> Call:
     """The call that another process handed over, with new, unfilled tensors: see `make_storages`.
 
     Unpickling runs code. Accept `content` only from the process that started this one.
@@ -93,18 +120,16 @@ def receive(content: bytes) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     file = BytesIO(content)
     try:
         storages = make_storages(pickle.load(file))
-        module, args, kwargs = CallUnpickler(file, storages.__getitem__).load()
+        call: Call = CallUnpickler(file, storages.__getitem__).load()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise NotHandedOver(f"the call cannot be rebuilt: {type(error).__name__}: {first_line(error)}") from error
-    return module, args, kwargs
+    return call
 
 
 def pickled(
-    kind: type[_Kind],
-    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]],
-    shared: Callable[[torch.Tensor], bool] | None = None,
+    kind: type[_Kind], call: Call, shared: Callable[[torch.Tensor], bool] | None = None
 ) -> tuple[BytesIO, _Kind]:
     """A call in bytes, and the pickler that wrote it. If tensors overlap, views are pickled as views of their bases.
 
@@ -158,7 +183,9 @@ class CallPickler(pickle.Pickler):
         if isinstance(value, torch.Tensor):
             return self.tensors.reduce(value)
         if isinstance(value, nn.Module):
-            _check_module(value)
+            if "parametrizations" in value._modules:  # torch gives it a class of its own
+                name = f"a {type(value).__name__} cannot be handed over"
+                raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
         elif isinstance(value, type | types.FunctionType):
             _check_importable(value)
         elif isinstance(value, _REDUCED_BY_KIND):
@@ -187,17 +214,6 @@ class CallUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickled call stands for."""
         return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
-
-
-def _check_module(value: nn.Module) -> None:
-    """Check that torch pickles a module. It gives a parametrized one a class of its own.
-
-    Raises:
-        NotHandedOver: it does not.
-    """
-    if "parametrizations" in value._modules:
-        name = f"a {type(value).__name__} cannot be handed over"
-        raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
 
 
 def _check_importable(value: type | types.FunctionType) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
+from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver, first_line
 
@@ -72,16 +73,13 @@ class Shadow:
         except Exception as error:  # whatever an object's own methods raise
             raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
-    def copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The module, args and kwargs of another copy. Raises as the constructor does."""
-        copy = self.copy()
-        return copy.module, copy.args, copy.kwargs
-
-    def copy(self) -> Shadow:
-        """Another copy, for a run that must not change this one. Raises as the constructor does, and the `obstacle`."""
+    def copied(self) -> Call:
+        """The module, args and kwargs of another copy, for a run that must not change this one. Raises as the
+        constructor does, and the `obstacle`."""
         if self.obstacle:
             raise self.obstacle
-        return Shadow(self.module, self.args, self.kwargs)
+        copy = Shadow(self.module, self.args, self.kwargs)
+        return copy.module, copy.args, copy.kwargs
 
 
 def state_of(value: Any) -> list[Any]:

@@ -20,9 +20,11 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.storages import base_of, storage_key
+from compile_cache.calls.tensors import base_of, storage_key
 from compile_cache.errors import NoGraph
 
+# The module, args and kwargs of a call.
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several

@@ -11,6 +11,7 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from compile_cache.calls.storages import Handle, base_of, mapped, negative_view, storage_key, with_class
 from compile_cache.errors import NotHandedOver
+
+log = logging.getLogger("compile_cache")
 
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64
@@ -39,6 +41,8 @@ _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
+# The result of `UntypedStorage._share_cuda_`, and the arguments of `UntypedStorage._new_shared_cuda`.
+Handle = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -192,6 +196,20 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, (first + items) * tensor.itemsize
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, as long as that exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor of the same type that this one is a view of, if torch keeps it. Compiled code for tensors that
+    overlap depends on it."""
+    base = tensor._base
+    if base is None or type(tensor) is not torch.Tensor or type(base) is not torch.Tensor or tensor.requires_grad:
+        return None
+    return None if base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() else base
+
+
 def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:
     # Tensor.__setstate__ expects another kind of state.
     return (*reduced, dict(attributes), None, None, set_attributes) if attributes else reduced
@@ -222,9 +240,9 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         if is_conj:
             tensor = tensor.conj()
         if is_neg:
-            tensor = negative_view(tensor)
+            tensor = torch._neg_view(tensor)
         if kind is not torch.Tensor:
-            return with_class(kind, tensor, requires_grad)
+            return torch.Tensor._make_subclass(kind, tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)
 
 
@@ -266,6 +284,18 @@ def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
         pairs = list(zip(layouts, mappings, strict=True))
         buffers = _buffers([layout for layout, mapping in pairs if mapping is None and layout.is_weight])
         return [_storage(layout, mapping, buffers) for layout, mapping in pairs]
+
+
+def mapped(handle: Handle) -> torch.UntypedStorage | None:
+    """The storage that another process's handle names; None if this process cannot map it."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.UntypedStorage._new_shared_cuda(*handle)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        log.warning("call.not_mapped error=%s This process allocates its own copy of these weights.", error)
+        return None
 
 
 def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:

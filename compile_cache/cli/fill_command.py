@@ -13,14 +13,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from compile_cache.cli import printing as out
 from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.key.environment import Environment
 from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
@@ -82,8 +81,10 @@ def fill_store(predictor: str | None, to: str | None, explain: bool, as_json: bo
     out.print_packs(store, verified)
     for line in missing:
         out.print_note(f"missing: {line}")
+    names = [record.gpu or f"CPUs only ({record.machine}), not for a GPU" for record in found.values() if record]
+    machines = f", for {' and for '.join(dict.fromkeys(names))}" if names else ""
     outcome = "filled" if not missing else f"not filled ({out.count_text(len(missing), 'problem')})"
-    out.print_line(f"{outcome}: {reference}, in {store.location}{_machines(found.values())}")
+    out.print_line(f"{outcome}: {reference}, in {store.location}{machines}")
     return not missing
 
 
@@ -164,12 +165,6 @@ def _missing_region(region: RegionReport) -> str:
     why = "; ".join(region.not_precompiled) or region.reason or "nothing was compiled ahead of time"
     what = "not precompiled for some calls" if made else "not precompiled"
     return f"region {region.name} is {what}: {why}. Run fill with --explain for file and line, {accept}"
-
-
-def _machines(records: Iterable[Environment | None]) -> str:
-    """The machines that can use the artifacts, in words: a CPU's artifacts are of no use to a GPU."""
-    names = [record.gpu or f"CPUs only ({record.machine}), not for a GPU" for record in records if record]
-    return f", for {' and for '.join(dict.fromkeys(names))}" if names else ""
 
 
 def read_project(folder: Path, predictor: str | None) -> tuple[str, Mapping[str, str]]:

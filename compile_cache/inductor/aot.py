@@ -26,17 +26,15 @@ from unittest import mock  # torch has imported it
 import torch
 import torch._dynamo
 import torch._inductor
-import torch._inductor.codecache
 import torch._inductor.config
 from torch import nn
-from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import check_kernels, give_keys, lean
+from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
 from compile_cache.inductor.switches import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
@@ -55,8 +53,6 @@ guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
-_torch_key: Any = torch._inductor.codecache.torch_key
-guards: Any = _guards
 # The packages of the objects that make guards up, besides the model's own.
 _OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 
@@ -74,11 +70,17 @@ _alone = threading.Lock()
 
 
 def options_digest() -> str:
-    """The digest of Inductor's options that the program set. Options from the environment are in the environment's
-    key."""
+    """The digest of Inductor's options that the program set. Options from the environment are in the environment's key.
+
+    Raises:
+        NotDescribedError: an option cannot be described.
+    """
     options = {name: value for name, value in _options().items() if name not in SET_WHILE_LOADING}
     options |= {name: getattr(torch._inductor.config, name, None) for name in _PASSES}
-    return digest(sorted([name, _option(value)] for name, value in options.items()))
+    try:
+        return digest(sorted([name, _option(value)] for name, value in options.items()))
+    except Exception as error:  # a custom pass whose `uuid` raises
+        raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
 
 
 def _option(value: Any) -> str:

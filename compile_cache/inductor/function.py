@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ from compile_cache.calls.spec import (
     parts_of,
     why_eager,
 )
-from compile_cache.errors import ArtifactError, NotPrecompilable, first_line
+from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_function, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
@@ -41,6 +42,8 @@ from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.switches import changed_switches, switches
 from compile_cache.key import environment
 from compile_cache.key.environment import digest
+
+log = logging.getLogger("compile_cache")
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.
@@ -69,18 +72,9 @@ class _Accepted(NamedTuple):
     overlaps: tuple[int | str, ...]
     constants_hold: Callable[[Mapping[str, Any]], bool]
 
-    def hold(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the constants are still those of that call."""
-        try:
-            return self.constants_hold(inputs)
-        except Exception:  # an object that the expression reads is gone
-            return False
-
 
 class Precompiled:
     """A loaded compiled function, for all modules and inputs that it fits. `path` is its file."""
-
-    step = "precompiled"
 
     def __init__(self, path: str, record: Record, payload: bytes) -> None:
         """Unpickle `payload`, which must be verified.
@@ -131,14 +125,18 @@ class Precompiled:
         if accepted is None or parts is None:
             return False
         inputs = {"module": module, "args": args, "kwargs": kwargs}
-        return (
-            accepted.switches == switches(accepted.is_on_gpu)
-            and not any(GLOBAL_HOOKS)
-            and parts.are_unhooked()
-            and overlaps_of(args, kwargs, parts) == accepted.overlaps
-            and self._check_guards(inputs)
-            and accepted.hold(inputs)
-        )
+        try:
+            return (
+                accepted.switches == switches(accepted.is_on_gpu)
+                and not any(GLOBAL_HOOKS)
+                and parts.are_unhooked()
+                and overlaps_of(args, kwargs, parts) == accepted.overlaps
+                and self._check_guards(inputs)
+                and accepted.constants_hold(inputs)
+            )
+        except Exception as error:  # a guard reads any object of the model's, which may be gone
+            log.info("precompiled.not_checked artifact=%s error=%r", self.path, error)
+            return False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits."""
@@ -164,21 +162,11 @@ def compile_ahead(
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
-        if shortage := _shortage(error):
-            raise shortage from error
+        for cause in causes(error):
+            if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+                raise type(cause)(str(cause)) from error
         raise NotPrecompilable(f"torch: {type(error).__name__}: {first_line(error)}") from error
     return Record.of(compilation, recorder.guards(), salt), compilation.payload
-
-
-def _shortage(error: BaseException | None) -> Exception | None:
-    """The memory error that caused an error, which torch has wrapped into others; None if there is none."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return type(error)(str(error))
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,13 +210,9 @@ class Record:
             _host() if _CPP_KERNELS.search(compilation.payload) else {},
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Record:
-        """The inverse of `to_json`.
+        """The record with these plain values.
 
         Raises:
             ArtifactError: `record` is invalid.

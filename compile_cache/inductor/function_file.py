@@ -70,9 +70,7 @@ def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], byt
         ArtifactError: the artifact is damaged, or has a wrong name.
         OSError: the artifact cannot be read.
     """
-    with path.open("rb") as file:
-        header = _read_header(file, path.name)
-        payload = file.read()
+    header, payload = _read(path)
     if header.sha256 != hashlib.sha256(payload).hexdigest():
         raise ArtifactError("it is damaged: its content does not match its header")
     return header.key, header.record, payload
@@ -85,9 +83,7 @@ def copy_artifact(source: Path, target: Path, old: bytes, new: bytes) -> None:
         ArtifactError: the artifact is damaged.
         OSError: the artifact cannot be read or written.
     """
-    with source.open("rb") as file:
-        header = _read_header(file, source.name)
-        payload = file.read()
+    header, payload = _read(source)
     with replacing(target) as copy:
         copy.write(_joined(header, payload.replace(old, new)))
 
@@ -102,8 +98,14 @@ def _artifact_name(key: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return digest([dict(key), dict(record)]) + SUFFIX
 
 
+def _read(path: Path) -> tuple[Header, bytes]:
+    """The header of an artifact, and what follows it. Raises ArtifactError if the header is damaged, or belongs to
+    another name."""
+    with path.open("rb") as file:
+        return _read_header(file, path.name), file.read()
+
+
 def _read_header(file: BinaryIO, name: str) -> Header:
-    """Read a header. Raises ArtifactError if it is damaged, or belongs to another name."""
     start = file.read(len(_MAGIC) + _LENGTH.size)
     if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
         raise ArtifactError("it is damaged, or not of this version's format")

@@ -23,7 +23,7 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.stored_functions import Artifacts
 
-# The module, args and kwargs of a call.
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # (tensor, dimension) pairs: code for a call leaves the sizes of these dimensions open.
 Dimensions = tuple[tuple[int, int], ...]
 
@@ -68,11 +66,10 @@ def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The graphs of one call: whether it is one, whether a branch depends on the values of tensors, the seconds that
-    they took, and torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says
-    what broke the graph."""
+    """The graphs of one call: whether a branch depends on the values of tensors, the seconds that they took, and
+    torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says what broke the
+    graph; it is empty if the graph is whole."""
 
-    is_whole: bool
     depends_on_data: bool
     seconds: float
     tracing_s: float
@@ -113,15 +110,9 @@ class Graphs:
     """The calls of one class that `torch.compile` compiled in this process."""
 
     def __init__(self, name: str, mode: str, dynamic: bool | None) -> None:
-        self._given = name, mode, dynamic
-        self._name = f"call_{name}"
-        self._options: dict[str, Any] = {"mode": None if mode == "default" else mode, "dynamic": dynamic}
+        self.given = name, mode, dynamic
         # By whether they are whole, and whether they may compile.
         self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
-
-    def anew(self) -> Graphs:
-        """A maker of the same graphs that has none yet."""
-        return Graphs(*self._given)
 
     def run(
         self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: bool = True
@@ -138,10 +129,12 @@ class Graphs:
 
     def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
+            name, mode, dynamic = self.given
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
-            name = self._name if is_whole else f"{self._name}_in_parts"
+            name = f"call_{name}" if is_whole else f"call_{name}_in_parts"
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
-            compiled = torch.compile(function, fullgraph=is_whole, **self._options)
+            named_mode = None if mode == "default" else mode
+            compiled = torch.compile(function, fullgraph=is_whole, mode=named_mode, dynamic=dynamic)
             run = getattr(torch._dynamo, "run", None)
             self._functions[is_whole, True] = compiled
             self._functions[is_whole, False] = run(compiled) if run else call_by_graph
@@ -150,13 +143,12 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph or graphs of `torch.compile` for some calls. `tracing` gives the context in which a comparison may add
-    some: compile them, or take them out of stored files. It gives None if a comparison may add none."""
+    """The graph or graphs of `torch.compile` for some calls. `adding` says how a comparison may add some: see
+    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's, and only a function has one of its own."""
 
     graphs: Graphs
     is_whole: bool
-    tracing: Callable[[], contextlib.AbstractContextManager[None] | None]
-    step: str = "compiled"
+    adding: Callable[[], str]
     path: str = ""
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -173,10 +165,9 @@ class Graph:
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
-        if (tracing := self.tracing()) is None:
-            return self(module, args, kwargs)
-        with tracing:
-            return self.graphs.run(self.is_whole, module, args, kwargs)
+        adding = self.adding()
+        with out_of_stored_files() if adding == "stored" else contextlib.nullcontext():
+            return self.graphs.run(self.is_whole, module, args, kwargs, compiles=bool(adding))
 
 
 def make(
@@ -237,7 +228,7 @@ def _graphs_made(
         if not serves:
             forget_graphs()
             with out_of_stored_files():
-                found = trace(graphs.anew(), copies)
+                found = trace(Graphs(*graphs.given), copies)
         if not why:
             seconds = traced.tracing_s if serves else found.tracing_s
             return Answer(artifacts.write_cached(*copies(), seconds, reason), reason, traced=traced)
@@ -277,7 +268,7 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
         raise ArtifactError(f"torch makes no graph of it: {broken_by}")
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.
-    return Traced(not broken_by, depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
+    return Traced(depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
 
 
 def _dynamo_s() -> float:

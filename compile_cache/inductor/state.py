@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from compile_cache import importable
-from compile_cache.errors import StateNotMade, StateNotTaken
+from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.switches import (
     CONTEXTS,
     SETTERS,
@@ -83,12 +83,12 @@ class ServerState:
         change a switch. Takes 0.02 ms, or 0.25 to 0.45 ms once the compiler is imported. Imports nothing.
 
         Raises:
-            StateNotTaken: another process cannot have this state. The error names the part that it cannot have.
+            NotHandedOver: another process cannot have this state. The error names the part that it cannot have.
         """
         values = switches(on_gpu)
         by_name = dict(zip(SWITCHES, values, strict=False))
         if entered := [words for name, words in CONTEXTS.items() if by_name[name]]:
-            raise StateNotTaken(f"the call is made in {' and '.join(entered)}, which another process cannot enter")
+            raise NotHandedOver(f"the call is made in {' and '.join(entered)}, which another process cannot enter")
         return cls(
             on_gpu,
             values,
@@ -107,32 +107,26 @@ class ServerState:
         Three things stay afterwards: preparations, this library's own settings of torch, and imports.
 
         Raises:
-            StateNotMade: a part of the state cannot be set here. The error names that part.
+            NotHandedOver: a part of the state cannot be set here. The error names that part.
         """
         # These options stay for good. Set later, they would be reset together with the options below.
         from compile_cache.inductor.toolchain import configure_torch
 
         configure_torch()
-        self._import_packages()
+        for name in self.packages:
+            with _making(name):
+                importlib.import_module(name)
         _run_once(self.preparations)
         with contextlib.ExitStack() as stack:
             for option in self.options:
                 stack.enter_context(_option_made(option))
-            self._make_device(stack)
+            if self.device is not None:
+                with _making("the CUDA device"):
+                    stack.enter_context(torch.cuda.device(self.device))
+                    settle_attention_priority()
             self._make_switches(stack)
             self._check()
             yield
-
-    def _import_packages(self) -> None:
-        for name in self.packages:
-            with _making(name):
-                importlib.import_module(name)
-
-    def _make_device(self, stack: contextlib.ExitStack) -> None:
-        if self.device is not None:
-            with _making("the CUDA device"):
-                stack.enter_context(torch.cuda.device(self.device))
-                settle_attention_priority()
 
     def _make_switches(self, stack: contextlib.ExitStack) -> None:
         """Set the switches that differ, and let the stack reset them."""
@@ -162,14 +156,14 @@ class ServerState:
         own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, _IMPORTED_BY_COMPILER)
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
-            raise StateNotMade(f"in the compiling process, {'; '.join(different)}")
+            raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
 
 def _options() -> tuple[Option, ...]:
     try:
         changed = list(changed_options())
     except AttributeError as error:
-        raise StateNotTaken(f"torch {torch.__version__} does not tell which options are set: {error}") from error
+        raise NotHandedOver(f"torch {torch.__version__} does not tell which options are set: {error}") from error
     return tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
@@ -182,19 +176,19 @@ def _option_made(option: Option) -> Iterator[None]:
             if getattr(config, option.name) != value:
                 stack.enter_context(config.patch({option.name: value}))
             if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
-                raise StateNotMade(f"{option} is {now!r}, and was {value!r} in the server")
+                raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
         yield
 
 
 @contextlib.contextmanager
 def _making(name: str) -> Iterator[None]:
-    """Turn an error of the context into a `StateNotMade` that begins with `name`."""
+    """Turn an error of the context into a `NotHandedOver` that begins with `name`."""
     try:
         yield
-    except StateNotMade:
+    except NotHandedOver:
         raise
     except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
-        raise StateNotMade(f"{name} cannot be set as in the server: {type(error).__name__}: {error}") from error
+        raise NotHandedOver(f"{name} cannot be set as in the server: {type(error).__name__}: {error}") from error
 
 
 def prepare_with(function: Callable[[], None]) -> None:
@@ -203,14 +197,14 @@ def prepare_with(function: Callable[[], None]) -> None:
     The same function is registered once. This process does not call it.
 
     Raises:
-        StateNotTaken: another process cannot import the function.
+        NotHandedOver: another process cannot import the function.
     """
     try:
         name = importable.reference(function)
         if reason := importable.why_not(function.__module__):
             raise LookupError(f"{name}: {reason}")
     except LookupError as error:
-        raise StateNotTaken(
+        raise NotHandedOver(
             f"the compiling process cannot import {error}. Define the function at the top level of a module that can "
             "be imported."
         ) from error
@@ -221,7 +215,7 @@ def _run_once(preparations: Iterable[str]) -> None:
     """Call the functions that this thread has not called yet, in order.
 
     Raises:
-        StateNotMade: a function cannot be imported here, or fails.
+        NotHandedOver: a function cannot be imported here, or fails.
     """
     for name in preparations:
         if name in _RUN.get():
@@ -229,7 +223,7 @@ def _run_once(preparations: Iterable[str]) -> None:
         try:
             importable.find(name)()
         except Exception as error:  # a model family's own code
-            raise StateNotMade(f"{name} failed: {type(error).__name__}: {error}") from error
+            raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
         _RUN.set(_RUN.get() | {name})
 
 
@@ -246,13 +240,13 @@ def _pack(value: Any, name: str) -> bytes:
     """`value`, pickled for another process. An error calls it `name`.
 
     Raises:
-        StateNotTaken: `value` cannot be pickled, or another process cannot import a part of it.
+        NotHandedOver: `value` cannot be pickled, or another process cannot import a part of it.
     """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ raises
-        raise StateNotTaken(
+        raise NotHandedOver(
             f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "
             "level of a module that can be imported."
         ) from error

@@ -16,7 +16,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,10 +126,6 @@ class Artifacts:
             raise ArtifactError(difference)
         return self._functions.setdefault(path, function)  # another thread may have been first
 
-    def is_compared(self, path: str) -> bool:
-        """Whether a boot has compared this function with eager on all instances."""
-        return (self._directory / path).with_suffix(COMPARED).exists()
-
     def mark_compared(self, path: str) -> str:
         """Note for later boots that this function was compared with eager on all instances. Returns the mark's path.
 
@@ -137,7 +133,7 @@ class Artifacts:
             OSError: the mark cannot be written.
         """
         mark = f"{path.removesuffix(SUFFIX)}{COMPARED}"
-        if not self.is_compared(path):
+        if not (self._directory / mark).exists():
             with replacing(self._directory / mark) as file:
                 file.write(b"compared with eager on all instances\n")
         return mark
@@ -154,7 +150,7 @@ class Artifacts:
             if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
                 return None
             return CachedRecord(path, float(found["seconds"]), str(found["reason"]))
-        except (NotDescribedError, OSError, ValueError, KeyError, TypeError, IndexError):
+        except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
     def write_cached(
@@ -166,10 +162,7 @@ class Artifacts:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        try:
-            group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
-        except NotDescribedError as error:
-            raise ArtifactError(f"this call cannot be described: {error}") from error
+        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
@@ -192,8 +185,8 @@ class Artifacts:
                 return reason
             dynamics = dict.fromkeys((self._dynamic, None))
             groups = [self._group(spec, module, args, kwargs, dynamic) for dynamic in dynamics]
-        except NotDescribedError as error:
-            return f"this call cannot be described: {error}"
+        except ArtifactError as error:
+            return str(error)
         for group in groups:
             for path in self._paths(group.path, SUFFIX)[:RECOMPILE_LIMIT]:
                 found = self._found(path)
@@ -226,12 +219,9 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
-        try:
-            if reason := why_not_ahead(module):
-                raise NotPrecompilable(reason)
-            group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
-        except NotDescribedError as error:
-            raise NotPrecompilable(f"this call cannot be described: {error}") from error
+        if reason := why_not_ahead(module):
+            raise NotPrecompilable(reason)
+        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
@@ -242,7 +232,7 @@ class Artifacts:
         except NotPrecompilable as error:
             self._not_precompilable[group.path] = str(error)
             raise
-        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, record.to_json(), payload)}"
+        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
         if path in self._functions:
             raise NotPrecompilable("this call has an artifact, which does not fit it")
         self._functions[path] = function = Precompiled(path, record, payload)
@@ -273,24 +263,23 @@ class Artifacts:
         """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
-            NotDescribedError: the inputs or the options cannot be described.
+            ArtifactError: the inputs or the options cannot be described.
         """
-        if self._options is None:
-            try:
-                self._options = options_digest()
-            except Exception as error:  # a custom pass whose `uuid` raises
-                raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
-        return _Group.of(
-            {
-                **self._fixed_key(dynamic),
-                "options": self._options,
-                "class": class_name(type(module)),
-                "code": sources_digest(module),
-                "structure": structure_digest(spec.structure),
-                "inputs": spec.stored(with_sizes=dynamic is False),
-                "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
-            }
-        )
+        try:
+            self._options = self._options or options_digest()
+            return _Group.of(
+                {
+                    **self._fixed_key(dynamic),
+                    "options": self._options,
+                    "class": class_name(type(module)),
+                    "code": sources_digest(module),
+                    "structure": structure_digest(spec.structure),
+                    "inputs": spec.stored(with_sizes=dynamic is False),
+                    "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
+                }
+            )
+        except NotDescribedError as error:
+            raise ArtifactError(f"this call cannot be described: {error}") from error
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
         return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}

@@ -45,11 +45,6 @@ _PRECISIONS = (
 )
 
 
-def _matmul_precision() -> tuple[str, str]:
-    """The precision of float32 products, set in either of torch's two ways."""
-    return _precision("cuda", "matmul"), _precision("mkldnn", "matmul")
-
-
 # The functions that read the switches. Each takes well under a microsecond, because every call compares all switches.
 # The number of threads comes last, because it is left out if all tensors are on a GPU.
 SWITCHES: Mapping[str, Callable[[], Any]] = {
@@ -60,7 +55,8 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "math attention": torch.backends.cuda.math_sdp_enabled,
     "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled,
     "attention priority": lambda: tuple(_priority()),
-    "float32 matmul precision": _matmul_precision,
+    # Set in either of torch's two ways.
+    "float32 matmul precision": lambda: (_precision("cuda", "matmul"), _precision("mkldnn", "matmul")),
     "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from compile_cache.errors import Failure, attempt
+
 log = logging.getLogger("compile_cache")
 
 _BINARIES = (".cubin", ".hsaco")
@@ -34,8 +36,9 @@ _bundled: set[str] = set()
 _UNNAMED = "triton_"
 
 
+@functools.cache
 def configure_autotuner() -> None:
-    """Patch Inductor's autotuner: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
+    """Patch Inductor's autotuner, once: store no losers in FX-graph entries, and on torch 2.11 find earlier results of
     coordinate descent. A patch is left out if torch lacks its names."""
     patches = [_trim_bundles]
     if torch.__version__ < "2.13":
@@ -132,19 +135,13 @@ def _trim_bundles() -> None:
 
     bundler: Any = TritonBundler
     original = bundler.collect.__func__
-    if getattr(original, "trims", False):
-        return
 
     @functools.wraps(original)
     def collect(cls: Any) -> Any:
         bundle, metadata = original(cls)
-        try:
-            return _trimmed(bundle), metadata
-        except Exception as error:  # a failure here must not fail a compile that succeeded
-            log.info("autotuner.not_trimmed error=%r", error)
-            return bundle, metadata
+        trimmed = attempt(_trimmed, bundle)  # a failure must not fail a compile that succeeded
+        return bundle if isinstance(trimmed, Failure) else trimmed, metadata
 
-    collect.trims = True  # type: ignore[attr-defined]
     bundler.collect = classmethod(collect)
 
 
@@ -177,8 +174,6 @@ def _recheck_tuned() -> None:
 
     autotuner: Any = CachingAutotuner
     original = autotuner.recheck_autotune_cache
-    if getattr(original, "rechecks", False):
-        return
 
     @functools.wraps(original)
     def recheck(self: Any, reload_kernel_from_src: Any) -> None:
@@ -186,12 +181,8 @@ def _recheck_tuned() -> None:
         original(self, reload_kernel_from_src)
         if len(self.compile_results) == 1 and getattr(self.compile_results[0].config, "found_by_coordesc", False):
             return
-        try:
-            _take_recorded(self, before, reload_kernel_from_src)
-        except Exception as error:  # torch tunes again, as it would without this patch
-            log.info("autotuner.not_found_again error=%r", error)
+        attempt(_take_recorded, self, before, reload_kernel_from_src)  # else torch tunes again, as without this patch
 
-    recheck.rechecks = True  # type: ignore[attr-defined]
     autotuner.recheck_autotune_cache = recheck
 
 

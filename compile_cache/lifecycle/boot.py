@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.errors import CompileCacheError, SettingsError, attempt
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
-from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.lifecycle.prediction import Prediction, call_as_cog
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline, noted
 from compile_cache.torch_threads import end_at_exit
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.lifecycle.publisher import Publisher
-    from compile_cache.lifecycle.restore import Restore, Restored
+    from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
+    from compile_cache.storage.publish import Publication
 
 log = logging.getLogger("compile_cache")
 
@@ -99,7 +101,7 @@ class Boot:
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
-        self._restored: Restored | None = None
+        self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
@@ -150,8 +152,7 @@ class Boot:
         with self._degrading("start publishing"):
             self._start_publishing()
         if self._regions is not None:
-            with self._degrading("compile in the background"):
-                self._regions.policy.release()
+            self._regions.policy.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -200,9 +201,8 @@ class Boot:
         if not self._settings.enabled:
             return
         with self.timed("join"):
-            waiting = time.perf_counter()
             self._join()
-            self.report.restore.waited_s += time.perf_counter() - waiting
+        self.report.restore.waited_s = self.report.phases["join"]
         with self.timed("compile_setup"), self._degrading("set up compilation; serving eager"):
             if self._preloading is not None:
                 self._preloading.join(_LONGEST_PRELOAD_S)
@@ -235,15 +235,12 @@ class Boot:
         Raises:
             Exception: any error of `call`.
         """
-        from compile_cache.lifecycle.warm_up import call_as_cog
-
-        if self._regions is not None and self._settings.setup_budget_s:
-            age_s = time.perf_counter() - self._started
-            self._regions.hurry(time.monotonic() + self._settings.setup_budget_s - age_s)
+        left_s = self._settings.setup_budget_s - (time.perf_counter() - self._started)
+        until_s = time.monotonic() + left_s if self._settings.setup_budget_s else math.inf
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
-                with self._regions.watching() if self._regions else contextlib.nullcontext():
+                with self._regions.watching(until_s) if self._regions else contextlib.nullcontext():
                     call_as_cog(call, inputs)
                 after = read_counts()
                 if after.misses == before.misses:
@@ -298,9 +295,10 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                restored = self._restored = self._restore.join()
+                restored = self._restore.join()
                 self.report.restore = restored.report
                 self.report.store = restored.location
+                self._publication = restored.publication
                 if restored.publication is not None:
                     key = restored.publication.packs.key
                     self.report.model_name = key.model_name
@@ -337,12 +335,11 @@ class Boot:
             self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
 
     def _start_publishing(self) -> None:
-        publication = self._restored.publication if self._restored is not None else None
-        if publication is None or not self._settings.may_publish:
+        if self._publication is None or not self._settings.may_publish:
             return
         from compile_cache.lifecycle.publisher import Publisher
 
-        self._publisher = Publisher(publication, self.report, self._settings, self._regions)
+        self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
         self._publisher.start()
 
     @contextlib.contextmanager
@@ -370,11 +367,8 @@ def _load_ahead(load: Callable[[], object]) -> threading.Thread:
     """
 
     def run() -> None:
-        try:
-            with noted("preload", "load"):
-                load()
-        except Exception as error:  # it comes again, and is reported, where the function is needed
-            log.info("preload.failed error=%r", error)
+        with noted("preload", "load"):
+            attempt(load)  # an error comes again, and is reported, where the function is needed
 
     with noted("preload", "import torch's loader"):
         from compile_cache.inductor.lean_loading import import_loader

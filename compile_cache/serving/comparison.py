@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from compile_cache.calls.shadow import Shadow, state_of
-from compile_cache.calls.spec import COMPILED_CALL, call_region, pytree
+from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
 from compile_cache.errors import Failure, NotHandedOver, attempt
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -56,34 +55,37 @@ class Check:
 class Comparison:
     """A call that eager answers, and that other code is run with.
 
-    `pristine` is the call as it was before eager ran. `drew` says that the call advanced a global generator of random
-    numbers: other threads must not draw from it while the call is compared.
+    `pristine` is the call as it was before eager ran. `generators` has the states of torch's global generators of
+    random numbers then, and is empty if the call did not advance them. If it did, other threads must not draw from them
+    while the call is compared.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: Call) -> None:
         """Copy the call.
 
         Raises:
             NotHandedOver: it cannot be copied.
             torch.OutOfMemoryError: the copies do not fit.
         """
-        self._call = module, args, kwargs
-        self.pristine = Shadow(module, args, kwargs)
-        self._generators = _generator_states()
+        self._call = call
+        self.pristine = Shadow(*call)
+        self.generators = _generator_states()
         self._reference: Any = None
-        self.drew = False
 
-    def eager(self) -> Any:
-        """Eager's answer, on the real module. Raises the model's own errors."""
-        answer = call_region(*self._call)
-        self._reference = attempt(pytree.tree_map_only, torch.Tensor, torch.clone, answer)
-        self.drew = _generator_states() != self._generators
+    def expect(self, answer: Any) -> None:
+        """Take the answer that eager has just given, on the real module."""
+        self._reference = attempt(self._expected, answer)
+
+    def _expected(self, answer: Any) -> Any:
+        """A copy of eager's answer. Raises NotHandedOver if the call has changed an object that its copies share."""
+        if _generator_states() == self.generators:
+            self.generators = ()
         for name, value, before in self.pristine.named:
             if compare((state_of(value),), (before,)).error:
                 reason = f"a call changes {name}, which is one object for the whole program"
                 self.pristine.obstacle = NotHandedOver(reason)
-                self._reference = Failure(self.pristine.obstacle)
-        return answer
+                raise self.pristine.obstacle
+        return pytree.tree_map_only(torch.Tensor, torch.clone, answer)
 
     def check(self, function: Callable[..., Any]) -> Check:
         """Run `function(module, args, kwargs)` on the copy, once, and compare.
@@ -94,7 +96,7 @@ class Comparison:
         if isinstance(self._reference, Failure):
             raise self._reference.error
         (module, args, kwargs), shadow = self._call, self.pristine
-        with generators_at(self._generators) if self.drew else contextlib.nullcontext():
+        with generators_at(self.generators) if self.generators else contextlib.nullcontext():
             answer = function(shadow.module, shadow.args, shadow.kwargs)
         found = answer, (shadow.args, shadow.kwargs), shadow.module
         return compare(found, (self._reference, (args, kwargs), module))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.serving.moment import LOCK
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Case:
     @property
     def _is_function(self) -> bool:
         """Whether its code is a function, which can be asked what it fits."""
-        return self.state in WITH_CODE and self.code is not None and self.code.step == "precompiled"
+        return self.state in WITH_CODE and self.code is not None and bool(self.code.path)
 
     @property
     def serves_any(self) -> bool:
@@ -184,13 +184,13 @@ class Case:
         """Whether calls of this instance were served as the case says, so that it is asked first."""
         return module in self.standings if self.state is State.GROWING else not self.is_to_compare(module)
 
-    def misfit(self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def misfit(self, spec: CallSpec, call: Call) -> str:
         """Why the case is not for this call, which it covers; empty if it is. Code that is still to come may fit any
         number."""
         if self.code is not None and self._is_function:
-            return self.code.misfit(module, args, kwargs)
+            return self.code.misfit(*call)
         is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.GROWING)
-        is_same = self.spec.numbers == spec.numbers and self.standings.get(module) is not Standing.DOES_NOT_FIT
+        is_same = self.spec.numbers == spec.numbers and self.standings.get(call[0]) is not Standing.DOES_NOT_FIT
         return "" if is_open or is_same else "it is for other calls"
 
     def covers(self, spec: CallSpec) -> bool:
@@ -222,14 +222,14 @@ class Kinds:
         """How many cases are served eager until their code arrives."""
         return sum(case.state is State.ORDERED for case in self)
 
-    def case(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+    def case(self, call: Call) -> Case:
         """The case of this call, made if it is new. Its code, if any, fits the call."""
-        spec = CallSpec.of(module, args, kwargs)
+        module, spec = call[0], CallSpec.of(*call)
         with LOCK:
             covering = [case for case in self._cases.get(spec.without_sizes, ()) if case.covers(spec)]
             misfit = ""
             for case in sorted(covering, key=lambda case: not case.is_known_to_serve(module)):
-                if not (reason := case.misfit(spec, module, args, kwargs)):
+                if not (reason := case.misfit(spec, call)):
                     case.meet(module)
                     return case
                 case.leave(module)

@@ -31,8 +31,8 @@ class Moment:
     def __init__(self) -> None:
         # Held while generators of random numbers are set back: no prediction begins meanwhile.
         self._beginning = threading.RLock()
-        self._changes: dict[object, Callable[[], bool | None]] = {}
-        self._since_s = 0.0
+        # By subject, the change, and the time since which it waits.
+        self._changes: dict[object, tuple[Callable[[], bool | None], float]] = {}
         self._is_new = False
         self.open = 0
         self.begun = 0
@@ -41,9 +41,8 @@ class Moment:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
         True, it was too early, and is called again at the moment after."""
         with LOCK:
-            if not self._changes:
-                self._since_s = time.monotonic()
-            self._changes[subject] = change
+            _, since_s = self._changes.get(subject, (change, time.monotonic()))
+            self._changes[subject] = change, since_s
             if self.open == 0:
                 self.begun += 1
 
@@ -53,7 +52,7 @@ class Moment:
             self.begun += 1
             if self.open == 0:
                 self._take()
-            elif self._changes and time.monotonic() - self._since_s > _LONGEST_WAIT_S:
+            elif any(time.monotonic() - since_s > _LONGEST_WAIT_S for _, since_s in self._changes.values()):
                 log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
                 self._take()
             self.open += 1
@@ -91,10 +90,10 @@ class Moment:
         self._beginning, self.open = threading.RLock(), 0
 
     def _take(self) -> None:
-        changes, self._changes, self._since_s = self._changes, {}, time.monotonic()
-        for subject, change in changes.items():
+        changes, self._changes = self._changes, {}
+        for subject, (change, _) in changes.items():
             is_early = attempt(change)
             if is_early is True:
-                self._changes.setdefault(subject, change)
+                self._changes.setdefault(subject, (change, time.monotonic()))
             else:
                 self._is_new |= not isinstance(is_early, Failure)

@@ -6,22 +6,16 @@ no compiler before code is found, made or ordered.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from compile_cache.errors import (
-    ArtifactError,
-    Failure,
-    attempt,
-)
+from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts
 from compile_cache.serving.moment import Moment
 from compile_cache.settings import Settings
@@ -30,16 +24,16 @@ from compile_cache.timeline import noted
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.calls.spec import CallSpec
+    from compile_cache.calls.spec import Call, CallSpec
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer, Graphs
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
 
 log = logging.getLogger("compile_cache")
 
-# The most that a setup takes to trace graphs out of stored files, the import of the compiler included.
-_TRACING_S = 15.0
-_COMPILER_S = 3.0
+# The most that a setup takes to trace graphs out of stored files. With the import of the compiler, which takes 3 s, it
+# is 15 s.
+_TRACING_S = 12.0
 # Loading an artifact holds Python's lock for about 0.1 s, which a prediction would wait for. So it waits for a moment
 # in which no region is called, between two predictions or while the GPU works, but not for long.
 _GAP_S = 0.1
@@ -51,8 +45,9 @@ class Policy:
 
     `artifacts` is None until torch's compiler is imported, and if nothing may be compiled ahead of time. The compiler
     is imported at once; if a second process compiles and nothing was restored, when the first artifact arrives.
+    `proved` has the functions that an earlier boot of this very version has compared on all instances.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
-    `why_no_orders` says why nothing can be ordered from the second process; empty if it can.
+    `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
 
     def __init__(
@@ -60,20 +55,19 @@ class Policy:
     ) -> None:
         self._settings = settings
         self._directory = directory
-        # The functions that an earlier boot of this very version has compared on all instances.
         marks = [path for path in directory.scan() if path.endswith(COMPARED)] if is_hit else []
-        self._proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
+        self.proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
         self.making = threading.Lock()
         self.artifacts: Artifacts | None = None
         self.compiles_until_s: float | None = None
-        self.why_no_orders = "" if settings.precompile else "nothing may be compiled ahead of time"
         self.why_not_precompiled = ""
-        self._tracing_s = _TRACING_S
-        self._orders: Orders | None = None
-        self._is_released = False
+        self.tracing_s = _TRACING_S
+        # The orders, or why there can be none; None until the first one.
+        self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
+        self._released = threading.Event()
         self._opening = threading.Lock()
         self._is_open = False
         self.outgoing = directory.outgoing
@@ -102,18 +96,16 @@ class Policy:
 
             configure_torch()
             remember_toolchain(self._directory.path)
-            if self._settings.precompile and not is_switched_off():
-                self._open_artifacts()
-
-    def _open_artifacts(self) -> None:
-        """Open the artifacts. They need private names of torch: if one is gone, the boot goes on without artifacts."""
-        try:
-            from compile_cache.inductor.stored_functions import Artifacts
-        except (ImportError, AttributeError) as error:
-            self.why_not_precompiled = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-            log.warning("No precompiled regions in this boot: %s", self.why_not_precompiled)
-        else:
-            self.artifacts = Artifacts(self._settings, self._directory.path)
+            if not self._settings.precompile or is_switched_off():
+                return
+            try:  # they need private names of torch: if one is gone, the boot goes on without
+                from compile_cache.inductor.stored_functions import Artifacts
+            except (ImportError, AttributeError) as error:
+                why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+                self.why_not_precompiled = why
+                log.warning("No precompiled regions in this boot: %s", why)
+            else:
+                self.artifacts = Artifacts(self._settings, self._directory.path)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
@@ -122,22 +114,18 @@ class Policy:
 
             configure_torch()
 
-    def find(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> Precompiled | str:
+    def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, spec, module, args, kwargs)
+        found = attempt(self.artifacts.find, spec, *call)
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
             self.outgoing.use(found.path)
-            self.outgoing.use(type(module).__name__)
+            self.outgoing.use(type(call[0]).__name__)
         return found
-
-    def is_proved(self, path: str) -> bool:
-        """Whether an earlier boot of this very version has compared a function on all instances."""
-        return path in self._proved
 
     def mark_compared(self, path: str) -> None:
         """Note for later boots that a function was compared on all instances, and let it be published."""
@@ -152,23 +140,15 @@ class Policy:
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
-    def record_to_trace(self, spec: CallSpec, module: nn.Module, args: Any, kwargs: Any) -> CachedRecord | None:
+    def record_to_trace(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if self.artifacts is None or not self.is_warming_up:
             return None
-        record = self.artifacts.cached(spec, module, args, kwargs)
+        record = self.artifacts.cached(spec, *call)
         if record is not None:
             self.outgoing.use(record.path)
-            self.outgoing.use(type(module).__name__)
+            self.outgoing.use(type(call[0]).__name__)
         return record
-
-    def may_trace(self, seconds: float) -> bool:
-        """Whether the setup can still spend `seconds` on tracing stored graphs, the import of the compiler included."""
-        return seconds + _COMPILER_S * (self._tracing_s == _TRACING_S) <= self._tracing_s
-
-    def note_traced(self, seconds: float) -> None:
-        """Take seconds from what the setup may spend on tracing."""
-        self._tracing_s -= seconds + _COMPILER_S * (self._tracing_s == _TRACING_S)
 
     def graphs(self, name: str) -> Graphs:
         """A maker of graphs for one class. Imports torch's compiler."""
@@ -177,29 +157,21 @@ class Policy:
 
         return Graphs(name, self._settings.mode, self._settings.dynamic)
 
-    @property
-    def may_add_graphs(self) -> bool:
-        """Whether a call that no graph fits may get one: here, or out of stored files."""
-        return self.is_warming_up or self.for_new_kinds() == "block"
+    def for_graphs(self) -> str:
+        """What happens now with a call that no graph of its class fits: `block`: it gets one; `stored`: it may get one
+        out of stored files; empty: it gets none."""
+        if self.for_new_kinds() == "block":
+            return "block"
+        return "stored" if self.is_warming_up else ""
 
-    def tracing(self) -> contextlib.AbstractContextManager[None] | None:
-        """The context in which a call that is compared may get graphs now; None if it may get none."""
-        from compile_cache.inductor.make import out_of_stored_files
-
-        if not self.may_add_graphs:
-            return None
-        return contextlib.nullcontext() if self.for_new_kinds() == "block" else out_of_stored_files()
-
-    def orders(self) -> Orders | None:
-        """The calls for the second process; None if there can be none, and `why_no_orders`."""
-        if self._orders is None and not self.why_no_orders:
+    def orders(self) -> Orders | str:
+        """The calls for the second process; why there can be none otherwise."""
+        if self._orders is None:
             from compile_cache.background.orders import Orders
 
             with self._opening:
                 if self._orders is None:
-                    self._orders = Orders(self._settings, self._directory)
-                    if self._is_released:
-                        self._orders.queue.release()
+                    self._orders = Orders(self._settings, self._directory, self._released)
         return self._orders
 
     def take(self, name: str, answer: Answer) -> Answer:
@@ -212,8 +184,7 @@ class Policy:
 
     def _taken(self, name: str, answer: Answer) -> Answer:
         orders = self.orders()
-        if orders is None:
-            raise ArtifactError(self.why_no_orders)
+        assert not isinstance(orders, str)  # it has answered
         self._wait_for_gap()
         if not answer.is_precompiled:  # the files of graphs
             orders.take(answer)
@@ -237,23 +208,20 @@ class Policy:
 
     def release(self) -> None:
         """Let the second process begin. Called at READY."""
-        with self._opening:
-            self._is_released = True
-            if self._orders is not None:
-                self._orders.queue.release()
+        self._released.set()
 
     @property
     def waiting(self) -> int:
         """How many calls the second process has not answered yet."""
-        return self._orders.queue.waiting if self._orders else 0
+        return 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the second process has answered every call; False after `timeout_s`."""
-        return self._orders is None or self._orders.queue.wait(timeout_s)
+        return isinstance(self._orders, str | None) or self._orders.queue.wait(timeout_s)
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold."""
-        self.why_no_orders, self._orders = reason, None
-        self.making, self._opening = threading.Lock(), threading.Lock()
+        self._orders = reason
+        self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
         self.moment.forget_threads()
         self.moment.pass_by()  # what has arrived is taken

@@ -9,9 +9,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +19,11 @@ from torch import nn
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
+    Call,
     Parts,
     likeness,
     modes,
     overlaps_of,
-    reachable_sizes,
     serve_by,
     top_sizes,
     why_eager,
@@ -35,8 +33,8 @@ from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import GROWS, Source
-from compile_cache.serving.trial import Trials, grows
+from compile_cache.serving.source import Source
+from compile_cache.serving.trial import Trials
 
 if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
@@ -96,17 +94,17 @@ class Region:
         if like in known and self._holds(instance):
             case, parts = known[like] or (_EAGER, None)
             if case is _EAGER or case.state in (State.EAGER, State.GROWING, State.ORDERED):
-                return self.trials.serve_eager(module, args, kwargs)
+                return self.trials.serve_eager((module, args, kwargs))
             if case.state is State.CACHED and (code := case.code) and parts and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
-                    return self._serve(case, code, module, plain, named, like)
+                    return self._serve(case, code, (module, plain, named), like)
         plain, named = with_plain_strides(args, kwargs)
         for case in instance.functions.get(top_sizes(plain, named), ()) if instance.functions else ():
-            if case.state is State.PRECOMPILED and (code := case.code) and _fits(code, module, plain, named):
-                return self._serve(case, code, module, plain, named)
-        return self._route(module, plain, named, like or _likeness(args, kwargs))
+            if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
+                return self._serve(case, code, (module, plain, named))
+        return self._route((module, plain, named), like or _likeness(args, kwargs))
 
     def _holds(self, instance: _Instance) -> bool:
         """Whether what was settled for an instance still holds."""
@@ -130,41 +128,43 @@ class Region:
             parts = Parts(module) if case is not None and case.state is State.CACHED else None
             settled.cases[like] = (case, parts) if case is not None else _EAGER
 
-    def _route(self, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+    def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
-        if reason := why_eager(module):
+        if reason := why_eager(call[0]):
             self._explain_eager(f"eager: {reason}")
-            self._settle(module, like, _EAGER)
-            return self.trials.serve_eager(module, args, kwargs)
+            self._settle(call[0], like, _EAGER)
+            return self.trials.serve_eager(call)
         self._policy.moment.pass_by()
-        case = attempt(self.kinds.case, module, args, kwargs)
+        case = attempt(self.kinds.case, call)
         if isinstance(case, Failure):
             self._explain_eager(case.reason)
-            return self.trials.serve_eager(module, args, kwargs)
+            return self.trials.serve_eager(call)
         if case.move(State.CLAIMED):
-            with _claimed(case):
-                return self._serve_new(case, module, args, kwargs, like)
-        return self._serve_known(case, module, args, kwargs, like)
+            try:
+                return self._serve_new(case, call, like)
+            finally:
+                case.move(State.NEW)  # if nothing was found, made or ordered
+        return self._serve_known(case, call, like)
 
-    def _serve_known(self, case: Case, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+    def _serve_known(self, case: Case, call: Call, like: Any) -> Any:
         """Serve a call of a case that is not new."""
         state, code = case.state, case.code
-        if state in WITH_CODE and case.is_to_compare(module):
-            return self.trials.hold(case, module, args, kwargs)
+        if state in WITH_CODE and case.is_to_compare(call[0]):
+            return self.trials.hold(case, call)
         if code is not None and state is State.PRECOMPILED:
-            self._remember(case, module, args, kwargs)
-            return self._serve(case, code, module, args, kwargs)
+            self._remember(case, call)
+            return self._serve(case, code, call)
         if state in (State.EAGER, State.GROWING):
             self._explain_eager(case.reason)
         if state in (State.EAGER, State.GROWING, State.ORDERED, State.CACHED):
-            self._settle(module, like, case)
+            self._settle(call[0], like, case)
         if code is not None and state is State.CACHED:
-            return self._serve(case, code, module, args, kwargs, like)
-        return self.trials.serve_eager(module, args, kwargs)
+            return self._serve(case, code, call, like)
+        return self.trials.serve_eager(call)
 
-    def _remember(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _remember(self, case: Case, call: Call) -> None:
         """Ask this function first about the next call of these sizes."""
-        functions, sizes = self._instances[module].functions, top_sizes(args, kwargs)
+        functions, sizes = self._instances[call[0]].functions, top_sizes(*call[1:])
         if len(functions) >= RECOMPILE_LIMIT:
             functions.clear()
         others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
@@ -174,48 +174,47 @@ class Region:
         self.report.take_step("eager")
         self.report.explain(reason)
 
-    def _serve(self, case: Case, code: Code, module: nn.Module, args: Any, kwargs: Any, like: Any = None) -> Any:
+    def _serve(self, case: Case, code: Code, call: Call, like: Any = None) -> Any:
         """Serve a call by code that was compared on this instance, and is taken."""
-        self.served[code.step] += 1
+        step = "precompiled" if code.path else "compiled"
+        self.served[step] += 1
         try:
-            return code(module, args, kwargs)
+            return code(*call)
         except NoGraph:
-            self.served[code.step] -= 1
+            self.served[step] -= 1
             if not self._policy.making.locked():  # a thread that traces hides all graphs
-                if self._policy.may_add_graphs:
-                    case.miss(module)
-                    self._instances[module].settled = _Settled()
+                if self._policy.for_graphs():
+                    case.miss(call[0])
+                    self._instances[call[0]].settled = _Settled()
                 else:  # it may fit again
-                    self._settle(module, like, _EAGER)
-            return self.trials.serve_eager(module, args, kwargs)
+                    self._settle(call[0], like, _EAGER)
+            return self.trials.serve_eager(call)
         except AssertionError as error:
-            if code.step == "precompiled":  # generated code asserts the strides that it was compiled for
+            if code.path:  # generated code asserts the strides that it was compiled for
                 self.source.drop(case, f"AssertionError: {first_line(error)}")
             raise
 
-    def _serve_new(self, case: Case, module: nn.Module, args: Any, kwargs: Any, like: Any) -> Any:
+    def _serve_new(self, case: Case, call: Call, like: Any) -> Any:
         """Serve a call of a case that this thread has claimed: by code of an earlier boot, else as the policy says."""
-        maker = self.source.maker(case, module, args, kwargs)
+        maker = self.source.maker(case, call)
         if maker is not None:
-            return self.trials.hold(case, module, args, kwargs, maker)
+            return self.trials.hold(case, call, maker)
         if case.state is State.PROVED and not self._policy.is_warming_up:
-            self.trials.let_serve(case, module)
+            self.trials.let_serve(case, call[0])
         if case.state is not State.CLAIMED:
-            return self._serve_known(case, module, args, kwargs, like)
-        sizes, order = reachable_sizes(module, args, kwargs), attempt(self.source.pack, case, module, args, kwargs)
-        answer = self.trials.serve_eager(module, args, kwargs)
-        if grows(sizes, module, args, kwargs):
-            self.source.give_up(case, GROWS, State.GROWING)
-        else:
+            return self._serve_known(case, call, like)
+        order = attempt(self.source.pack, case, call)
+        answer = self.trials.serve_eager(call, case)
+        if case.state is State.CLAIMED:
             self.source.order(case, order)
         return answer
 
     def end_warm_up(self, has_other_graphs: bool) -> None:
         """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
         found graphs that are no region's."""
-        if self.served or not self._unused:
+        if self.served:
             self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
-        if not (self.served or self._unused):
+        elif not self._unused:
             self._unused = _INSIDE if has_other_graphs else _UNUSED
             self.report.explain(self._unused)
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
@@ -227,21 +226,3 @@ def _likeness(args: Any, kwargs: Any) -> Any:
         return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
     except Exception:  # of a tensor that is none of torch's own
         return None
-
-
-def _fits(code: Code, module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether code compiled ahead of time fits a call of a module that it was compared on."""
-    try:
-        return code.fits(module, args, kwargs)
-    except Exception as error:  # a guard reads any object of the model's
-        log.info("precompiled.not_checked artifact=%s error=%r", code.path, error)
-        return False
-
-
-@contextlib.contextmanager
-def _claimed(case: Case) -> Iterator[None]:
-    """Make a claimed case NEW again, if nothing was found, made or ordered in the context."""
-    try:
-        yield
-    finally:
-        case.move(State.NEW)

@@ -99,12 +99,13 @@ class RegionReport:
         if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
             self.not_precompiled.append(reason)
 
-    def note_traced(self, counts: CompileCounts, traced: Traced, started: float) -> None:
+    def note_traced(self, traced: Traced, started: float) -> None:
         """Note how the graphs of one call came, by torch's counts meanwhile. Tracing began at `started`."""
+        counts = traced.counts
         is_found = counts.misses == 0 < counts.hits
         self.compile_s += traced.seconds
         note("regions", f"{self.name}: {'look up' if is_found else 'compile'}", started, traced.seconds)
-        if not traced.is_whole:
+        if traced.broken_by:
             log.info("compile.graph_break region=%s error=%s", self.name, traced.broken_by)
             self.explain(f"with graph breaks: {traced.broken_by}")
         if is_found:

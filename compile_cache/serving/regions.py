@@ -40,7 +40,6 @@ class Regions:
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
         self._left_eager: dict[str, RegionReport] = {}
-        self._deadline_s = math.inf
         _all.add(self)
 
     def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
@@ -91,18 +90,15 @@ class Regions:
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.by_class.values()))
 
-    def hurry(self, deadline_s: float) -> None:
-        """From `deadline_s` of `time.monotonic` on, let only the second process compile."""
-        self._deadline_s = deadline_s
-
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """While the context lasts, calls are the warm-up's."""
+    def watching(self, until_s: float = math.inf) -> Iterator[None]:
+        """While the context lasts, calls are the warm-up's. From `until_s` of `time.monotonic` on, only the second
+        process compiles for them."""
         policy = self.policy
         policy.configure()
         if policy.artifacts is not None:
             policy.artifacts.forget_options()
-        policy.compiles_until_s = self._deadline_s
+        policy.compiles_until_s = until_s
         others = self._graphs_of_others()
         try:
             yield
@@ -117,22 +113,17 @@ class Regions:
         return read_counts().graphs - sum(region.report.graphs for region in self.by_class.values())
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether a thread makes code now, so that files may be half-written."""
-        return self.policy.making.locked()
-
-    @property
     def has_others(self) -> bool:
         """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
-        return self._others_at != read_counts() and not self.is_compiling
+        return self._others_at != read_counts() and not self.policy.making.locked()
 
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        counts, outgoing = read_counts(), self.policy.outgoing
-        if not self.is_compiling:
+        counts, outgoing, making = read_counts(), self.policy.outgoing, self.policy.making
+        if not making.locked():
             others = outgoing.appeared()
-            if not self.is_compiling:  # it takes longer than to look at a directory
+            if not making.locked():  # it takes longer than to look at a directory
                 self._others_at = counts
                 outgoing.hand_over(others)
 
@@ -140,21 +131,18 @@ class Regions:
         """Those that no warm boot will read: candidates that autotuning did not choose."""
         return unread_files(paths)
 
-    def forget_second_process(self) -> None:
-        """In a fork of this process: serve calls eager whose code nobody will bring. Loaded code serves as before."""
-        self.policy.order_nothing(_FORKED)
-        for region in list(self.by_class.values()):
-            region.source.give_up_orders(_FORKED)
 
-
-# All of this process. A fork has none of its threads.
 _all: weakref.WeakSet[Regions] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    """In a fork, which has none of this process's threads, serve calls eager whose code nobody will bring. Loaded code
+    serves as before."""
     LOCK.release()
     for regions in list(_all):
-        regions.forget_second_process()
+        regions.policy.order_nothing(_FORKED)
+        for region in list(regions.by_class.values()):
+            region.source.give_up_orders(_FORKED)
 
 
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork)

@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
 from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, NotHandedOver, UnseenCallError, attempt
-from compile_cache.inductor.counters import count_precompiled, read_counts
+from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
 from compile_cache.serving.kinds import Case, Kinds, State
@@ -32,7 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
+# Makes code for a call in this process, from a copy of the call.
+Maker = Callable[[Shadow], "Code"]
 
 
 class Source:
@@ -51,24 +50,24 @@ class Source:
         # The owners of the files of graphs: the class, and records. See `Outgoing`.
         self._owners = {report.name}
 
-    def maker(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[Shadow], Code] | None:
-        """What the policy says for a claimed case: the case has code afterwards, or is EAGER, or the result makes its
-        code. None with a case that is still claimed: it is to be ordered.
+    def maker(self, case: Case, call: Call) -> Maker | None:
+        """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
+        case's state says what is next: it has code, is EAGER, or is still CLAIMED, and is to be ordered.
 
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy, found = self._policy, self._policy.find(case.spec, module, args, kwargs)
+        policy, found = self._policy, self._policy.find(case.spec, call)
         if not isinstance(found, str):
-            case.arrive(found, is_proved=policy.is_proved(found.path))
+            case.arrive(found, is_proved=found.path in policy.proved)
             count_precompiled("loaded")
             self._report.loaded += 1
             return None
         what = policy.for_new_kinds()
         if what == "block":
             return functools.partial(self._made, found)
-        if record := policy.record_to_trace(case.spec, module, args, kwargs):
-            if policy.may_trace(record.seconds):
+        if record := policy.record_to_trace(case.spec, call):
+            if record.seconds <= policy.tracing_s:
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
             self.give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
@@ -83,7 +82,7 @@ class Source:
             self._kinds.leave_sizes_open(case)
         return None
 
-    def make(self, case: Case, maker: Callable[[Shadow], Code], shadow: Shadow) -> None:
+    def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
         outgoing = self._policy.outgoing
@@ -93,7 +92,7 @@ class Source:
         if not isinstance(code, Failure):
             self._arrive(case, code)
         elif isinstance(code.error, GraphNotStored):
-            self.order(case, attempt(self.pack, case, shadow.module, shadow.args, shadow.kwargs))
+            self.order(case, attempt(self.pack, case, (shadow.module, shadow.args, shadow.kwargs)))
         else:
             outgoing.withheld |= outgoing.appeared()
             self.give_up(case, self._failure(code, time.perf_counter() - started))
@@ -103,13 +102,13 @@ class Source:
         from compile_cache.inductor.make import make
 
         log.info("compile.begin region=%s", self._report.name)
-        before, started = read_counts(), time.perf_counter()
+        started = time.perf_counter()
         made = make(self._policy.artifacts, self._graphs, shadow.copied)
         assert made.traced is not None  # in this process
         self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        self._report.note_traced(read_counts().since(before), made.traced, started)
+        self._report.note_traced(made.traced, started)
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
             self._report.note_made(made)
@@ -127,15 +126,15 @@ class Source:
         """
         from compile_cache.inductor.make import out_of_stored_files, trace
 
-        before, started = read_counts(), time.perf_counter()
-        self._policy.note_traced(record.seconds)
+        started = time.perf_counter()
+        self._policy.tracing_s -= record.seconds
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)
         except GraphNotStored as error:
             self._policy.reject(record.path, str(error))
             raise
-        self._report.note_traced(read_counts().since(before), traced, started)
+        self._report.note_traced(traced, started)
         return self._graph(traced)
 
     @functools.cached_property
@@ -145,7 +144,7 @@ class Source:
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
 
-        return Graph(self._graphs, traced.is_whole, self._policy.tracing)
+        return Graph(self._graphs, not traced.broken_by, self._policy.for_graphs)
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
@@ -163,13 +162,13 @@ class Source:
         )
         return failure.reason
 
-    def pack(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+    def pack(self, case: Case, call: Call) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._policy.orders()
-        if orders is None or orders.queue.waiting >= RECOMPILE_LIMIT:
-            raise NotHandedOver("too many calls wait" if orders is not None else self._policy.why_no_orders)
+        if isinstance(orders, str) or orders.queue.waiting >= RECOMPILE_LIMIT:
+            raise NotHandedOver(orders if isinstance(orders, str) else "too many calls wait")
         name = f"{self._report.name} {case.spec}"
-        order = orders.pack(name, (module, args, kwargs), case.spec.open, self._rank, self.shares_weights)
+        order = orders.pack(name, call, case.spec.open, self._rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
         order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))

@@ -9,14 +9,13 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import call_region, reachable_sizes
+from compile_cache.calls.spec import Call, call_region, reachable_sizes
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
@@ -24,13 +23,15 @@ from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import GROWS, Source
+from compile_cache.serving.source import Maker, Source
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
+
+_GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
 class Trials:
@@ -47,9 +48,7 @@ class Trials:
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
 
-    def hold(
-        self, case: Case, module: nn.Module, args: Any, kwargs: Any, maker: Callable[[Shadow], Code] | None = None
-    ) -> Any:
+    def hold(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
         trial cannot end, nothing is concluded, and a later call repeats it."""
         policy, making, started = self._policy, self._policy.making, time.perf_counter()
@@ -59,13 +58,13 @@ class Trials:
             before, noted = read_counts(), self._report.graphs
             try:
                 if maker or case.state in WITH_CODE:  # another thread may have given it up
-                    comparison = self._begin(case, module, args, kwargs)
-                answer = self._hold(case, comparison, module, args, kwargs, maker) if comparison else None
+                    comparison = self._begin(case, call)
+                answer = self._hold(case, comparison, call, maker) if comparison else None
             finally:
                 self._report.graphs = noted + read_counts().since(before).graphs
                 making.release()
         if comparison is None:
-            return self.serve_eager(module, args, kwargs)
+            return self.serve_eager(call)
         seconds = time.perf_counter() - started
         if maker is None:
             self._report.compile_s += seconds
@@ -82,12 +81,19 @@ class Trials:
             )
         return answer
 
-    def serve_eager(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Serve a call by the model's own code."""
+    def serve_eager(self, call: Call, claimed: Case | None = None) -> Any:
+        """Serve a call by the model's own code. The first call of a `claimed` case shows whether such calls change the
+        size of a tensor that they can reach, as of a cache that grows."""
+        sizes = reachable_sizes(*call) if claimed is not None else []
         self.served["eager"] += 1
-        return call_region(module, args, kwargs)
+        answer = call_region(*call)
+        if claimed is not None:
+            now = reachable_sizes(*call)
+            if len(now) == len(sizes) and now != sizes:
+                self._source.give_up(claimed, _GROWS, State.GROWING)
+        return answer
 
-    def _begin(self, case: Case, module: nn.Module, args: Any, kwargs: Any) -> Comparison | None:
+    def _begin(self, case: Case, call: Call) -> Comparison | None:
         """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
         given up."""
         if not case.may_compare(self._policy.moment.begun):
@@ -95,47 +101,35 @@ class Trials:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
         try:
-            return Comparison(module, args, kwargs)
+            return Comparison(call)
         except NotHandedOver as error:
             self._source.give_up(case, f"it cannot be compared with eager: {error}")
         except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
             self._put_off(case, error)
         return None
 
-    def _hold(
-        self,
-        case: Case,
-        comparison: Comparison,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        maker: Callable[[Shadow], Code] | None,
-    ) -> Any:
-        sizes = reachable_sizes(module, args, kwargs) if maker else []
-        self.served["eager"] += 1
+    def _hold(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
         try:
-            answer = comparison.eager()
+            answer = self.serve_eager(call, case if maker else None)
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
                 self._put_off(case, error)
             raise
-        if maker is not None:
-            if grows(sizes, module, args, kwargs):
-                self._source.give_up(case, GROWS, State.GROWING)
-            else:
-                self._source.make(case, maker, comparison.pristine)
+        comparison.expect(answer)
+        if maker is not None and case.state is State.CLAIMED:
+            self._source.make(case, maker, comparison.pristine)
         code = case.code
         # Of code that was just made, only the copy was asked whether it fits.
-        if code is not None and not (maker and code.misfit(module, args, kwargs)):
-            self._judge(case, code, module, comparison)
+        if code is not None and not (maker and code.misfit(*call)):
+            self._judge(case, code, call[0], comparison)
         return answer
 
     def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
         """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
         error of graphs, as one of this instance alone."""
         try:
-            with self._policy.moment.alone() if comparison.drew else contextlib.nullcontext(True) as is_alone:
+            with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
                 if not is_alone:
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
@@ -175,7 +169,7 @@ class Trials:
         at once."""
         if not case.has_passed:
             return case.state is State.ARRIVED
-        if case.code is not None and case.code.step != "precompiled":
+        if case.code is not None and not case.code.path:
             case.move(State.CACHED)
         elif case.move(State.PRECOMPILED):
             self._report.take_step("precompiled")
@@ -193,9 +187,3 @@ class Trials:
         else:
             self._source.give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
-
-
-def grows(sizes: list[torch.Size], module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a call that could reach tensors of these `sizes` has changed one, as a cache that grows."""
-    now = reachable_sizes(module, args, kwargs)
-    return len(now) == len(sizes) and now != sizes

@@ -87,16 +87,13 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
     strangers: list[StoredObject] = []
     for entry in entries:
         name = _NAME.fullmatch(entry.name)
-        if name is None:
-            strangers.append(entry)
-        elif name["model"] is None:
-            if name["object"] == RECORD:
-                records[name["environment"]] = entry
-            else:
-                strangers.append(entry)
-        else:
+        if name is not None and name["model"] is not None:
             key = CacheKey(name["environment"], name["model"], name["version"])
             objects.setdefault(key, []).append(entry)
+        elif name is not None and name["object"] == RECORD:
+            records[name["environment"]] = entry
+        else:
+            strangers.append(entry)
     versions = []
     for key, found in objects.items():
         packs = tuple(entry for entry in found if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
