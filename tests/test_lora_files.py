@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import ipaddress
 import json
 import os
@@ -505,15 +504,10 @@ def test_a_folder_that_cannot_be_written_gives_the_files_that_it_has(read_only, 
     assert "token" not in message
 
 
-@pytest.fixture
-def closed(files: LoraFiles, tmp_path: Path) -> Iterator[LoraFiles]:
+def test_a_folder_that_cannot_be_entered_is_named_with_the_setting(files, tmp_path, request):
     (tmp_path / "loras").chmod(0)
-    yield files
-    (tmp_path / "loras").chmod(0o700)
-
-
-def test_a_folder_that_cannot_be_entered_is_named_with_the_setting(closed, not_root):
-    assert "LORA_DIR cannot be used (Permission denied: " in refusal(closed, ADDRESS)
+    request.getfixturevalue("not_root")
+    assert "LORA_DIR cannot be used (Permission denied: " in refusal(files, ADDRESS)
 
 
 @pytest.mark.parametrize("folder", ["/proc/loras", "/dev/null", "/dev/null/loras", "/proc/version/a/b"])
@@ -566,46 +560,38 @@ class Hub:
     def __init__(self) -> None:
         self.files = {"README.md": b"", "pytorch_lora_weights.safetensors": LORA}
         self.revision = "main"
-        self.requests: list[tuple[str, str, str | None]] = []
+        self.requests: list[str] = []
 
-    def answer(self, path: str) -> tuple[int, bytes]:
+    def answer(self, request: str) -> bytes:
+        self.requests.append(request)
+        method, path, _ = request.split(maxsplit=2)
+        file = path.removeprefix(f"/org/name/resolve/{self.commit}/")
         if path == f"/api/models/org/name/revision/{self.revision}?blobs=true":
             siblings = [{"rfilename": name, "size": len(body)} for name, body in self.files.items()]
-            return 200, json.dumps({"id": "org/name", "sha": self.commit, "siblings": siblings}).encode()
-        file = path.removeprefix(f"/org/name/resolve/{self.commit}/")
-        return (200, self.files[file]) if file in self.files else (404, b"")
+            body = json.dumps({"id": "org/name", "sha": self.commit, "siblings": siblings}).encode()
+        elif file in self.files:
+            body = self.files[file]
+        else:
+            return answer("404 Not Found", X_Error_Code="RepoNotFound")
+        stated = {"X_Repo_Commit": self.commit, "ETag": '"tag"', "Content_Length": str(len(body))}
+        return answer("200 OK", body if method == "GET" else b"", **stated)
+
+    @property
+    def tokens(self) -> set[str]:
+        """What requests were authorized with."""
+        return set(re.findall(r"(?im)^authorization: (.*?)\r?$", "\n".join(self.requests)))
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     made = Hub()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            made.requests.append((self.command, self.path, self.headers["Authorization"]))
-            status, body = made.answer(self.path)
-            self.send_response(status)
-            for name, value in {"X-Repo-Commit": made.commit, "ETag": '"tag"', "Content-Length": len(body)}.items():
-                self.send_header(name, str(value))
-            if status == 404:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-            self.wfile.write(body if self.command == "GET" else b"")
-
-        do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    with answering(made.answer) as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "machine-secret")
         yield made
-        server.shutdown()
 
 
 @pytest.mark.parametrize("start", ["", "huggingface.co/", "https://huggingface.co/"])
@@ -670,11 +656,11 @@ def test_a_larger_file_of_a_repository_is_not_downloaded_and_a_pickle_is_refused
 def test_the_hub_gets_the_tokens_of_the_request_alone(files, hub):
     """Not the machine's own."""
     path_of(files, "org/name")
-    assert {token for *_, token in hub.requests} == {None}
+    assert hub.tokens == set()
     hub.requests.clear()
     hub.revision = "v1"
     path_of(files, "org/name@v1", "hub-secret", "civitai-secret")
-    assert {token for *_, token in hub.requests} == {"Bearer hub-secret"}
+    assert hub.tokens == {"Bearer hub-secret"}
 
 
 def test_offline_is_said(files, hub, monkeypatch):

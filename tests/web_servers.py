@@ -10,7 +10,7 @@ import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,8 +108,11 @@ def serving_folder(folder: Path, *, ranges: bool, context: ssl.SSLContext | None
 
 
 @contextmanager
-def answering(*answers: bytes | None, context: ssl.SSLContext | None = None) -> Iterator[Served]:
-    """A server whose answers are these bytes, each on a connection of its own, the last one ever after. None: none."""
+def answering(
+    *answers: bytes | Callable[[str], bytes] | None, context: ssl.SSLContext | None = None
+) -> Iterator[Served]:
+    """A server whose answers are these bytes, each on a connection of its own, the last one ever after. None: none.
+    A function makes an answer of the request's head."""
     remaining = list(answers)
     over = threading.Event()
 
@@ -125,7 +128,7 @@ def answering(*answers: bytes | None, context: ssl.SSLContext | None = None) -> 
             if answer is None:
                 over.wait(30)
             else:
-                self.wfile.write(answer)
+                self.wfile.write(answer(served.requests[-1]) if callable(answer) else answer)
 
     with _running(Handler, context) as served:
         try:
