@@ -102,7 +102,7 @@ def serving_folder(folder: Path, *, ranges: bool, context: ssl.SSLContext | None
     class Handler(_WithRanges if ranges else _Folder):
         pass
 
-    with _running(Handler, context) as served:
+    with running(Handler, context) as served:
         Handler.folder, Handler.served = str(folder), served
         yield served
 
@@ -130,7 +130,7 @@ def answering(
             else:
                 self.wfile.write(answer(served.requests[-1]) if callable(answer) else answer)
 
-    with _running(Handler, context) as served:
+    with running(Handler, context) as served:
         try:
             yield served
         finally:
@@ -147,7 +147,7 @@ def forwarding(port: int, context: ssl.SSLContext) -> Iterator[Served]:
                 threading.Thread(target=_pump, args=(behind, self.request), daemon=True).start()
                 _pump(self.request, behind)
 
-    with _running(Handler, context) as served:
+    with running(Handler, context) as served:
         yield served
 
 
@@ -203,7 +203,7 @@ class _WithRanges(_Folder):
         self.served.sent_bytes += len(part)
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
@@ -213,8 +213,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def _running(handler: type[socketserver.BaseRequestHandler], context: ssl.SSLContext | None) -> Iterator[Served]:
-    with _Server(("127.0.0.1", 0), handler) as server:
+def running(
+    handler: type[socketserver.BaseRequestHandler],
+    context: ssl.SSLContext | None = None,
+    kind: type[socketserver.ThreadingTCPServer] = Server,
+) -> Iterator[Served]:
+    """A server of this kind whose requests the handler answers."""
+    with kind(("127.0.0.1", 0), handler) as server:
         if context is not None:
             # The handshake is left to the thread that handles the connection.
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
