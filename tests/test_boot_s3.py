@@ -50,12 +50,6 @@ def test_missing_bucket_costs_the_cache_and_not_the_boot(tmp_path, s3_bucket):
     assert_cold_with_one_reason(environ, "NoSuchBucket", "no-such-bucket")
 
 
-def test_missing_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, s3_bucket.name)
-    del environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]
-    assert_cold_with_one_reason(environ, "AWS_ACCESS_KEY_ID")
-
-
 @pytest.fixture
 def checking_credentials(s3_server):
     """The S3 server checks credentials while the test lasts."""
