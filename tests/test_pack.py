@@ -236,7 +236,7 @@ def cut_packs(draw) -> Head:
 
 
 @given(cut_packs())
-@settings(max_examples=5 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 def test_runs_hold_each_frame_and_each_whole_file_once_in_their_order_and_could_not_be_cut_further(head):
     cut = list(runs(head))
     assert tuple(frame for run in cut for frame in run.frames) == head.manifest.frames

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from hostile_packs import KEY
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.storage.fetch import choose
@@ -98,13 +98,11 @@ def packs_of(files: st.SearchStrategy[PackFile]) -> st.SearchStrategy[list[Manif
 
 
 @given(packs_of(own_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_a_union_has_every_logical_key(packs):
     assert chosen_keys(packs) == keys(packs)
 
 
 @given(packs_of(own_files), st.data())
-@settings(max_examples=2 * settings().max_examples)
 def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
     """Whichever packs a compaction has read: those published meanwhile stay, and the merged one is listed last."""
     merged = data.draw(st.sets(st.integers(0, len(packs) - 1))) if packs else set()
@@ -113,14 +111,12 @@ def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
 
 
 @given(packs_of(own_files) | packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_merging_all_packs_changes_nothing(packs):
     before = {path: choice.file for path, choice in choose(packs).items()}
     assert {path: choice.file for path, choice in choose([merge(packs)]).items()} == before
 
 
 @given(packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs):
     chosen = choose(packs)
     check_paths(chosen)
@@ -130,7 +126,6 @@ def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs)
 
 
 @given(packs_of(any_files), packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_a_union_is_always_the_same_and_later_packs_take_no_path_away(packs, more):
     """A pack that is published later, by whomever, changes no file."""
     assert list(choose(packs).items()) == list(choose(list(packs)).items())
