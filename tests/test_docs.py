@@ -138,19 +138,14 @@ def has_option(command: click.Command, word: str) -> bool:
     return not word.startswith("--") or word in {*names, "--help"}
 
 
-def test_cli_md_is_what_the_script_prints_and_has_a_section_for_every_command():
-    page = PROJECT / "docs" / "cli.md"
-    script = [sys.executable, PROJECT / "docs" / "print_cli.py"]
-    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == page.read_text(), (
-        "run python docs/print_cli.py > docs/cli.md"
-    )
-    assert [token.content for token in headings(page)][1:] == list(COMMANDS.commands)
+@pytest.mark.parametrize(("script", "page"), [("print_cli.py", "cli.md"), ("private_names.py", "versions.md")])
+def test_a_page_has_what_its_script_prints(script, page):
+    done = subprocess.run([sys.executable, PROJECT / "docs" / script], capture_output=True, text=True, check=True)
+    assert done.stdout in (PROJECT / "docs" / page).read_text(), f"run python docs/{script}"
 
 
-def test_versions_md_has_the_table_of_private_names():
-    script = [sys.executable, PROJECT / "docs" / "private_names.py"]
-    table = subprocess.run(script, capture_output=True, text=True, check=True).stdout
-    assert table in (PROJECT / "docs" / "versions.md").read_text(), "run python docs/private_names.py"
+def test_cli_md_has_a_section_for_every_command():
+    assert [token.content for token in headings(PROJECT / "docs" / "cli.md")][1:] == list(COMMANDS.commands)
 
 
 def test_extras_that_pip_shall_install_exist():

@@ -203,20 +203,15 @@ def test_other_names_are_refused(files, tmp_path, name):
 # Addresses
 
 
-def test_an_address_is_downloaded_once(files, tmp_path, serve):
-    served = serve("loras.example", answer("200 OK", LORA))
-    path = path_of(files, ADDRESS)
+def test_an_address_is_downloaded_once_and_a_kept_file_needs_no_network(files, tmp_path, certificate, serve, ports):
+    """Also in the next process, and with another token."""
+    served = serve("civitai.com", answer("200 OK", LORA))
+    path = path_of(files, CIVITAI, None, "one")
     assert path.read_bytes() == LORA
     assert re.fullmatch("[0-9a-f]{64}", path.stem), "a digest"
-    assert path_of(files, ADDRESS) == path
+    assert path_of(files, CIVITAI, None, "one") == path
     assert len(served.requests) == 1
     assert left_in(tmp_path / "loras") == [path]
-
-
-def test_a_kept_file_needs_no_network(files, tmp_path, certificate, serve, ports):
-    """Also in the next process, and with another token."""
-    serve("civitai.com", answer("200 OK", LORA))
-    path = path_of(files, CIVITAI, None, "one")
     ports.clear()
     assert path_of(made_files(tmp_path / "loras", certificate), CIVITAI, None, "another") == path
 
@@ -261,6 +256,7 @@ REFUSED = {
     **{f"{name}, length": (answer("200 OK", body), "no whole safetensors file") for name, body in NO_LORAS.items()},
     **{f"{name}, no length": (without_length(body), "no whole safetensors file") for name, body in NO_LORAS.items()},
     "a length of 1": (answer("200 OK", LORA, Content_Length="1"), "no whole safetensors file"),
+    # Before the body: none follows that is as long.
     "a length of 10^30": (answer("200 OK", LORA, Content_Length=str(10**30)), "larger than"),
     "401": (answer("401 Unauthorized", LORA), "status 401"),
     "404": (answer("404 Not Found", LORA), "status 404"),
@@ -290,19 +286,6 @@ def test_a_file_of_the_largest_size_is_taken_and_no_larger_one(tmp_path, certifi
     assert path_of(made_files(tmp_path, certificate, largest_bytes=len(LORA)), ADDRESS).exists()
 
 
-def test_a_length_over_the_limit_is_refused_before_the_body(tmp_path, certificate, certified, ports):
-    over = threading.Event()
-
-    def handle(connection: ssl.SSLSocket) -> None:
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        over.wait(10)
-
-    with handling(certified, handle) as port:
-        ports["loras.example"] = port
-        assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=1000), ADDRESS)
-        over.set()
-
-
 # Who is asked
 
 
@@ -330,8 +313,11 @@ def test_one_private_address_of_a_host_is_enough(files, monkeypatch):
     assert "private network" in refusal(files, ADDRESS)
 
 
-def test_the_connection_is_to_the_address_that_was_checked(files, serve, ports, monkeypatch):
+def test_the_connection_is_to_the_address_that_was_checked_and_to_no_proxy_of_the_environment(
+    files, serve, ports, monkeypatch
+):
     """The host is looked up once, whatever a second look-up would give."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     serve("loras.example", answer("200 OK", LORA))
     look_up = socket.getaddrinfo
     asked: list[str] = []
@@ -351,12 +337,6 @@ def test_a_certificate_of_another_host_or_of_an_unknown_authority_is_refused(fil
         serve(host, answer("200 OK", LORA))
     assert "CERTIFICATE_VERIFY_FAILED" in refusal(files, "https://wrong.example/lora.safetensors")
     assert "CERTIFICATE_VERIFY_FAILED" in refusal(LoraFiles(tmp_path), ADDRESS)
-
-
-def test_a_proxy_of_the_environment_is_not_used(files, serve, monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    serve("loras.example", answer("200 OK", LORA))
-    assert path_of(files, ADDRESS).exists()
 
 
 @pytest.mark.parametrize("start", ["http://", "ftp://", "https://user:secret@"])
@@ -617,18 +597,15 @@ def test_a_revision_is_another_file(files, hub, revision):
         "org/name/a b/x.safetensors",
         "https://huggingface.co/org/name/resolve/main/a%20b/x.safetensors",
         "https://huggingface.co/org/name/blob/main/a b/x.safetensors",
+        "org/name",
     ],
 )
-def test_a_file_of_a_repository_is_taken(files, hub, name):
+def test_a_file_of_a_repository_or_its_only_one_is_taken(files, hub, name):
     """Also by the address of its page."""
     other = save({"down": np.zeros(3)})
-    hub.files["a%20b/x.safetensors"] = hub.files["a b/x.safetensors"] = other
+    named = {"a%20b/x.safetensors": other, "a b/x.safetensors": other}
+    hub.files = {"style.safetensors": other, "old/style.safetensors": b""} if name == "org/name" else named
     assert path_of(files, name).read_bytes() == other
-
-
-def test_the_only_file_of_a_repository_is_taken(files, hub):
-    hub.files = {"style.safetensors": LORA, "old/style.safetensors": b""}
-    assert path_of(files, "org/name").read_bytes() == LORA
 
 
 @pytest.mark.parametrize("name", ["org/name", "org/name/c.safetensors"])
