@@ -16,6 +16,7 @@ from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
+from compile_cache.settings import Settings
 from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
 from compile_cache.storage.stores.cloud import CloudStore
@@ -124,15 +125,9 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     assert store.read("v2/a", 0, 1000) == bytes(1000)
 
 
-def test_a_larger_transfer_has_more_time():
+def test_a_larger_transfer_has_more_time_and_a_pack_that_drips_leaves_some_for_the_others_of_a_restore():
     assert limit_s(0) < limit_s(4 * MIB) < limit_s(None) + 1 < limit_s(100 * MIB) < 10 * 60
-
-
-def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
-    from compile_cache.settings import Settings
-    from compile_cache.storage.stores.transfer import READ_BYTES
-
-    assert limit_s(READ_BYTES) < Settings().restore_timeout_s
+    assert limit_s(transfer.READ_BYTES) < Settings().restore_timeout_s
 
 
 def test_what_a_call_returns_or_raises_is_the_callers():
