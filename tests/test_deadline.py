@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import filled_stores
@@ -95,22 +95,19 @@ def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient
         begun.append(number)
         release.wait()
 
+    pool = ThreadPoolExecutor(32)
     for number in range(32):
-        threading.Thread(target=call_in_vain, args=(functools.partial(hang, number),)).start()
+        pool.submit(within_limit, "ask", 0, functools.partial(hang, number))
     wait_for(lambda: len(begun) == 32)
     for number in range(32, 34):
         with pytest.raises(StoreUnavailable, match="too slow"):
             within_limit("ask", 0, functools.partial(hang, number))
     assert len(calls_under_way()) == len(begun) == 32
     release.set()
+    pool.shutdown()
     wait_for(lambda: not calls_under_way())
     monkeypatch.undo()
     assert within_limit("ask", 0, lambda: 7) == 7
-
-
-def call_in_vain(work: Callable[[], object]) -> None:
-    with contextlib.suppress(StoreUnavailable):
-        within_limit("ask", 0, work)
 
 
 @pytest.mark.parametrize("kind", ["s3", "cloud", "web"])

