@@ -385,11 +385,11 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
         if len(reads) == 3:
             abandoned.set()
 
-    booted = machine(Watched(local, read=read))
-    for _ in range(2):
+    booted, another = machine(Watched(local, read=read)), machine(Watched(local, read=read))
+    for one in (booted, another):
         with pytest.raises(StoreError, match="the time is up"):
-            booted.fetch(abandoned=abandoned)
-        assert booted.files() == {}
+            one.fetch(abandoned=abandoned)
+        assert one.files() == {}
         assert len(reads) == 3, "one that was abandoned before it begins reads nothing"
     assert booted.restore().refused == ()
     assert booted.files() == first.files()
