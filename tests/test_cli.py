@@ -211,10 +211,7 @@ def test_what_names_nothing_is_refused(run, local, key, text):
 # verify
 
 
-def all_kinds(
-    root: Path, local: LocalStore, key: CacheKey, variables: pytest.MonkeyPatch
-) -> dict[str, tuple[str, str]]:
-    """A pack for each thing that `verify` may find: what it says, by the pack's name."""
+def test_verify_says_of_each_pack_its_state_and_why_and_ends_with_1(run, root, local, key, variables):
     private, public = generate_keys()
     variables.setenv("COMPILE_CACHE_TRUSTED_KEYS", public)
     sound = put_pack(local, key, {"a": b"1"}, Signer(private))
@@ -223,16 +220,12 @@ def all_kinds(
     damage(root, damaged)
     short = put_pack(local, key, {"d": b"4"}, Signer(private))
     (root / short).write_bytes(b"short")
-    return {
+    kinds = {
         sound: ("sound", f"signed by {public}"),
         unsigned: ("refused", "it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set"),
         damaged: ("damaged", "its f"),
         short: ("damaged", "it ends after 5 bytes, inside its header"),
     }
-
-
-def test_verify_says_of_each_pack_its_state_and_why_and_ends_with_1(run, root, local, key, variables):
-    kinds = all_kinds(root, local, key, variables)
     found = run("verify")
     assert found.code == 1
     for name, (state, why) in kinds.items():

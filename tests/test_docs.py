@@ -168,16 +168,17 @@ def test_yaml_can_be_parsed(block):
     assert list(yaml.safe_load_all(block.text))
 
 
-def manifests() -> Iterator[dict]:
-    for block in blocks(PROJECT / "docs" / "kubernetes.md"):
-        if block.language == "yaml":
-            yield from (manifest for manifest in yaml.safe_load_all(block.text) if "kind" in manifest)
+def deployment() -> dict:
+    """The specification of the pods in docs/kubernetes.md."""
+    of_yaml = [block for block in blocks(PROJECT / "docs" / "kubernetes.md") if block.language == "yaml"]
+    manifests = [manifest for block in of_yaml for manifest in yaml.safe_load_all(block.text)]
+    (found,) = [manifest for manifest in manifests if manifest.get("kind") == "Deployment"]
+    return found["spec"]["template"]["spec"]
 
 
 def test_pods_have_more_time_to_end_than_cog_gives_its_worker():
     """10 s. Else Kubernetes kills the server while it publishes."""
-    (deployment,) = [manifest for manifest in manifests() if manifest["kind"] == "Deployment"]
-    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 10
+    assert deployment()["terminationGracePeriodSeconds"] > 10
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,7 @@ def test_pods_have_more_time_to_end_than_cog_gives_its_worker():
 )
 def test_the_probe_reads_the_answer_of_the_health_check(status, code):
     """Its HTTP status is 200 in each state."""
-    (deployment,) = [manifest for manifest in manifests() if manifest["kind"] == "Deployment"]
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = deployment()["containers"]
     scripts = {container[probe]["exec"]["command"][2] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
     (script,) = scripts
     answered = answer("200 OK", f'{{"status": "{status}"}}'.encode())
