@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from filled_stores import put_pack
 
+from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
@@ -35,3 +37,18 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
         restore.start()
         assert restore.join().report.outcome == outcome
+
+
+def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch):
+    over = threading.Event()
+
+    def know(*_: object) -> None:
+        over.wait(60)
+        raise StoreUnavailable("too late")
+
+    monkeypatch.setattr("compile_cache.lifecycle.restore._know", know)
+    restore, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
+    restore.start()
+    report = restore.join().report
+    over.set()
+    assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)
