@@ -7,15 +7,14 @@ packs.
 from __future__ import annotations
 
 import base64
-import copy
 import hashlib
 import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
@@ -24,6 +23,7 @@ from unittest import mock
 
 import msgspec
 import zstandard
+from machines import write_files
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
@@ -189,23 +189,9 @@ def restore(
     return head
 
 
-def read_tree(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def write_tree(folder: Path, files: Mapping[str, bytes]) -> list[Source]:
-    sources = []
-    for path, content in files.items():
-        local = folder / path
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.write_bytes(content)
-        sources.append(Source(local, path, f"key of {path}"))
-    return sources
-
-
-def fingerprint(digests: Mapping[str, str]) -> str:
-    """One text for a tree of files: paths and digests."""
-    return digest(json.dumps(sorted(digests.items())).encode())
+    write_files(folder, files)
+    return [Source(folder / path, path, f"key of {path}") for path in files]
 
 
 # Sound packs, to be changed.
@@ -247,30 +233,6 @@ class Draft:
         sign = self.sign or (OURS.sign if self.is_signed else lambda _: b"")
         content = assemble(text, b"".join(self.frames), **{"sign": sign, **self.head})
         return self.name or name_of(content), self.damage(content)
-
-    def gives(self) -> frozenset[str]:
-        """What may come out of the pack as it is now: the fingerprint of what it states truly, if anything."""
-        if self.is_signed and self.sign:
-            return frozenset()
-        try:
-            if any(zstandard.frame_content_size(frame) > MIB for frame in self.frames):
-                return frozenset()
-            record = self.record if self.text is None else json.loads(self.text)
-            content = b"".join(zstandard.ZstdDecompressor().decompress(frame, 2 * MIB) for frame in self.frames)
-            found, start = {}, 0
-            for file in record["files"]:
-                found[file["path"]] = digest(content[start : start + file["size_bytes"]])
-                start += file["size_bytes"]
-            honest = [file["sha256"] for file in record["files"]] == list(found.values()) and start == len(content)
-            ours = record["key"] == record_of()["key"] and start <= LIMITS.size_bytes
-            harmless = len({path.casefold() for path in found}) == len(found) and not any(map(_is_odd, found))
-            return frozenset({fingerprint(found)}) if honest and ours and harmless else frozenset()
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError, OverflowError, zstandard.ZstdError):
-            return frozenset()
-
-
-def _is_odd(path: str) -> bool:
-    return not path.isprintable() or "\\" in path or bool({"", ".", ".."} & set(path.split("/")))
 
 
 def small_draft(*files: tuple[str, bytes], is_signed: bool = False) -> Draft:
@@ -578,20 +540,6 @@ TABLE = [
 # Packs that are changed at random.
 
 
-@dataclass(frozen=True)
-class Case:
-    """A pack, the keys its host trusts, and what may come out of it, if anything: fingerprints of trees."""
-
-    name: str
-    content: bytes
-    may_give: frozenset[str] = frozenset()
-    trusted: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, draft: Draft) -> Case:
-        return cls(*draft.put_together(), draft.gives(), draft.trusted)
-
-
 def _content(rng: Random, size_bytes: int) -> bytes:
     """Compresses about as well as code does."""
     words = [rng.randbytes(8) + bytes(24) for _ in range(64)]
@@ -610,16 +558,11 @@ def _shapes() -> list[dict[str, bytes]]:
     ]
 
 
-class Corpus:
-    """Sound packs, each shape unsigned and signed."""
-
-    def __init__(self) -> None:
-        with mock.patch("time.time", return_value=1.0):
-            self.drafts = [_take_apart(files, is_signed) for files in _shapes() for is_signed in (False, True)]
-
-    def draft(self, rng: Random) -> Draft:
-        """One of them, to be changed freely."""
-        return copy.deepcopy(rng.choice(self.drafts))
+@cache
+def sound_drafts() -> list[Draft]:
+    """Each shape unsigned and signed."""
+    with mock.patch("time.time", return_value=1.0):
+        return [_take_apart(files, is_signed) for files in _shapes() for is_signed in (False, True)]
 
 
 def _take_apart(files: dict[str, bytes], is_signed: bool) -> Draft:
@@ -654,16 +597,17 @@ def _replace(rng: Random, content: bytearray) -> None:
     content[rng.choice([0, HEADER_BYTES, len(content)]) :] = rng.randbytes(rng.choice([0, 1, 31, 33, 300, 100_000]))
 
 
-def _damaged_bytes(rng: Random, corpus: Corpus) -> Case:
-    case = Case.of(corpus.draft(rng))
-    content = bytearray(case.content)
-    rng.choice([_flip, _flip, _overwrite, _cut, _extend, _replace])(rng, content)
-    return replace(case, content=bytes(content))
+def _damaged_bytes(rng: Random, draft: Draft) -> None:
+    def damage(pack: bytes) -> bytes:
+        content = bytearray(pack)
+        rng.choice([_flip, _flip, _overwrite, _cut, _extend, _replace])(rng, content)
+        return bytes(content)
+
+    draft.damage = damage
 
 
-def _moved_frames(rng: Random, corpus: Corpus) -> Case:
+def _moved_frames(rng: Random, draft: Draft) -> None:
     """Frames in another order, twice, missing or packed anew; with a manifest that says so, or with the old one."""
-    draft = corpus.draft(rng)
     if rng.random() < 0.2:
         number = rng.randrange(len(draft.frames))
         content = zstandard.decompress(draft.frames[number])
@@ -673,18 +617,15 @@ def _moved_frames(rng: Random, corpus: Corpus) -> Case:
     draft.frames = [draft.frames[number] for number in order]
     if rng.random() < 0.5:
         draft.record["frames"] = [draft.record["frames"][number] for number in order]
-    return Case.of(draft)
 
 
-def _rows(rng: Random, corpus: Corpus) -> Case:
+def _rows(rng: Random, draft: Draft) -> None:
     """One row of the table, or several at once as far as they suit each other."""
-    draft = corpus.draft(rng)
     draft.is_signed = rng.random() < 0.2
     for row in rng.sample(TABLE, rng.choice([1, 1, 2, 3])):
         draft.is_signed = draft.is_signed or row.is_signed
         with suppress(TypeError, KeyError, IndexError, AttributeError):
             row.change(draft)
-    return Case.of(draft)
 
 
 ODD_VALUES = [
@@ -712,16 +653,14 @@ def json_trick(rng: Random) -> str:
     return rng.choice([*nested, *numbers, "[" + ",".join([one] * count) + "]", *strings, "'a'", "//", "", "\0"])
 
 
-def _json_tricks(rng: Random, corpus: Corpus) -> Case:
-    draft = corpus.draft(rng)
+def _json_tricks(rng: Random, draft: Draft) -> None:
     place = rng.choice([place for place in places(draft.record) if len(place) != 2][:40])
     text = encode(put_at(draft.record, place, "THE PLACE")).decode().replace('"THE PLACE"', json_trick(rng))
     text = rng.choice([text, text, text, text + text, text[:-1], text[:-1] + ',"files":[]}', "\ufeff" + text])
     draft.text = text.encode(rng.choice(["utf-8", "utf-8", "utf-8", "utf-16"]), "surrogatepass")
-    return Case.of(draft)
 
 
-KINDS: dict[str, Callable[[Random, Corpus], Case]] = {
+KINDS: dict[str, Callable[[Random, Draft], None]] = {
     "damaged bytes": _damaged_bytes,
     "frames moved or replaced": _moved_frames,
     "rows of the table": _rows,

@@ -57,15 +57,6 @@ def test_read_only_fleet_with_the_public_key_is_warm_and_publishes_nothing(signe
     assert booted.report["publish"]["failures"] == []
 
 
-def test_pack_signed_by_nobody_trusted_is_refused_with_the_reason(signed, tmp_path):
-    _, stranger = generate_keys()
-    booted = boot_once(from_layer(signed, tmp_path, trusted_keys=stranger), "--restore-alone")
-    assert booted.report["restore"]["outcome"] == "miss"
-    assert booted.report["restore"]["files"] == 0
-    (refused,) = booted.report["restore"]["refused"]
-    assert "not trusted" in refused["reason"]
-
-
 def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_its_predecessor(tmp_path):
     first = boot_once(settings(tmp_path, model_version="1"))
     successor = settings(tmp_path, model_version="2")

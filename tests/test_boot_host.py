@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from boots import python_path, run_boot, settings
+from programs import run_program
 
 from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
@@ -78,9 +78,8 @@ assert "could not set up compilation; serving eager: KeyError('failure number 1'
 """
 
 
-def run(program: str, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+def run(program: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    done = run_program(program, *arguments, folder=ROOT, **environ)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -116,7 +115,7 @@ def noexec(tmp_path) -> Path:
 @needs_root
 def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_setting(noexec, tmp_path):
     program = "import compile_cache\nwith compile_cache.boot('my-model') as boot: boot.compile(None)"
-    run(program, environ=settings(tmp_path, dir=str(noexec)))
+    run(program, **settings(tmp_path, dir=str(noexec)))
     report = json.loads((tmp_path / "report.json").read_text())
     (warning,) = report["warnings"]
     assert f"{noexec}/0 is mounted noexec" in warning
@@ -136,7 +135,7 @@ def test_a_package_whose_source_is_compiled_in_each_boot_is_named(tmp_path, writ
     program = "import compile_cache, diffusers\nwith compile_cache.boot('my-model'): pass"
     environ = settings(tmp_path, scope="off") | {"PYTHONDONTWRITEBYTECODE": "" if writes else "1"}
     environ["PYTHONPATH"] = python_path(package.parent.parent)
-    run(program, environ=environ)
+    run(program, **environ)
     warnings = json.loads((tmp_path / "report.json").read_text())["warnings"]
     named = [warning for warning in warnings if "compiles the Python source of diffusers," in warning]
     assert len(named) == (not writes), warnings
@@ -148,13 +147,13 @@ def test_a_package_whose_source_is_compiled_in_each_boot_is_named(tmp_path, writ
 @needs_root
 @pytest.mark.parametrize("scope", ["regional", "off"])
 def test_a_user_without_a_name_gets_one(tmp_path, scope):
-    done = run(BE_NOBODY + COMPILE_A_LAYER, environ=settings(tmp_path, scope=scope))
+    done = run(BE_NOBODY + COMPILE_A_LAYER, **settings(tmp_path, scope=scope))
     assert done.stdout == "uid-12345\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["preload"]])
 def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, arguments):
-    run(FAIL_TO_IMPORT_THE_COMPILER, *arguments, environ=settings(tmp_path))
+    run(FAIL_TO_IMPORT_THE_COMPILER, *arguments, **settings(tmp_path))
 
 
 # Logging
@@ -179,7 +178,7 @@ def test_a_second_process_that_cannot_begin_costs_speed_and_not_the_boot(tmp_pat
 )
 def test_the_report_is_seen_unless_the_program_says_otherwise(tmp_path, configured, is_said):
     program = f"{configured}\nimport compile_cache\nwith compile_cache.boot('my-model'): pass"
-    done = run(program, environ=settings(tmp_path, scope="off"))
+    done = run(program, **settings(tmp_path, scope="off"))
     assert ("ready after" in done.stderr) is is_said
     assert done.stdout == ""
 
@@ -194,7 +193,7 @@ for _ in range(2):
     logging.getLogger("compile_cache").info("a line")
 print(logging.getLogger("compile_cache").handlers)
 """
-    done = run(program, environ=settings(tmp_path, scope="off"))
+    done = run(program, **settings(tmp_path, scope="off"))
     assert done.stdout.splitlines() == ["WARNING:compile_cache:a warning"] * 2 + ["[]"]
     assert "a warning" not in done.stderr
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -74,15 +74,6 @@ MADE_ANEW += ["benchmarks", "kernels_compiled"]
 def test_one_region_unchecked_or_below_cached_no_hit_or_anything_made_anew_is_not_fully_cached(path, value):
     assert not BootReport().fully_cached
     assert not change(warm_report(), path, value).fully_cached
-
-
-def test_every_counter_either_is_a_hit_or_spoils_fully_cached_or_counts_graphs():
-    """A counter that is added later must be given a meaning here."""
-    hits = {"fxgraph_hits", "aotautograd_hits", "precompiled_loaded"}
-    misses = {"fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses"}
-    for_another_boot = {"precompiled_made"}
-    named = {"graphs", "benchmarks", "kernels_compiled"} | for_another_boot
-    assert {f.name for f in fields(CompileCounts)} == hits | misses | named
 
 
 def precompiled_report() -> BootReport:
@@ -165,20 +156,16 @@ def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
     ]
 
 
-def test_lines_count_what_was_loaded_and_made():
-    report = precompiled_report()
-    report.counts.precompiled_made = 1
-    assert "precompiled: 3 loaded, 1 made; lookups: 0 hits, 0 misses; anew: 0 kernels, 0 benchmarks" in report.lines()
-
-
-def test_lines_name_reasons_refused_packs_and_warnings():
+def test_lines_name_reasons_refused_packs_warnings_and_what_was_loaded_and_made():
     report = warm_report()
+    report.counts = CompileCounts(precompiled_loaded=3, precompiled_made=1)
     report.restore = RestoreReport("failed", "no answer", refused=[RefusedPack("abc.pack", "it is damaged")])
     report.regions[0].step, report.regions[0].reason = "cold", "2 lookups found nothing"
     report.warnings = ["could not write"]
     lines = report.lines()
     assert lines[0].startswith("restore: failed (no answer), ")
     assert "refused pack abc.pack: it is damaged" in lines
+    assert "precompiled: 3 loaded, 1 made; lookups: 0 hits, 0 misses; anew: 0 kernels, 0 benchmarks" in lines
     assert any(line.startswith("region Block x12: cold (2 lookups found nothing)") for line in lines)
     assert "warning: could not write" in lines
 

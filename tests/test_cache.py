@@ -142,8 +142,7 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
     store.put(key.prefix + "notes.txt", b"")
     store.put(f"{key.environment_prefix}another/model/{'0' * 64}.pack", b"")
     assert [entry.name for entry in first.packs.list()] == [key.prefix + pack.name for pack in packs]
-    other = machine(store, key=replace(key, model_version="version-2"))
-    assert (other.restore().packs, other.files()) == ((), {})
+    assert machine(store, key=replace(key, model_version="version-2")).restored() == {}
 
 
 def test_the_environments_record_is_stored_beside_the_packs_and_never_trusted(store, machine, key, environment):
@@ -185,13 +184,12 @@ def test_what_the_store_has_is_not_published_again_and_the_first_wins(local, mac
 
 def test_only_new_logical_keys_are_sent_the_second_time(store, machine):
     filled(machine(store))
-    second, third = machine(store), machine(store)
+    second = machine(store)
     second.restore()
-    new = {"fxgraph/cd/fcde/one": b"another graph", "cd/kernel.so": b"another kernel"}
+    new = {"fxgraph/cd/fcde/one": b"for small inputs", "fxgraph/cd/fcde/two": b"for large ones", "cd/kernel.so": b""}
     second.write(new)
-    packs = second.publish()
-    assert sorted(packed_paths(packs)) == sorted(new)
-    assert third.restored() == {**COLD, **new}
+    assert sorted(packed_paths(second.publish())) == sorted(new)
+    assert machine(store).restored() == {**COLD, **new}
 
 
 def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine):
@@ -200,12 +198,6 @@ def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine
     second = machine(local)
     second.write({"fxgraph/ab/fabc/two": b"the same graph, other bytes", "aotautograd/aabc/two": b"other bytes"})
     assert second.publish() == ()
-
-
-def test_all_files_of_a_new_logical_key_are_published_together(local, machine):
-    files = {"fxgraph/ab/fabc/one": b"for small inputs", "fxgraph/ab/fabc/two": b"for large inputs"}
-    filled(machine(local), files)
-    assert machine(local).restored() == files
 
 
 def test_what_failed_to_be_published_is_staged_again_and_what_is_withheld_is_not(local, machine):
@@ -255,25 +247,24 @@ def test_the_most_valuable_files_come_first(local, machine, monkeypatch, files, 
 # Two packs for the same thing.
 
 
-def test_of_two_packs_with_a_logical_key_the_first_wins(store, machine):
-    one, other, last = machine(store), machine(store), machine(store)
-    one.write({"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one"})
-    other.write({"fxgraph/ab/fabc/other": b"other", "kernel.so": b"other", "only.so": b"other"})
-    one.publish()
-    tick(store)
-    other.publish()
-    assert last.restored() == {"fxgraph/ab/fabc/one": b"one", "kernel.so": b"one", "only.so": b"other"}
-
-
-@pytest.mark.parametrize(("one", "other"), [("x", "x/file"), ("x/file", "x")])
-def test_of_two_packs_whose_paths_exclude_each_other_the_first_wins(local, machine, one, other):
-    first, second, last = machine(local), machine(local), machine(local)
-    first.write({one: b"first", "kept.so": b"first"})
-    second.write({other: b"second", "also-kept.so": b"second"})
-    first.publish()
-    tick(local)
-    second.publish()
-    assert last.restored() == {one: b"first", "kept.so": b"first", "also-kept.so": b"second"}
+@pytest.mark.parametrize(
+    ("first", "second", "won"),
+    [
+        (["fxgraph/ab/fabc/one"], ["fxgraph/ab/fabc/other"], []),
+        (["kernel.so"], ["kernel.so", "only.so"], ["only.so"]),
+        (["x"], ["x/file", "y"], ["y"]),
+        (["x/file"], ["x", "y"], ["y"]),
+    ],
+)
+def test_of_two_packs_with_a_logical_key_or_paths_that_exclude_each_other_the_first_wins(
+    local, machine, first, second, won
+):
+    machines = machine(local), machine(local)
+    for one, paths in zip(machines, (first, second), strict=True):
+        filled(one, {path: str(paths).encode() for path in paths})
+        tick(local)
+    won = {path: str(second).encode() for path in won}
+    assert machine(local).restored() == {**machines[0].files(), **won}
 
 
 # What is wrong in a store costs only itself.
@@ -292,18 +283,20 @@ DAMAGES = {
 }
 
 
-def published_pair(store: ObjectStore, machine: Callable[..., Machine]) -> tuple[str, str]:
+def published_pair(store: ObjectStore, machine: Callable[..., Machine]) -> list[str]:
     """The names of two packs in the store: of COLD, and of one more kernel."""
     first = machine(store)
-    first.write(COLD)
-    (one,) = first.publish()
-    first.write({"more.so": b"more"})
-    (other,) = first.publish()
-    return first.packs.key.prefix + one.name, first.packs.key.prefix + other.name
+    packs = []
+    for files in (COLD, {"more.so": b"more"}):
+        first.write(files)
+        packs += first.publish()
+    return [first.packs.key.prefix + pack.name for pack in packs]
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_pack_is_refused_by_name_and_the_others_are_used(store, machine, damage):
+def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_is_published_again(
+    store, machine, damage
+):
     bad, _ = published_pair(store, machine)
     store.put(bad, damage(store.read(bad)))
     before = stored(store)
@@ -312,17 +305,9 @@ def test_a_damaged_pack_is_refused_by_name_and_the_others_are_used(store, machin
     assert booted.files() == {"more.so": b"more"}
     assert [refused.name for refused in fetched.refused] == [bad]
     assert stored(store) == before
-
-
-@pytest.mark.parametrize("damage", [DAMAGES["something else"], damage_flip], ids=["head", "content"])
-def test_what_a_damaged_pack_had_is_published_again(store, machine, damage):
-    bad, _ = published_pair(store, machine)
-    store.put(bad, damage(store.read(bad)))
-    booted, last = machine(store), machine(store)
-    booted.restore()
     booted.write(COLD)
     assert sorted(packed_paths(booted.publish())) == sorted(COLD)
-    assert last.restored() == {**COLD, "more.so": b"more"}
+    assert machine(store).restored() == {**COLD, "more.so": b"more"}
 
 
 def test_a_pack_for_another_key_is_refused_by_both_keys(store, machine, key, tmp_path):
@@ -389,15 +374,6 @@ def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machi
 # An abandoned fetch.
 
 
-def test_an_abandoned_fetch_fails_and_uses_nothing(store, machine):
-    published_pair(store, machine)
-    booted, abandoned = machine(store), threading.Event()
-    abandoned.set()
-    with pytest.raises(StoreError, match="the time is up"):
-        booted.fetch(abandoned=abandoned)
-    assert booted.files() == {}
-
-
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
     monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 100)
     monkeypatch.setattr("compile_cache.storage.stores.transfer.READ_BYTES", 100)
@@ -409,11 +385,12 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
         if len(reads) == 3:
             abandoned.set()
 
-    booted = machine(Watched(local, read=read))
-    with pytest.raises(StoreError, match="the time is up"):
-        booted.fetch(abandoned=abandoned)
-    assert booted.files() == {}
-    assert len(reads) == 3
+    booted, another = machine(Watched(local, read=read)), machine(Watched(local, read=read))
+    for one in (booted, another):
+        with pytest.raises(StoreError, match="the time is up"):
+            one.fetch(abandoned=abandoned)
+        assert one.files() == {}
+        assert len(reads) == 3, "one that was abandoned before it begins reads nothing"
     assert booted.restore().refused == ()
     assert booted.files() == first.files()
 
@@ -421,32 +398,35 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 # What many boots do.
 
 
-def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 4096)
-    one, other, booted = machine(local), machine(local), machine(local)
-    large = {f"{number}.so": os.urandom(MIB) for number in range(3)}
-    one.write(large)
-    other.write({**large, "fxgraph/ab/fabc/other": b"other"})
+def published_late(store: ObjectStore, machine: Callable[..., Machine], files: dict[str, bytes]) -> tuple[Pack, Pack]:
+    """A pack of these files without the other graph, and one of all that was staged before and published after it."""
+    one, other = machine(store), machine(store)
+    one.write({path: content for path, content in files.items() if path != OTHER_GRAPH})
+    other.write(files)
     (late,) = other.stage()
     (first,) = one.publish()
-    tick(local)
+    tick(store)
     other.publication.publish(late)
-    fetched = booted.restore()
-    assert booted.files() == other.files()
-    assert fetched.stored_bytes < first.stored_bytes + 10_000
+    return first, late
+
+
+OTHER_GRAPH = "fxgraph/ab/fabc/other"
+
+
+def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
+    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 4096)
+    files = {**{f"{number}.so": os.urandom(MIB) for number in range(3)}, OTHER_GRAPH: b"other"}
+    first, _ = published_late(local, machine, files)
+    booted = machine(local)
+    assert booted.restore().stored_bytes < first.stored_bytes + 10_000
+    assert booted.files() == files
 
 
 def test_a_pack_that_adds_nothing_is_not_read_beyond_its_head(local, machine):
-    one, other, booted = machine(local), machine(local), machine(local)
-    one.write(COLD)
-    other.write({**COLD, "fxgraph/ab/fabc/one": b"another compile of the same graph"})
-    (late,) = other.stage()
-    one.publish()
-    tick(local)
-    other.publication.publish(late)
-    fetched = booted.restore()
-    assert len(fetched.packs) == 1
-    assert booted.files() == one.files()
+    published_late(local, machine, {**COLD, OTHER_GRAPH: b"another compile of the same graph"})
+    booted = machine(local)
+    assert len(booted.restore().packs) == 1
+    assert booted.files() == COLD
 
 
 def test_what_another_boot_has_published_meanwhile_is_not_published_again(store, machine):
@@ -534,9 +514,7 @@ def test_what_a_boot_would_refuse_is_left_out_and_named_and_the_rest_is_restored
 def test_packs_that_reach_the_limits_together_leave_the_rest_out_and_get_no_more(local, machine):
     """No boot could read another one: each would publish the same again."""
     for name in ("a", "b", "c"):
-        writer = machine(local)
-        writer.write({f"{name}{number}.so": b"kernel" for number in range(4)})
-        writer.publish()
+        filled(machine(local), {f"{name}{number}.so": b"kernel" for number in range(4)})
         tick(local)
     booted = machine(local, limits=Limits(files=8))
     (refused,) = booted.restore().refused
@@ -559,9 +537,7 @@ def test_with_trusted_keys_only_packs_that_they_signed_are_used(store, machine):
     private, public = generate_keys()
     foreign, _ = generate_keys()
     for number, signer in enumerate([Signer(private), Signer(foreign), None]):
-        writer = machine(store, signer=signer)
-        writer.write({f"{number}.so": b"kernel"})
-        writer.publish()
+        filled(machine(store, signer=signer), {f"{number}.so": b"kernel"})
     booted = machine(store, trusted=TrustedKeys([public]))
     refused = booted.restore().refused
     assert booted.files() == {"0.so": b"kernel"}
@@ -623,8 +599,7 @@ def test_a_use_is_recorded_once_a_day_as_an_empty_object(store, machine, key):
     first.packs.refresh()
     first.publication.mark_used("2026-11-20")
     assert stored(store) == {}  # nothing is stored yet that could be used
-    first.write(COLD)
-    first.publish()
+    filled(first)
     for day in ("2026-11-20", "2026-11-20", "2026-11-21"):
         second.packs.list()
         second.restore()
@@ -639,16 +614,13 @@ def test_a_use_is_recorded_once_a_day_as_an_empty_object(store, machine, key):
 def test_who_signs_and_trusts_nobody_trusts_itself_alone(local, machine):
     """It would otherwise merge what a stranger has put there into a pack with its own signature."""
     private, public = generate_keys()
-    stranger, booted = machine(local), machine(local, signer=Signer(private))
-    stranger.write({"evil.so": b"evil"})
-    stranger.publish()
+    filled(machine(local), {"evil.so": b"evil"})
+    booted = machine(local, signer=Signer(private))
     assert [refused.is_final for refused in booted.restore().refused] == [True]
     published_five(booted)
     booted.write({"evil.so": b"evil"})
     assert booted.publication.merge("the test").packs == 5
-    fleet = machine(local, trusted=TrustedKeys([public]))
-    fleet.restore()
-    assert "evil.so" not in fleet.files()
+    assert "evil.so" not in machine(local, trusted=TrustedKeys([public])).restored()
 
 
 def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
@@ -736,8 +708,8 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):
     monkeypatch.setattr("compile_cache.storage.publish._SMALLEST_PART_BYTES", 3000)
     first, second = machine(local), machine(local)
-    first.write({f"fxgraph/ab/fabc/{number}": os.urandom(2000) for number in range(5)})
-    first.write({f"{number}.so": os.urandom(2000) for number in range(5)})
+    paths = [path for number in range(5) for path in (f"fxgraph/ab/fabc/{number}", f"{number}.so")]
+    first.write({path: os.urandom(2000) for path in paths})
     assert len(first.publish()) > 1
     assert second.restored() == first.files()
 
@@ -757,9 +729,7 @@ def test_a_read_that_breaks_off_is_tried_again(local, machine):
 
 
 def test_what_was_removed_from_the_store_is_brought_back_by_a_new_boot_alone(local, machine, key):
-    serving, restored, new = machine(local), machine(local), machine(local)
-    serving.write(COLD)
-    serving.publish()
+    serving, restored, new = filled(machine(local)), machine(local), machine(local)
     restored.restore()
     for entry in local.list(key.prefix):
         local.delete(entry.name)
@@ -774,13 +744,6 @@ def test_what_was_removed_from_the_store_is_brought_back_by_a_new_boot_alone(loc
 
 def test_tritons_record_of_a_kernel_is_not_restored_without_its_binary(local, machine):
     """Triton believes the record, and fails."""
-    first, second = machine(local), machine(local)
-    first.write({"triton/HASH/__grp__kernel.json": b"{}", "triton/HASH/kernel.ptx": b"text"})
-    first.write({"triton/OTHER/__grp__kernel.json": b"{}", "triton/OTHER/kernel.cubin": b"binary"})
-    first.publish()
-    second.restore()
-    assert sorted(second.files()) == [
-        "triton/HASH/kernel.ptx",
-        "triton/OTHER/__grp__kernel.json",
-        "triton/OTHER/kernel.cubin",
-    ]
+    files = {"triton/HASH/kernel.ptx", "triton/OTHER/__grp__kernel.json", "triton/OTHER/kernel.cubin"}
+    filled(machine(local), dict.fromkeys([*files, "triton/HASH/__grp__kernel.json"], b"{}"))
+    assert machine(local).restored().keys() == files

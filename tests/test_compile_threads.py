@@ -45,26 +45,18 @@ def test_quota_of_a_container(cgroup, text, cpus):
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [("400000\n", 4), ("-1\n", 0)])
-def test_quota_of_a_container_on_an_older_host(cgroup, quota, cpus):
+def test_quota_of_a_container_on_an_older_host_and_none_without_files(cgroup, quota, cpus):
+    assert quota_cpus(cgroup) == 0
     (cgroup / "cpu" / "cpu.cfs_quota_us").write_text(quota)
     (cgroup / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert quota_cpus(cgroup) == cpus
 
 
-def test_no_quota_without_files(cgroup):
-    assert quota_cpus(cgroup) == 0
-
-
-def test_a_quota_counts_on_a_host_with_more_cpus(monkeypatch, cgroup):
-    have_cpus(monkeypatch, 64)
-    (cgroup / "cpu.max").write_text("800000 100000\n")
-    assert compile_threads() == 4
-
-
-def test_a_quota_for_more_cpus_than_the_process_may_use_changes_nothing(monkeypatch, cgroup):
-    have_cpus(monkeypatch, 4)
-    (cgroup / "cpu.max").write_text("6400000 100000\n")
-    assert compile_threads() == 2
+@pytest.mark.parametrize(("cpus", "quota", "count"), [(64, "800000 100000\n", 4), (4, "6400000 100000\n", 2)])
+def test_a_quota_counts_on_a_host_with_more_cpus_alone(monkeypatch, cgroup, cpus, quota, count):
+    have_cpus(monkeypatch, cpus)
+    (cgroup / "cpu.max").write_text(quota)
+    assert compile_threads() == count
 
 
 @pytest.mark.parametrize("given", ["", "7"])

@@ -15,7 +15,6 @@ from machines import read_files
 from programs import run_program
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
@@ -76,20 +75,16 @@ class Reads(LocalStore):
 # What arrives.
 
 
-def test_packs_and_records_arrive_as_they_are_from_a_store_of_each_kind(tmp_path, store, target, key, environment):
-    names = [put_pack(store, key), put_pack(store, replace(key, model_version="2"), {"large": noise(5 * MIB)})]
-    put_record(store, environment)
-    copied = copy(store, target)
-    assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
-    arrived = read_files(tmp_path / "target")
-    assert arrived == {name: store.read(name) for name in [*names, f"v2/{environment.digest}/environment.json"]}
-
-
-def test_a_store_of_each_kind_takes_what_a_folder_has(source, store, key, environment):
-    name = put_pack(source, key)
+def test_packs_and_records_arrive_as_they_are_from_and_in_a_store_of_each_kind(source, target, store, key, environment):
+    assert copy(source, store) == Copied()
+    names = [put_pack(source, key), put_pack(source, replace(key, model_version="2"), {"large": noise(5 * MIB)})]
     put_record(source, environment)
-    assert list(copy(source, store).packs) == [name]
-    assert store.read(name) == source.read(name)
+    for here, there in ((source, store), (store, target)):
+        copied = copy(here, there)
+        assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
+    arrived = [entry.name for entry in target.list("v2/")]
+    assert {*arrived} == {*names, f"v2/{environment.digest}/environment.json"}
+    assert all(target.read(name) == store.read(name) == source.read(name) for name in arrived)
 
 
 def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
@@ -258,7 +253,3 @@ def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, t
     (refused,) = copy(Reads(tmp_path / "source", vanish), target).refused.values()
     assert refused.is_final is False
     assert target.list("") == []
-
-
-def test_copying_an_empty_store_copies_nothing(source, target, key: CacheKey):
-    assert copy(source, target) == Copied()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import filled_stores
@@ -16,6 +16,7 @@ from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import ObjectNotFound, StoreUnavailable
+from compile_cache.settings import Settings
 from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
 from compile_cache.storage.stores.cloud import CloudStore
@@ -94,22 +95,19 @@ def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient
         begun.append(number)
         release.wait()
 
+    pool = ThreadPoolExecutor(32)
     for number in range(32):
-        threading.Thread(target=call_in_vain, args=(functools.partial(hang, number),)).start()
+        pool.submit(within_limit, "ask", 0, functools.partial(hang, number))
     wait_for(lambda: len(begun) == 32)
     for number in range(32, 34):
         with pytest.raises(StoreUnavailable, match="too slow"):
             within_limit("ask", 0, functools.partial(hang, number))
     assert len(calls_under_way()) == len(begun) == 32
     release.set()
+    pool.shutdown()
     wait_for(lambda: not calls_under_way())
     monkeypatch.undo()
     assert within_limit("ask", 0, lambda: 7) == 7
-
-
-def call_in_vain(work: Callable[[], object]) -> None:
-    with contextlib.suppress(StoreUnavailable):
-        within_limit("ask", 0, work)
 
 
 @pytest.mark.parametrize("kind", ["s3", "cloud", "web"])
@@ -124,15 +122,9 @@ def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, mo
     assert store.read("v2/a", 0, 1000) == bytes(1000)
 
 
-def test_a_larger_transfer_has_more_time():
+def test_a_larger_transfer_has_more_time_and_a_pack_that_drips_leaves_some_for_the_others_of_a_restore():
     assert limit_s(0) < limit_s(4 * MIB) < limit_s(None) + 1 < limit_s(100 * MIB) < 10 * 60
-
-
-def test_a_pack_that_drips_leaves_time_for_the_others_of_a_restore():
-    from compile_cache.settings import Settings
-    from compile_cache.storage.stores.transfer import READ_BYTES
-
-    assert limit_s(READ_BYTES) < Settings().restore_timeout_s
+    assert limit_s(transfer.READ_BYTES) < Settings().restore_timeout_s
 
 
 def test_what_a_call_returns_or_raises_is_the_callers():

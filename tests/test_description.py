@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
-import sys
 import typing
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,7 +11,8 @@ from typing import Any, Literal
 import blocks
 import pytest
 import torch
-from boots import TESTS, python_path
+from boots import TESTS
+from programs import run_program
 from torch import nn
 
 from compile_cache.calls.description import (
@@ -48,26 +46,6 @@ def other_name(x):
     return nested(x) in {"one", "two", "three", "five"}
 
 
-def calls_one(x):
-    return math.sin(x)
-
-
-def calls_other(x):
-    return math.cos(x)
-
-
-def int_constant():
-    return 1
-
-
-def float_constant():
-    return 1.0
-
-
-def bool_constant():
-    return True
-
-
 def same_as_first():
     """Of the same code as `first`, made a second time."""
     space: dict[str, object] = {}
@@ -81,9 +59,7 @@ def same_as_first():
 
 def printed(code: str, hash_seed: int) -> str:
     """What a process whose strings hash by this seed prints."""
-    environ = {**os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS), "PYTHONHASHSEED": str(hash_seed)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    return run_program(code, folder=TESTS, PYTHONHASHSEED=str(hash_seed)).stdout.strip()
 
 
 def test_code_has_the_same_digest_in_another_process_whose_strings_hash_differently():
@@ -103,9 +79,9 @@ def test_code_has_the_same_digest_wherever_it_stands():
     [
         (first, other_constant),
         (first, other_name),
-        (calls_one, calls_other),
-        (int_constant, float_constant),
-        (int_constant, bool_constant),
+        (lambda x: math.sin(x), lambda x: math.cos(x)),
+        (lambda: 1, lambda: 1.0),
+        (lambda: 1, lambda: True),
         (blocks.combine, blocks.combine_otherwise),
     ],
 )

@@ -21,25 +21,6 @@ from compile_cache.key.environment import (
 )
 
 PROJECT = Path(__file__).parent.parent
-OTHER = {
-    "torch": "2.12.0+cu130",
-    "triton": "",
-    "cuda": "",
-    "hip": "6.4",
-    "gpu": "NVIDIA A100",
-    "capability": "8.0",
-    "device_index": 1,
-    "python": "CPython 3.12.10",
-    "glibc": "glibc 2.41",
-    "machine": "aarch64",
-    "instructions": "avx avx2 avx512f",
-    "threads": 2,
-    "cache_dir": "/tmp/compile-cache/1",
-    "options": "whole default dynamic=False",
-    "variables": (),
-    "format": FORMAT_VERSION + 1,
-}
-
 ASKED_THREADS = {"nothing asked": "", "one thread": "1", "more threads than cores": str(4 * (os.cpu_count() or 1))}
 
 DETECT_AND_OBSERVE = """
@@ -77,13 +58,10 @@ def test_the_digest_of_a_record_is_the_same_in_every_release_of_this_format(envi
     assert environment.digest == "1c8544cbc8cb74f7591479db61f758a5"
 
 
-def test_every_field_has_another_value_to_test_with(environment):
-    assert OTHER.keys() == {field.name for field in fields(environment)}
-
-
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("name", [field.name for field in fields(Environment)])
 def test_the_digest_changes_with_every_field(environment, name):
-    assert replace(environment, **{name: OTHER[name]}).digest != environment.digest
+    another = {str: "another", int: 99, tuple: ("ANOTHER=1",)}[type(getattr(environment, name))]
+    assert replace(environment, **{name: another}).digest != environment.digest
 
 
 def test_differences_name_the_field_and_both_values(environment):

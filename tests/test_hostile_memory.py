@@ -162,38 +162,30 @@ def incompressible(number: int) -> bytes:
     return manifest_of(KEY, b'"' + Random(number).randbytes(MANIFEST_BYTES // 2 - 200).hex().encode() + b'"')
 
 
-@pytest.mark.parametrize("sign", [unsigned, borrowed])
-def test_with_keys_required_wide_manifests_cost_little_memory(tmp_path, sign):
-    put(tmp_path, map(wide, range(16)), sign)
-    files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
-    assert (files, refused) == (0, 16)
-    assert more_bytes < 64 * MB
+def long_paths(number: int) -> bytes:
+    return manifest_of(KEY, empty_files(8_000, number, b"/" + b"/".join([b"x" * 200] * 4)))
 
 
-def test_with_keys_required_manifests_that_are_long_in_the_store_cost_little_memory(tmp_path):
-    put(tmp_path, map(incompressible, range(3)), borrowed)
-    files, refused, more_bytes = run_alone(look_and_measure, tmp_path, OURS.public_key)
-    assert (files, refused) == (0, 3)
-    assert more_bytes < 64 * MB
+def many_files(number: int) -> bytes:
+    return manifest_of(KEY, empty_files(99_000, number))
 
 
-def test_without_keys_wide_manifests_cost_a_bounded_amount_of_memory(tmp_path):
-    put(tmp_path, map(wide, range(16)))
-    files, refused, more_bytes = run_alone(look_and_measure, tmp_path)
-    assert (files, refused) == (0, 16)
-    assert more_bytes < 64 * MB
+# Manifests and their number, whether keys are required, files that are restored, packs that are refused, megabytes.
+COSTS = {
+    "wide": (wide, 16, unsigned, False, {0}, {16}, 64),
+    "wide, unsigned": (wide, 16, unsigned, True, {0}, {16}, 64),
+    "wide, with another's signature": (wide, 16, borrowed, True, {0}, {16}, 64),
+    "long in the store": (incompressible, 3, borrowed, True, {0}, {3}, 64),
+    "many files in all packs together": (many_files, 3, unsigned, False, {99_000}, {2}, 256),
+    "long paths": (long_paths, 9, unsigned, False, range(1, 72_000), range(1, 9), 256),
+}
 
 
-def test_without_keys_the_files_of_all_packs_of_a_key_together_are_limited(tmp_path):
-    put(tmp_path, (manifest_of(KEY, empty_files(99_000, number)) for number in range(3)))
-    files, refused, more_bytes = run_alone(look_and_measure, tmp_path)
-    assert (files, refused) == (99_000, 2)
-    assert more_bytes < 256 * MB
-
-
-def test_without_keys_long_paths_cost_a_bounded_amount_of_memory(tmp_path):
-    path = b"/" + b"/".join([b"x" * 200] * 4)
-    put(tmp_path, (manifest_of(KEY, empty_files(8_000, number, path)) for number in range(9)))
-    _, refused, more_bytes = run_alone(look_and_measure, tmp_path)
-    assert refused > 0
-    assert more_bytes < 256 * MB
+@pytest.mark.parametrize("case", COSTS)
+def test_the_packs_of_a_key_cost_a_bounded_amount_of_memory_with_keys_required_and_without(tmp_path, case):
+    make, count, sign, are_keys_required, files, refused, most_mb = COSTS[case]
+    put(tmp_path, map(make, range(count)), sign)
+    found = run_alone(look_and_measure, tmp_path, *([OURS.public_key] if are_keys_required else []))
+    assert found[0] in files
+    assert found[1] in refused
+    assert found[2] < most_mb * MB

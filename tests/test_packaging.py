@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -165,16 +164,3 @@ def test_make_installs_another_torch_when_asked(checkout, torch, installs):
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, check=True)
     assert ("pip install" in done.stdout) == installs
     assert "-m pytest" in done.stdout
-
-
-def test_another_packages_warning_is_no_error():
-    """torch warns that guards are slower on Python 3.13.0."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.warn_explicit("guards run slower", RuntimeWarning, "guards.py", 1, module="torch._dynamo.guards")
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("module", ["compile_cache.serving.region", "models.weights", "predict", "test_packaging"])
-def test_a_warning_of_the_projects_own_code_is_an_error(module):
-    with pytest.raises(RuntimeWarning):
-        warnings.warn_explicit("unexpected", RuntimeWarning, "a.py", 1, module=module)

@@ -22,10 +22,6 @@ WARM_BOOTS = [
 ]
 
 
-def test_difference_from_eager_is_taken_within_a_round():
-    assert paired("zip", WARM_BOOTS) == [3.0, 1.5]
-
-
 @pytest.mark.parametrize("missing", [0, 3])
 def test_round_that_was_cut_short_is_no_pair(missing):
     cut = [record for place, record in enumerate(WARM_BOOTS) if place != missing]

@@ -22,6 +22,7 @@ from handed_over import SIZE, Codes, Forgetful, description, shapes
 from handed_over_calls import CASES, Call, attributed, layers
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_program
 from test_quantization import TORCHAO
 from torch import nn
 
@@ -239,8 +240,7 @@ print(made(*args).shape)
 @pytest.mark.skipif(not TORCHAO.is_dir(), reason="torchao is not in .venv/quantize: make test puts it there")
 def test_weights_that_torchao_has_quantized_travel():
     path = python_path(TORCHAO, PROJECT, PROJECT / "tests")
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", _TORCHAO], env=environ, capture_output=True, text=True, timeout=300)
+    done = run_program(_TORCHAO, PYTHONPATH=path)
     assert done.stdout.splitlines() == ["True", "True True", "torch.Size([2, 32])"], done.stderr
 
 

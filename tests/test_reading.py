@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from hostile_packs import OneObject
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.errors import StoreError, StoreUnavailable
@@ -29,7 +29,6 @@ class Generous(OneObject):
 
 
 @given(st.data(), st.sampled_from([OneObject, Generous]))
-@settings(max_examples=5 * settings().max_examples)
 def test_the_pieces_are_read_and_nothing_twice_or_that_is_known_already(data, kind):
     start = data.draw(st.integers(0, 100))
     cuts = sorted(data.draw(st.lists(st.integers(start, 100), max_size=10)))
@@ -67,15 +66,6 @@ def test_what_is_abandoned_is_not_requested_but_what_is_there_is_given():
     with pytest.raises(Abandoned, match="some/pack was not read"):
         next(pieces)
     assert store.requests == []
-
-
-def test_the_stores_errors_are_the_readers():
-    class Down(OneObject):
-        def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-            raise StoreUnavailable(f"{name} cannot be read")
-
-    with pytest.raises(StoreUnavailable, match="some/pack"):
-        next(read_pieces(Down(b""), "some/pack", 0, [1]))
 
 
 # in_daemon_threads.

@@ -31,14 +31,6 @@ def test_a_patch_has_only_changed_lines(patch: Path) -> None:
     assert promised == {"-": 0, "+": 0}
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_adopts_the_library(patch: Path) -> None:
-    """It imports the library, begins a boot, compiles and warms up."""
-    text = patch.read_text()
-    for call in ("+import compile_cache\n", "compile_cache.boot(", "self.boot.compile(", "self.boot.warm_up("):
-        assert call in text
-
-
 def test_results_make_a_table() -> None:
     """A line of the file of results is a row, and a late boot fails."""
     boots = {kind: Boot(5.0, served=("Block: precompiled",)) for kind in BOOTS} | {"third": Boot(9.0)}

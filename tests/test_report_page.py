@@ -96,19 +96,15 @@ def test_a_restored_boot_compares_and_compiles_nothing(booted):
     assert {name.rpartition(": ")[2] for name in spans(booted[1], "regions")} == {"compare"}
 
 
-def test_a_timeline_keeps_the_first_256_spans_that_began_after_it():
-    earlier = Timeline()
-    note("regions", "before both", 0.0)
-    assert earlier.spans == []
-    for number in range(300):
-        earlier.add("regions", str(number), float("1e12"), 1.0)
-    assert [span.name for span in earlier.spans] == [str(number) for number in range(256)]
-
-
-def test_noted_work_is_in_the_timelines_of_all_boots_of_the_process():
+def test_timelines_of_all_boots_keep_and_draw_the_first_256_spans_that_began_after_them():
     timelines = Timeline(), Timeline()
-    note("publish", "put", 1e12, 1.0)
-    assert [[span.name for span in timeline.spans] for timeline in timelines] == [["put"], ["put"]]
+    note("setup", "before both", 0.0)
+    for number in range(300):
+        note("setup", str(number), 1e12, 1.0)
+    names = [str(number) for number in range(256)]
+    assert [[span.name for span in timeline.spans] for timeline in timelines] == [names] * 2
+    (rows,) = lanes_of(BootReport(ready_s=4.0, spans=[Span("setup", str(n), 0.0, 1.0) for n in range(300)])).values()
+    assert [span.name for row in rows for span in row] == names
 
 
 # The page
@@ -293,9 +289,3 @@ def test_page_and_trace_replace_no_report_no_device_and_no_folder(run, tmp_path,
     assert reason in found.err
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "boot.json").read_text() == written
-
-
-def test_of_too_many_spans_the_first_are_drawn():
-    spans = [Span("setup", f"part {number}", 0.0, 1.0) for number in range(1000)]
-    (rows,) = lanes_of(BootReport(ready_s=4.0, spans=spans)).values()
-    assert [span.name for row in rows for span in row] == [f"part {number}" for number in range(256)]

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from filled_stores import put_pack
 
+from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.local import LocalStore
-
-PATIENCE_S = 60.0
-LONG_S = 3600.0
-
-
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """A port of the loopback that takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
 
 
 def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, str]:
@@ -39,15 +27,6 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, str]:
     return Restore(told, directory, "model", (), environ), key.prefix
 
 
-def join(restore: Restore) -> str | None:
-    """The outcome, if there is one before the patience ends."""
-    outcomes: list[str] = []
-    joining = threading.Thread(target=lambda: outcomes.append(restore.join().report.outcome), daemon=True)
-    joining.start()
-    joining.join(PATIENCE_S)
-    return outcomes[0] if outcomes else None
-
-
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
     """So a new version rolls a read-only layer back."""
     for folder, outcome in (("store", "seeded"), ("layer", "miss")):
@@ -57,11 +36,19 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         environment, model, _ = prefix.removeprefix("v2/").rstrip("/").split("/")
         put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
         restore.start()
-        assert join(restore) == outcome
+        assert restore.join().report.outcome == outcome
 
 
-def test_a_store_that_does_not_answer_costs_its_own_time(tmp_path, silent_port, aws_variables, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent_port}")
-    restore, _ = prepare(tmp_path, store="s3://bucket/models", restore_timeout_s=0.2)
+def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch):
+    over = threading.Event()
+
+    def know(*_: object) -> None:
+        over.wait(60)
+        raise StoreUnavailable("too late")
+
+    monkeypatch.setattr("compile_cache.lifecycle.restore._know", know)
+    restore, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
     restore.start()
-    assert join(restore) == "failed"
+    report = restore.join().report
+    over.set()
+    assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from hostile_packs import KEY
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.storage.fetch import choose
@@ -51,37 +51,27 @@ def test_packs_add_up_and_a_choice_says_which_pack_it_is_from():
     }
 
 
-def test_of_one_logical_key_the_first_pack_wins_with_all_its_files():
-    """Two cold compiles give files of different names for one key: one of them is enough."""
-    assert contents(pack(file("k/one", key="k")), pack(file("k/other", key="k"))) == {"k/one": "A"}
-    assert contents(pack(file("k/1", key="k"), file("k/2", key="k")), pack(file("k/3", key="k"))) == {
-        "k/1": "A",
-        "k/2": "A",
-    }
+# By what is shown: the files of each pack, and what is chosen.
+CHOSEN = {
+    "one key, other names": ([[file("k/one", key="k")], [file("k/other", key="k")]], {"k/one": "A"}),
+    "all files of a key": ([[file("1", key="k"), file("2", key="k")], [file("3", key="k")]], {"1": "A", "2": "A"}),
+    "one path": ([[file("a", "A")], [file("a", "B")]], {"a": "A"}),
+    # Otherwise it would be in the store, and nobody would ever get it or publish it again.
+    "a key whose first path is taken": (
+        [[file("a", key="1")], [file("a/b", key="2")], [file("c", key="2")]],
+        {"a": "A", "c": "A"},
+    ),
+    **{
+        f"{first} excludes {second}": ([[file(first)], [file(second)]], {first: "A"})
+        for first, second in (("a", "a/b"), ("a/b", "a"), ("a/B", "A/b"), ("x", "X/y/z"), ("x/y/z", "X"), ("ß", "SS"))
+    },
+    "folders that differ in case alone": ([[file("a/b")], [file("A/c")]], {"a/b": "A", "A/c": "A"}),
+}
 
 
-def test_of_one_path_the_first_pack_wins():
-    assert contents(pack(file("a", "A")), pack(file("a", "B"))) == {"a": "A"}
-
-
-def test_a_key_whose_first_path_is_taken_is_chosen_from_a_later_pack():
-    """Otherwise it would be in the store, and nobody would ever get it or publish it again."""
-    packs = [pack(file("a", key="1")), pack(file("a/b", key="2")), pack(file("c", key="2"))]
-    assert contents(*packs) == {"a": "A", "c": "A"}
-
-
-# Paths that exclude each other.
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [("a", "a/b"), ("a/b", "a"), ("a/B", "A/b"), ("x", "X/y/z"), ("x/y/z", "X"), ("ß", "SS")]
-)
-def test_a_path_that_the_chosen_ones_exclude_is_left_out(first, second):
-    assert contents(pack(file(first)), pack(file(second))) == {first: "A"}
-
-
-def test_folders_that_differ_in_case_alone_may_both_be_there():
-    assert set(contents(pack(file("a/b")), pack(file("A/c")))) == {"a/b", "A/c"}
+@pytest.mark.parametrize(("packs", "chosen"), CHOSEN.values(), ids=CHOSEN)
+def test_the_first_pack_wins_where_two_have_a_key_or_paths_that_exclude_each_other(packs, chosen):
+    assert contents(*(pack(*files) for files in packs)) == chosen
 
 
 # Of any packs.
@@ -108,13 +98,11 @@ def packs_of(files: st.SearchStrategy[PackFile]) -> st.SearchStrategy[list[Manif
 
 
 @given(packs_of(own_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_a_union_has_every_logical_key(packs):
     assert chosen_keys(packs) == keys(packs)
 
 
 @given(packs_of(own_files), st.data())
-@settings(max_examples=2 * settings().max_examples)
 def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
     """Whichever packs a compaction has read: those published meanwhile stay, and the merged one is listed last."""
     merged = data.draw(st.sets(st.integers(0, len(packs) - 1))) if packs else set()
@@ -123,14 +111,12 @@ def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
 
 
 @given(packs_of(own_files) | packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_merging_all_packs_changes_nothing(packs):
     before = {path: choice.file for path, choice in choose(packs).items()}
     assert {path: choice.file for path, choice in choose([merge(packs)]).items()} == before
 
 
 @given(packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
 def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs):
     chosen = choose(packs)
     check_paths(chosen)
@@ -140,12 +126,7 @@ def test_what_is_chosen_can_be_in_one_directory_and_is_what_its_pack_says(packs)
 
 
 @given(packs_of(any_files), packs_of(any_files))
-@settings(max_examples=2 * settings().max_examples)
-def test_later_packs_take_no_path_away(packs, more):
+def test_a_union_is_always_the_same_and_later_packs_take_no_path_away(packs, more):
     """A pack that is published later, by whomever, changes no file."""
-    assert choose(packs).items() <= choose([*packs, *more]).items()
-
-
-@given(packs_of(any_files))
-def test_a_union_is_always_the_same(packs):
     assert list(choose(packs).items()) == list(choose(list(packs)).items())
+    assert choose(packs).items() <= choose([*packs, *more]).items()

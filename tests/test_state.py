@@ -110,16 +110,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("switch", CHANGES)
-def test_switch_of_the_server_is_made_and_set_back(process, switch):
-    with CHANGES[switch]():
-        state, server = ServerState.take(on_gpu=False), facts()
-        answer = process.ask("make_state", state)
-    assert answer["within"] == server
-    assert answer["before"]["switches"][switch] != server["switches"][switch]
-    assert_set_back(answer)
-
-
 def test_every_switch_is_made_or_refused():
     assert {*CHANGES, *CONTEXTS} == set(SWITCHES)
 
@@ -146,13 +136,38 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("way", PRECISIONS)
-def test_precision_of_float32_operations_is_made_however_it_was_set(process, way):
-    with products(PRECISIONS[way]):
+OPTIONS = {
+    "torch._inductor.config": [
+        {"epilogue_fusion": False},
+        {"max_autotune": True, "coordinate_descent_tuning": True},
+        {"triton.unique_kernel_names": False, "cpp.simdlen": 128},
+        {"post_grad_custom_pre_pass": passes.Versioned("second")},
+        {"joint_custom_pre_pass": passes.leave, "pre_grad_custom_pass": passes.leave},
+    ],
+    "torch._dynamo.config": [{"assume_static_by_default": False, "recompile_limit": 65}],
+    "torch._functorch.config": [{"activation_memory_budget": 0.5}],
+    "torch.compiler.config": [{"cache_key_tag": "of the program"}],
+}
+WAYS = {
+    **CHANGES,
+    **{name: lambda tell=tell: products(tell) for name, tell in PRECISIONS.items()},
+    **{
+        "+".join(options): lambda module=module, options=options: sys.modules[module].patch(options)
+        for module, cases in OPTIONS.items()
+        for options in cases
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_switch_precision_or_option_of_the_server_is_made_however_it_was_set_and_set_back(process, way):
+    with WAYS[way]():
         state, server = ServerState.take(on_gpu=False), facts()
     answer = process.ask("make_state", state)
+    before = answer["before"]
     assert answer["within"] == server
-    assert answer["before"]["precisions"] != server["precisions"]
+    assert before["precisions"] != server["precisions"] if way in PRECISIONS else before != server
+    assert way not in CHANGES or before["switches"][way] != server["switches"][way]
     assert_set_back(answer)
 
 
@@ -209,34 +224,6 @@ def test_order_of_attentions_holds_although_torch_sets_its_own_first(process):
         answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["device"] == index
-
-
-OPTIONS = {
-    "torch._inductor.config": [
-        {"epilogue_fusion": False},
-        {"max_autotune": True, "coordinate_descent_tuning": True},
-        {"triton.unique_kernel_names": False, "cpp.simdlen": 128},
-        {"post_grad_custom_pre_pass": passes.Versioned("second")},
-        {"joint_custom_pre_pass": passes.leave, "pre_grad_custom_pass": passes.leave},
-    ],
-    "torch._dynamo.config": [{"assume_static_by_default": False, "recompile_limit": 65}],
-    "torch._functorch.config": [{"activation_memory_budget": 0.5}],
-    "torch.compiler.config": [{"cache_key_tag": "of the program"}],
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "options"),
-    [(module, options) for module, cases in OPTIONS.items() for options in cases],
-    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
-)
-def test_option_of_the_server_is_made_and_set_back(process, module, options):
-    with sys.modules[module].patch(options):
-        state, server = ServerState.take(on_gpu=False), facts()
-    answer = process.ask("make_state", state)
-    assert answer["within"] == server
-    assert answer["before"] != server
-    assert_set_back(answer)
 
 
 def test_number_of_compile_workers_is_each_process_s_own():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import sys
 import types
+from contextlib import nullcontext
 from typing import ClassVar
+from unittest import mock
 
 import blocks
 import pytest
@@ -96,20 +99,13 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_artifact_is_refused(directory, damage):
+@pytest.mark.parametrize("damage", DAMAGES | FOREIGN)
+def test_artifact_that_is_damaged_or_that_torch_cannot_read_is_refused(directory, damage):
     path = artifact_of(directory, Block)
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    path.write_bytes((DAMAGES | FOREIGN)[damage](path.read_bytes()))
     reason = find(directory, build(Block), tensor())
     assert isinstance(reason, str)
-    assert "damaged" in reason or "its name does not match its content" in reason
-
-
-@pytest.mark.parametrize("what", FOREIGN)
-def test_artifact_that_torch_cannot_read_is_refused(directory, what):
-    path = artifact_of(directory, Block)
-    path.write_bytes(FOREIGN[what](path.read_bytes()))
-    assert "cannot be loaded" in find(directory, build(Block), tensor())
+    assert re.search("cannot be loaded" if damage in FOREIGN else "damaged|its name does not match its content", reason)
 
 
 class Executed:
@@ -204,28 +200,34 @@ def test_damaged_artifact_costs_the_step_and_the_report_says_why(directory):
     assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
 
 
-@pytest.mark.parametrize("package", ["torch", "diffusers", "transformers", "triton"])
-def test_artifact_of_another_version_is_not_served(made, monkeypatch, package):
-    if package == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.13.1")
-    else:
-        stand_in = types.ModuleType(package)
-        stand_in.__version__ = "0.0.0"
-        monkeypatch.setitem(sys.modules, package, stand_in)
-    assert find(made, build(Block), tensor()) == "none is stored for these inputs and this code"
+def of_version(package: str) -> types.ModuleType:
+    """A stand-in for a package."""
+    module = types.ModuleType(package)
+    module.__version__ = "0.0.0"
+    return module
 
 
-@pytest.mark.parametrize(
-    "settings", [Settings(dynamic=True), Settings(dynamic=None), Settings(mode="max-autotune-no-cudagraphs")]
-)
-def test_artifact_of_other_settings_is_not_served(made, settings):
-    with torch.inference_mode():
-        assert isinstance(find(loaded(made, settings), build(Block), tensor()), str)
+PACKAGES = ("diffusers", "transformers", "triton")
+# What is patched meanwhile, the settings, and the inputs.
+OTHERS = {
+    "torch": (mock.patch.object(torch, "__version__", "2.13.1"), Settings(), tensor()),
+    **{name: (mock.patch.dict(sys.modules, {name: of_version(name)}), Settings(), tensor()) for name in PACKAGES},
+    "an option of Inductor's": (torch._inductor.config.patch(epilogue_fusion=False), Settings(), tensor()),
+    "dynamic shapes": (nullcontext(), Settings(dynamic=True), tensor()),
+    "shapes that may become dynamic": (nullcontext(), Settings(dynamic=None), tensor()),
+    "mode": (nullcontext(), Settings(mode="max-autotune-no-cudagraphs"), tensor()),
+    "shape": (nullcontext(), Settings(), tensor(5, 16)),
+    "dtype": (nullcontext(), Settings(), tensor().double()),
+    "strides": (nullcontext(), Settings(), tensor(4, 32)[:, ::2]),
+    "dimensions": (nullcontext(), Settings(), tensor(1, 4, 16)),
+}
 
 
-def test_artifact_of_another_inductor_option_is_not_served(made):
-    with torch._inductor.config.patch(epilogue_fusion=False):
-        assert isinstance(find(made, build(Block), tensor()), str)
+@pytest.mark.parametrize(("patch", "settings", "inputs"), OTHERS.values(), ids=OTHERS)
+def test_artifact_of_another_version_option_setting_or_input_is_not_served(made, patch, settings, inputs):
+    with patch, torch.inference_mode():
+        found = find(loaded(made, settings), build(Block), inputs)
+    assert found == "none is stored for these inputs and this code"
 
 
 def test_an_artifact_is_found_while_another_thread_loads_one(made):
@@ -245,15 +247,6 @@ def test_artifact_of_another_graph_pass_is_not_served(name, tmp_path):
         with torch._inductor.config.patch({name: Versioned("second")}):
             assert isinstance(find(directory, build(Block), tensor()), str)
         assert isinstance(find(directory, build(Block), tensor()), str)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [tensor(5, 16), tensor().double(), tensor(4, 32)[:, ::2], tensor(1, 4, 16)],
-    ids=["shape", "dtype", "strides", "dimensions"],
-)
-def test_artifact_of_other_inputs_is_not_served(made, inputs):
-    assert isinstance(find(made, build(Block), inputs), str)
 
 
 def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(made, tmp_path, monkeypatch):

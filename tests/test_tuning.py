@@ -15,7 +15,6 @@ from torch._inductor.codecache import PyCodeCache  # noqa: E402
 from torch._inductor.runtime import triton_heuristics  # noqa: E402
 from torch._inductor.triton_bundler import (  # noqa: E402
     TritonBundle,
-    TritonBundler,
     TritonKernelArtifact,
     TritonKernelArtifacts,
 )
@@ -132,10 +131,3 @@ def test_a_graph_entry_carries_the_binaries_alone_of_what_it_launches_and_no_ben
     assert trimmed.static_autotuners == [static]
     # A lookup asks for those binaries: they are kept as files as well, whatever else becomes of the kernel.
     assert binary("LOST", "poi") not in autotuner.unread_files(folder("LOST", "poi"))
-
-
-def test_configuring_twice_wraps_torchs_functions_once():
-    autotuner.configure_autotuner()
-    collect = TritonBundler.collect
-    autotuner.configure_autotuner()
-    assert TritonBundler.collect.__func__ is collect.__func__

@@ -98,11 +98,6 @@ def test_a_pack_is_sound_damaged_or_refused(tmp_path, local, key, row: Row):
     assert re.search(row.reason, found.reason)
 
 
-def test_the_files_of_a_sound_pack_are_told(local, key):
-    head = verify(local, put_pack(local, key), whole=False).head
-    assert [file.path for file in head.manifest.files] == list(GRAPH)
-
-
 def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(tmp_path, local, key):
     name = put_pack(local, key)
     other = replace(key, model_version="other").prefix + name.rpartition("/")[2]
@@ -138,6 +133,8 @@ def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
     assert verify(Failing(Path(tmp_path)), name).state is PackState.UNREADABLE
 
 
-def test_heads_come_in_the_order_of_the_packs(local, key):
+def test_heads_come_in_the_order_of_the_packs_and_tell_their_files(local, key):
     entries = [entry_of(local, put_pack(local, key, {"a": bytes([number])})) for number in range(20)]
-    assert [pack.entry for pack in verify_heads(local, entries, EVERYONE)] == entries
+    found = verify_heads(local, entries, EVERYONE)
+    assert [pack.entry for pack in found] == entries
+    assert [file.path for pack in found for file in pack.head.manifest.files] == ["a"] * 20

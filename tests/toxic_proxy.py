@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from web_servers import Server, running
+
 _UPSTREAM_TIMEOUT_S = 30
 _HOP_BY_HOP = frozenset({"connection", "content-length", "expect", "keep-alive", "transfer-encoding"})
 _ERROR_PAGE = b"<html><head><title>Something</title></head><body>is wrong in the middle.<hr></body></html>"
@@ -83,20 +85,16 @@ class Exchange:
             self.client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         return self._reader.read(size_bytes)
 
-    def answer(self) -> Answer:
-        """What the server answers to the request, which is passed on whole."""
-        return self._ask(self.request, self.read_body(self.request.body_bytes))
+    def answer(self, *left_out: str) -> Answer:
+        """What the server answers to the request, which is passed on whole but for these headers."""
+        headers = {name: value for name, value in self.request.headers.items() if name not in left_out}
+        return self._ask(replace(self.request, headers=headers), self.read_body(self.request.body_bytes))
 
     def answer_for(self, path: str) -> Answer:
         """What the server answers to the same client for another path, without query and body."""
         kept = ("host", "range", "authorization")
         headers = {name: value for name, value in self.request.headers.items() if name in kept}
         return self._ask(Request("GET", path, headers), b"")
-
-    def answer_without_range(self) -> Answer:
-        """What a server answers that knows no ranges."""
-        headers = {name: value for name, value in self.request.headers.items() if name != "range"}
-        return self._ask(replace(self.request, headers=headers), self.read_body(self.request.body_bytes))
 
     def pass_on_half(self) -> None:
         """Half of the request's body reaches the server, and then its client is gone."""
@@ -219,23 +217,16 @@ def send_nothing(exchange: Exchange) -> bool:
 
 def ignore_range(exchange: Exchange) -> bool:
     """The whole object, with a 200, whatever part of it was asked for."""
-    exchange.send(exchange.answer_without_range())
+    exchange.send(exchange.answer("range"))
     return True
 
 
-def send_page(exchange: Exchange) -> bool:
-    """A web page with a 200, as where one has to sign in first."""
-    exchange.read_body(exchange.request.body_bytes)
-    exchange.send(Answer(200, b"<html><body>Welcome</body></html>", {"Content-Type": "text/html"}))
-    return True
-
-
-def refuse(status: int) -> Toxin:
-    """This status with a web page, as from something in the middle that speaks no S3."""
+def instead(make: Callable[[Exchange], Answer]) -> Toxin:
+    """Another answer; the server does not get the request."""
 
     def toxin(exchange: Exchange) -> bool:
         exchange.read_body(exchange.request.body_bytes)
-        exchange.send(Answer(status, _ERROR_PAGE, {"Content-Type": "text/html"}))
+        exchange.send(make(exchange))
         return True
 
     return toxin
@@ -243,13 +234,12 @@ def refuse(status: int) -> Toxin:
 
 def substitute(path: str) -> Toxin:
     """Another object's bytes."""
+    return instead(lambda exchange: exchange.answer_for(path))
 
-    def toxin(exchange: Exchange) -> bool:
-        exchange.read_body(exchange.request.body_bytes)
-        exchange.send(exchange.answer_for(path))
-        return True
 
-    return toxin
+def page(status: int, text: bytes = _ERROR_PAGE) -> Toxin:
+    """This status with a web page, as from something in the middle that speaks no S3."""
+    return instead(lambda _: Answer(status, text, {"Content-Type": "text/html"}))
 
 
 def _send_slowly(exchange: Exchange, content: bytes) -> bool:
@@ -329,22 +319,16 @@ def toxic_proxy(upstream_url: str) -> Iterator[ToxicProxy]:
         def handle(self) -> None:
             proxy.serve(self.request, self.rfile)
 
-    with _Server(("127.0.0.1", 0), Handler) as server:
-        proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(Handler, kind=_Abrupt) as served:
+        proxy.url = served.url
         try:
             yield proxy
         finally:
-            server.shutdown()
-            thread.join()
             proxy.heal()
             proxy.hang_up()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    request_queue_size = 64
-
+class _Abrupt(Server):
     def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
         """Without the farewell that socketserver sends first: it would make an orderly end of every reset."""
         self.close_request(request)

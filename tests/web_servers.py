@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import http.server
 import ipaddress
 import re
 import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,7 @@ def tls(certificates: Certificates) -> ssl.SSLContext:
 
 @dataclass
 class Served:
-    """What a server saw: the head of each request."""
+    """What a server saw: the head of each request, and how many bytes of bodies it sent."""
 
     url: str
     requests: list[str] = field(default_factory=list)
@@ -99,17 +99,31 @@ class Served:
 def serving_folder(folder: Path, *, ranges: bool, context: ssl.SSLContext | None = None) -> Iterator[Served]:
     """The folder's files: as `python -m http.server` serves them, or with ranges (RFC 9110, section 14)."""
 
-    class Handler(_WithRanges if ranges else _Folder):
-        pass
+    def find(head: str) -> bytes:
+        path = folder / urllib.parse.unquote(head.split()[1]).lstrip("/")
+        if not path.is_file():
+            return answer("404 Not Found")
+        content = path.read_bytes()
+        wanted = re.search(r"(?im)^range: bytes=(\d+)-(\d*)", head)
+        if not ranges or wanted is None:
+            return answer("200 OK", content)
+        start = int(wanted[1])
+        part = content[start : int(wanted[2]) + 1 if wanted[2] else None]
+        if not part:
+            return answer("416 Range Not Satisfiable", Content_Range=f"bytes */{len(content)}")
+        stated = f"bytes {start}-{start + len(part) - 1}/{len(content)}"
+        return answer("206 Partial Content", part, Content_Range=stated)
 
-    with _running(Handler, context) as served:
-        Handler.folder, Handler.served = str(folder), served
+    with answering(find, context=context) as served:
         yield served
 
 
 @contextmanager
-def answering(*answers: bytes | None, context: ssl.SSLContext | None = None) -> Iterator[Served]:
-    """A server whose answers are these bytes, each on a connection of its own, the last one ever after. None: none."""
+def answering(
+    *answers: bytes | Callable[[str], bytes] | None, context: ssl.SSLContext | None = None
+) -> Iterator[Served]:
+    """A server whose answers are these bytes, each on a connection of its own, the last one ever after. None: none.
+    A function makes an answer of the request's head."""
     remaining = list(answers)
     over = threading.Event()
 
@@ -124,10 +138,14 @@ def answering(*answers: bytes | None, context: ssl.SSLContext | None = None) -> 
             answer = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             if answer is None:
                 over.wait(30)
-            else:
-                self.wfile.write(answer)
+                return
+            content = answer(served.requests[-1]) if callable(answer) else answer
+            served.sent_bytes -= content.index(b"\r\n\r\n") + 4 if b"\r\n\r\n" in content else 0
+            for start in range(0, len(content), 1 << 16):
+                self.wfile.write(content[start : start + (1 << 16)])
+                served.sent_bytes += len(content[start : start + (1 << 16)])
 
-    with _running(Handler, context) as served:
+    with running(Handler, context) as served:
         try:
             yield served
         finally:
@@ -144,7 +162,7 @@ def forwarding(port: int, context: ssl.SSLContext) -> Iterator[Served]:
                 threading.Thread(target=_pump, args=(behind, self.request), daemon=True).start()
                 _pump(self.request, behind)
 
-    with _running(Handler, context) as served:
+    with running(Handler, context) as served:
         yield served
 
 
@@ -156,51 +174,7 @@ def answer(status: str, body: bytes = b"", **headers: str) -> bytes:
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
 
 
-class _Folder(http.server.SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    folder: str
-    served: Served
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments, directory=self.folder)
-
-    def do_GET(self) -> None:
-        self.served.requests.append(f"{self.requestline}\n{self.headers}")
-        super().do_GET()
-
-    def copyfile(self, source, target) -> None:
-        while chunk := source.read(1 << 16):
-            target.write(chunk)
-            self.served.sent_bytes += len(chunk)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-class _WithRanges(_Folder):
-    def do_GET(self) -> None:
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        path = Path(self.translate_path(self.path))
-        if wanted is None or not path.is_file():
-            super().do_GET()
-            return
-        self.served.requests.append(f"{self.requestline}\n{self.headers}")
-        content = path.read_bytes()
-        start = int(wanted[1])
-        part = content[start : int(wanted[2]) + 1 if wanted[2] else None]
-        if part:
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(content)}")
-        else:
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(content)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-        self.served.sent_bytes += len(part)
-
-
-class _Server(socketserver.ThreadingTCPServer):
+class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
@@ -210,8 +184,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def _running(handler: type[socketserver.BaseRequestHandler], context: ssl.SSLContext | None) -> Iterator[Served]:
-    with _Server(("127.0.0.1", 0), handler) as server:
+def running(
+    handler: type[socketserver.BaseRequestHandler],
+    context: ssl.SSLContext | None = None,
+    kind: type[socketserver.ThreadingTCPServer] = Server,
+) -> Iterator[Served]:
+    """A server of this kind whose requests the handler answers."""
+    with kind(("127.0.0.1", 0), handler) as server:
         if context is not None:
             # The handshake is left to the thread that handles the connection.
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
