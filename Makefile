@@ -18,12 +18,13 @@ SOAKS := "soak_publish.py --rounds 200" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
   "fuzz_serving.py --sets --modules 63 --policy background"
 
-.PHONY: setup demo test container soak lint types clean
+.PHONY: setup demo test examples container soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        boot the demo model in a real Cog server: eager, cold, restored"
 	@echo "make test        run the whole test suite"
+	@echo "make examples    boot the examples in Cog servers with tiny weights; one alone: make examples EXAMPLE=speech"
 	@echo "make setup       the environment alone, in .venv"
 	@echo "make container   build the image as Cog does and boot it in containers; needs root, docker.io and debootstrap"
 	@echo "make soak        servers and the store under load and faults, in full"
@@ -37,6 +38,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+examples: $(READY)
+	$(BIN)/python examples/run_examples.py $(EXAMPLE)
 
 container: $(READY)
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py

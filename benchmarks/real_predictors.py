@@ -277,8 +277,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
         wait_gone(str(log), _EXIT_S)  # the worker publishes in its exit, and may outlive the server
     if is_plain:
         return Boot(ready_s, import_seconds(log), error=error, rounds=tuple(rounds))
-    reasons = _MADE.findall(log.read_text())
-    made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
+    made, failed = jobs(log)
     served = {
         f"{region}: {steps}" for one in found[-len(requests) :] for region, steps in one["compile_cache.served"].items()
     }
@@ -288,12 +287,19 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
         sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
         tuple(sorted(served)),
         made,
-        len(reasons) - made,
+        failed,
         sum(bool(one["compile_cache.waited_s"] or one["compile_cache.compiled_now"]) for one in found),
         not left,
         error,
         tuple(rounds),
     )
+
+
+def jobs(log: Path) -> tuple[int, int]:
+    """How many jobs of the second process made code, and how many did not."""
+    reasons = _MADE.findall(log.read_text())
+    made = sum(reason == "-" or "the next boot" in reason for reason in reasons)
+    return made, len(reasons) - made
 
 
 def wait_published(log: Path) -> None:

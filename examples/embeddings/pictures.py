@@ -1,0 +1,65 @@
+"""Vectors of pictures and of the texts that describe them (SigLIP), by a model that boots compiled."""
+
+import base64
+import os
+
+from cog import BaseRunner, Input, Path
+from PIL import Image
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "google/siglip-so400m-patch14-384")
+BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]  # padded to, and compiled
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+            import torch
+            from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+            self.boot.preload()
+            name, _, revision = MODEL.partition("@")
+            source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
+            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            self.model = AutoModel.from_pretrained(**source, dtype=dtype).to(device).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(**source)
+            self.processor = AutoImageProcessor.from_pretrained(**source)
+            self.boot.compile(self.model)
+            picture = Image.new("RGB", (64, 64))
+            self.boot.warm_up(lambda: [self.embed(["a"] * size) + self.embed([picture] * size) for size in BATCHES])
+
+    def run(
+        self,
+        images: list[Path] = Input(description="Pictures to embed", default=[]),
+        texts: list[str] = Input(description="Texts to embed, in lower case", default=[]),
+    ) -> list[str]:
+        """The vector of each picture, then of each text: float32 as base64."""
+        pictures = [Image.open(path).convert("RGB") for path in images]
+        with self.boot.prediction() as prediction:
+            vectors = [vector for batch in batches(pictures) + batches(texts) for vector in self.embed(batch)]
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+
+    def embed(self, batch: list) -> list:
+        """A vector of length 1 for each picture or text. Copies of the last one fill the batch."""
+        import torch
+
+        size = next(size for size in BATCHES if size >= len(batch))
+        filled, device = batch + batch[-1:] * (size - len(batch)), self.model.device
+        with torch.inference_mode():
+            if isinstance(batch[0], str):
+                length = self.model.config.text_config.max_position_embeddings  # trained with no other
+                tokens = self.tokenizer(filled, padding="max_length", max_length=length, truncation=True)
+                found = self.model.get_text_features(torch.tensor(tokens["input_ids"], device=device))
+            else:
+                pixels = self.processor(filled, return_tensors="pt")["pixel_values"]
+                found = self.model.get_image_features(pixels.to(device, self.model.dtype))
+            vectors = torch.nn.functional.normalize(found.pooler_output.float())
+        return list(vectors[: len(batch)].cpu().numpy())
+
+
+def batches(inputs: list) -> list[list]:
+    """Parts of at most the largest size."""
+    return [inputs[start : start + BATCHES[-1]] for start in range(0, len(inputs), BATCHES[-1])]

@@ -1,0 +1,79 @@
+"""Vectors of texts, by a model that boots compiled: ModernBERT, E5 and others of their kind."""
+
+import base64
+import json
+import os
+from pathlib import Path as Folder
+
+from cog import BaseRunner, Input
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "nomic-ai/modernbert-embed-base")
+# Texts are padded to one of these lengths, and batches to one of these sizes. Each pair is compiled.
+LENGTHS = [int(length) for length in os.environ.get("LENGTHS", "32,64,128,256,512").split(",")]
+BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+            import torch
+            from huggingface_hub import snapshot_download
+            from transformers import AutoModel, AutoTokenizer
+
+            self.boot.preload()
+            name, _, revision = MODEL.partition("@")
+            folder = Folder(MODEL if os.path.isdir(MODEL) else snapshot_download(name, revision=revision or None))
+            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            self.model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.has_mean, self.has_norm = pooling(folder)
+            self.boot.compile(self.model)
+            sizes = [(length, size) for length in LENGTHS for size in BATCHES]
+            # The model leaves out the mask of texts that all have the full length.
+            self.boot.warm_up(lambda: [self.embed([[0] * (n - less)] * size) for n, size in sizes for less in (0, 1)])
+
+    def run(
+        self, texts: list[str] = Input(description="Texts, each with the prefix that the model wants")
+    ) -> list[str]:
+        """The vector of each text: float32 as base64."""
+        tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1])["input_ids"]
+        with self.boot.prediction() as prediction:
+            batches = [tokens[start : start + BATCHES[-1]] for start in range(0, len(tokens), BATCHES[-1])]
+            vectors = [vector for batch in batches for vector in self.embed(batch)]
+        self.record_metric("token_input_count", sum(map(len, tokens)))
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+
+    def embed(self, batch: list[list[int]]) -> list:
+        """A vector for each list of tokens. Copies of the last one fill the batch."""
+        import torch
+
+        length = next(length for length in LENGTHS if length >= max(map(len, batch)))
+        size = next(size for size in BATCHES if size >= len(batch))
+        filled = {"input_ids": batch + batch[-1:] * (size - len(batch))}
+        tokens = self.tokenizer.pad(filled, padding="max_length", max_length=length, return_tensors="pt")
+        with torch.inference_mode():
+            states = self.model(**tokens.to(self.model.device)).last_hidden_state.float()
+            mask = tokens["attention_mask"].unsqueeze(-1)
+            vectors = (states * mask).sum(1) / mask.sum(1) if self.has_mean else states[:, 0]
+            vectors = torch.nn.functional.normalize(vectors) if self.has_norm else vectors
+        return list(vectors[: len(batch)].cpu().numpy())
+
+
+def pooling(folder: Folder) -> tuple[bool, bool]:
+    """Whether a vector is the mean of its tokens' (else the first one's), and whether it has length 1.
+
+    These are the files of sentence-transformers.
+    """
+    modules = {m["type"].rpartition(".")[2]: m["path"] for m in json.loads((folder / "modules.json").read_text())}
+    config = json.loads((folder / modules["Pooling"] / "config.json").read_text())
+    modes = {mode for mode, is_on in config.items() if is_on is True} | {config.get("pooling_mode")}
+    has_mean = bool(modes & {"pooling_mode_mean_tokens", "mean"})
+    if set(modules) - {"Transformer", "Pooling", "Normalize"} or has_mean == bool(
+        modes & {"pooling_mode_cls_token", "cls"}
+    ):
+        raise ValueError(f"{MODEL} needs more than the mean or the first token: {modules}, {modes}")
+    return has_mean, "Normalize" in modules

@@ -1,0 +1,79 @@
+"""Speech to text with Whisper: a recording of any length, in any format, by a model that boots compiled."""
+
+import os
+
+import av
+import numpy
+from cog import BaseModel, BaseRunner, Input, Path
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "openai/whisper-large-v3")
+RATE = 16000
+
+
+class Output(BaseModel):
+    text: str
+    segments: list[dict]
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+            import torch
+            from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+            self.boot.preload()
+            name, _, revision = MODEL.partition("@")
+            source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
+            device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            self.model = WhisperForConditionalGeneration.from_pretrained(**source, dtype=dtype).to(device).eval()
+            self.processor = WhisperProcessor.from_pretrained(**source)
+            self.boot.compile(self.model)
+            # Four tokens are enough: one language is detected, and the cache has its length from the first token on.
+            few = [lambda tokens, scores, **_: torch.full(tokens.shape[:1], tokens.shape[1] > 7, device=device)]
+            self.boot.warm_up(self.hear, sound=numpy.zeros(RATE, "f4"), stopping_criteria=few)
+
+    def run(
+        self,
+        audio: Path = Input(description="A recording, such as mp3, m4a or wav, or a video"),
+        language: str = Input(description="The language spoken, such as en; detected if not given", default=""),
+        task: str = Input(description="What to write", default="transcribe", choices=["transcribe", "translate"]),
+    ) -> Output:
+        """What is said, and when."""
+        sound = read(audio)
+        with self.boot.prediction() as prediction:
+            heard = self.hear(sound, language=language or None, task=task)
+        for name, value in {"audio_s": len(sound) / RATE, **prediction.metrics()}.items():
+            self.record_metric(name, value)
+        times = [{name: round(float(one[name]), 2) for name in ("start", "end")} for one in heard]
+        texts = self.processor.batch_decode([one["tokens"] for one in heard], skip_special_tokens=True)
+        segments = [{**time, "text": text} for time, text in zip(times, texts, strict=True)]
+        return Output(text="".join(texts).strip(), segments=segments)
+
+    def hear(self, sound: numpy.ndarray, **options) -> list[dict]:
+        """Whisper's segments, with times and tokens."""
+        import torch
+
+        torch.manual_seed(0)
+        features = self.processor(sound, sampling_rate=RATE, return_tensors="pt", truncation=False).input_features
+        options |= {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
+        with torch.inference_mode():
+            return self.model.generate(
+                features.to(self.model.device, self.model.dtype),
+                cache_implementation="static",  # of one length, if there is no `max_new_tokens`
+                disable_compile=True,  # transformers' own
+                temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),  # the next if a piece repeats itself, or is unlikely
+                return_timestamps=True,
+                return_segments=True,
+                monitor_progress=lambda done: print("{:.0f} of {:.0f} s".format(*done[0] / 100)),
+                **options,
+            )["segments"][0]
+
+
+def read(path: Path) -> numpy.ndarray:
+    """The sound of a file: one channel."""
+    with av.open(str(path)) as file:
+        resampler = av.AudioResampler("fltp", "mono", RATE)
+        parts = [part for frame in [*file.decode(audio=0), None] for part in resampler.resample(frame)]
+    return numpy.concatenate([part.to_ndarray()[0] for part in parts])

@@ -1,0 +1,66 @@
+"""The examples: small, complete, and the cheapest of them booted. `make examples` boots all."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+import yaml
+from run_examples import CASES, EXAMPLES, main
+from tiny_models import MODELS
+
+from compile_cache.settings import Settings
+
+FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
+CONFIGURATIONS = sorted(EXAMPLES.glob("*/cog*.yaml"))
+_LINES = 60
+_WORDS = {"flux-lora": 300}
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def code_lines(text: str) -> int:
+    """Lines without blanks, comments and docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_every_example_is_booted():
+    assert {folder.name for folder in FOLDERS} == set(CASES)
+    assert {case.model for cases in CASES.values() for case in cases} == set(MODELS)
+
+
+@pytest.mark.parametrize("file", CONFIGURATIONS, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_a_configuration_names_its_predictor_and_settings_that_can_be(file: Path):
+    configuration = yaml.safe_load(file.read_text())
+    environ = dict(variable.split("=", 1) for variable in configuration["environment"])
+    Settings.from_env(environ)
+    source = (file.parent / configuration["run"].partition(":")[0]).read_text()
+    assert environ["MODEL"] == re.search(r'"MODEL", "(.+?)"', source)[1]
+    assert (file.parent / configuration["build"]["python_requirements"]).exists()
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.py")), ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_a_predictor_is_short_and_takes_the_library_alone(file: Path):
+    text = file.read_text()
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
+    assert "compile_cache" in imported
+    assert not imported & {"models", "warmup", "demo", "benchmarks"}
+    assert code_lines(text) <= _LINES
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_readme_is_short(folder: Path):
+    parts = (folder / "README.md").read_text().split()
+    assert sum(bool(re.search(r"\w", part)) for part in parts) <= _WORDS.get(folder.name, 120)
+
+
+def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_library(tmp_path):
+    main(["embeddings/siglip", "--work", str(tmp_path)])
