@@ -19,9 +19,10 @@ class Output(BaseModel):
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__, "shared_layers.py"]) as self.boot:
             import torch
-            from transformers import WhisperForConditionalGeneration, WhisperProcessor
+            from shared_layers import share_code
+            from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
 
             self.boot.preload()
             name, _, revision = MODEL.partition("@")
@@ -29,10 +30,10 @@ class Predictor(BaseRunner):
             device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
             self.model = WhisperForConditionalGeneration.from_pretrained(**source, dtype=dtype).to(device).eval()
             self.processor = WhisperProcessor.from_pretrained(**source)
-            self.boot.compile(self.model)
-            # Four tokens are enough: one language is detected, and the cache has its length from the first token on.
-            few = [lambda tokens, scores, **_: torch.full(tokens.shape[:1], tokens.shape[1] > 7, device=device)]
-            self.boot.warm_up(self.hear, sound=numpy.zeros(RATE, "f4"), stopping_criteria=few)
+            self.boot.compile(share_code(self.model))
+            # A few tokens are enough: the cache has its full length from the first one on.
+            few = {"stopping_criteria": [MaxLengthCriteria(8)], "task": "transcribe"}
+            self.boot.warm_up(self.hear, sound=numpy.zeros(RATE, "f4"), **few)
 
     def run(
         self,
@@ -46,8 +47,8 @@ class Predictor(BaseRunner):
             heard = self.hear(sound, language=language or None, task=task)
         for name, value in {"audio_s": len(sound) / RATE, **prediction.metrics()}.items():
             self.record_metric(name, value)
-        times = [{name: round(float(one[name]), 2) for name in ("start", "end")} for one in heard]
         texts = self.processor.batch_decode([one["tokens"] for one in heard], skip_special_tokens=True)
+        times = [{"start": float(one["start"]), "end": float(one["end"])} for one in heard]
         segments = [{**time, "text": text} for time, text in zip(times, texts, strict=True)]
         return Output(text="".join(texts).strip(), segments=segments)
 
@@ -58,17 +59,16 @@ class Predictor(BaseRunner):
         torch.manual_seed(0)
         features = self.processor(sound, sampling_rate=RATE, return_tensors="pt", truncation=False).input_features
         options |= {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
-        with torch.inference_mode():
-            return self.model.generate(
-                features.to(self.model.device, self.model.dtype),
-                cache_implementation="static",  # of one length, if there is no `max_new_tokens`
-                disable_compile=True,  # transformers' own
-                temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),  # the next if a piece repeats itself, or is unlikely
-                return_timestamps=True,
-                return_segments=True,
-                monitor_progress=lambda done: print("{:.0f} of {:.0f} s".format(*done[0] / 100)),
-                **options,
-            )["segments"][0]
+        return self.model.generate(
+            features.to(self.model.device, self.model.dtype),
+            cache_implementation="static",  # of one length, if there is no `max_new_tokens`
+            disable_compile=True,  # transformers' own
+            temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),  # the next if a piece repeats itself, or is unlikely
+            return_timestamps=True,
+            return_segments=True,
+            monitor_progress=lambda done: print("{:.0f} of {:.0f} s".format(*done[0] / 100)),
+            **options,
+        )["segments"][0]
 
 
 def read(path: Path) -> numpy.ndarray:
