@@ -57,6 +57,7 @@ class Predictor(BaseRunner):
         num_frames: Optional[int] = Input(description="8k + 1 for LTX-Video, 4k + 1 for Wan", default=None, ge=1),
         num_inference_steps: int = Input(description="Denoising steps", default=40, ge=1, le=100),
         guidance_scale: float = Input(description="Above 1, how closely to follow the prompt", default=5.0, ge=1),
+        crf: int = Input(description="Quality of the file, by x264: 0 loses nothing", default=18, ge=0, le=40),
         seed: Optional[int] = Input(description="The same seed makes the same video", default=None),
     ) -> Path:
         video = rounded((width, height, num_frames), VIDEOS[0], self.step)
@@ -69,4 +70,4 @@ class Predictor(BaseRunner):
             pictures = self.draw(video, picture, guidance_scale, generator=noise, output_type="np", **inputs)
         for name, value in prediction.metrics().items():
             self.record_metric(name, value)
-        return write_mp4(pictures, Path("/tmp/video.mp4"), self.rate)
+        return write_mp4(pictures, Path("/tmp/video.mp4"), self.rate, crf)

@@ -25,12 +25,13 @@ def tell(pipeline: Any, step: int, time: Any, values: Any) -> Any:
     return values
 
 
-def write_mp4(frames: Any, file: Path, frames_per_second: int) -> Path:
+def write_mp4(frames: Any, file: Path, frames_per_second: int, crf: int) -> Path:
     """Encode frames, [frames, height, width, 3], from 0 to 1, with x264, which is in PyAV's wheel."""
     pixels = (frames * 255).round().astype("uint8")
     height, width = pixels.shape[1:3]
     with av.open(str(file), "w") as video:
-        stream = video.add_stream("libx264", frames_per_second, width=width, height=height, pix_fmt="yuv420p")
+        stream = video.add_stream("libx264", frames_per_second, {"crf": str(crf)}, width=width, height=height)
+        stream.pix_fmt = "yuv420p"  # what browsers play
         for picture in pixels:
             video.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         video.mux(stream.encode())
