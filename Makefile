@@ -74,7 +74,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23" "setuptools>=77"
 	@rm -f $(VENV)/ready*
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[model,dev]"
-	@# Not among the others: transformers imports torchao and peft in every boot if it finds them.
+	@# Not among the others: boots import torchao and peft where they find them.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(LORA) "peft>=0.21"
 	@touch $@
