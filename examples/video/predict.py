@@ -33,7 +33,8 @@ class Predictor(BaseRunner):
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
             dtypes = {"default": dtype, "vae": torch.float32 if exact else dtype}
             self.text = diffusers.DiffusionPipeline.from_pretrained(**model, torch_dtype=dtypes).to(device)
-            self.image = getattr(diffusers, kind).from_pipe(self.text, torch_dtype=None)  # None: cast nothing
+            self.image = getattr(diffusers, kind)(**self.text.components)  # from_pipe would cast all weights
+            self.image.register_to_config(**self.text.config)
             self.noise = torch.Generator("cpu")
             self.boot.compile(self.text.transformer)
             # For LTX-Video, guidance makes a batch of two, and a picture makes a time for each token.
@@ -43,8 +44,7 @@ class Predictor(BaseRunner):
 
     def draw(self, video: Any, picture: Any, scale: float, **inputs: Any) -> Any:
         inputs |= dict(zip(("width", "height", "num_frames"), video, strict=True))
-        start = {"image": ImageOps.fit(picture, video[:2])} if picture else {}
-        pipeline = self.image if picture else self.text
+        pipeline, start = (self.image, {"image": ImageOps.fit(picture, video[:2])}) if picture else (self.text, {})
         return pipeline(**start, **inputs, guidance_scale=scale, callback_on_step_end=tell).frames[0]
 
     def run(
