@@ -62,3 +62,18 @@ def test_constants_and_functions_are_compared_in_every_call(monkeypatch):
     assert holds({})
     monkeypatch.setattr(blocks, "GAIN", 7.0)
     assert not holds({})
+
+
+@pytest.mark.parametrize("owner", ["type(L['module'])", "type(L['module']).__mro__[0]"])
+def test_an_item_of_a_class_is_compared_in_every_call_and_so_is_what_the_class_lacks(owner):
+    class Owner:
+        act = blocks.double
+
+    inputs = {"module": Owner()}
+    item = checks_of(f"dict({owner}.__dict__)['act']", "CLOSURE_MATCH", describe(blocks.double)).per_call(inputs)
+    lacks = checks_of(f"dict({owner}.__dict__)", "DICT_NOT_CONTAINS", False, "other").per_call(inputs)
+    assert item(inputs)
+    assert lacks(inputs)
+    Owner.act, Owner.other = blocks.triple, 1
+    assert not item(inputs)
+    assert not lacks(inputs)
