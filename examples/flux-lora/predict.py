@@ -61,6 +61,7 @@ class Predictor(BasePredictor):
 
     def fuse(self, lora: Optional[Path], scale: float) -> None:
         """Merge the LoRA into the weights, in place of the one before: compiled code fits them, whatever the scale."""
+        self.pipe.unload_lora_weights()  # of a request that failed
         for weight, kept in self.base.items():
             weight.copy_(kept)
         if lora is None:
