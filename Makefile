@@ -11,6 +11,8 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 
 # The folder where tests find torchao.
 QUANTIZE := $(VENV)/quantize
+# The folder where examples find peft.
+LORA := $(VENV)/lora
 
 # An hour. `make test` has a small part of it.
 SOAKS := "soak_publish.py --rounds 200" \
@@ -44,7 +46,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 examples: $(READY)
-	$(BIN)/python examples/run_examples.py $(EXAMPLE)
+	PYTHONPATH=$(CURDIR)/$(LORA) $(BIN)/python examples/run_examples.py $(EXAMPLE)
 
 container: $(READY)
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/container/test_container.py
@@ -76,8 +78,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23" "setuptools>=77"
 	@rm -f $(VENV)/ready*
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[model,dev]"
-	@# Not among the others: transformers imports torchao in every boot if it finds it.
+	@# Not among the others: boots import torchao and peft where they find them.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(LORA) "peft>=0.21"
 	@touch $@
 
 clean:

@@ -69,11 +69,13 @@ class Predictor(Served):
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.boot.preload()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(model, revision, settings.image_sizes, settings.go_fast)
+                self.model = DiffusionModel.load(
+                    model, revision, settings.image_sizes, settings.go_fast, settings.images
+                )
             for network, whole in self.model.networks():
                 self.boot.compile(network, whole=whole)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            warm_up(self.boot, self.model.run, self.model.warm_up_inputs(sizes))
+            warm_up(self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()
 
     def run(
@@ -93,7 +95,10 @@ class Predictor(Served):
         width: Optional[int] = Input(description="Width in pixels, with height", default=None, ge=1),
         height: Optional[int] = Input(description="Height in pixels, with width", default=None, ge=1),
         image: Optional[Path] = Input(
-            description="A picture to start from; its shape decides the size, whatever else is asked for", default=None
+            description="A picture to start from. Its shape decides the size, unless the model edits it", default=None
+        ),
+        image_2: Optional[Path] = Input(
+            description="A second picture, for models that take two; with an image", default=None
         ),
         mask: Optional[Path] = Input(
             description="A picture that is white where the image may change, and black where it stays", default=None
@@ -141,9 +146,12 @@ class Predictor(Served):
 
         seed = random.getrandbits(32) if seed is None else seed
         start = open_picture(str(image), "white") if image else None
+        second = open_picture(str(image_2), "white") if image_2 else None
         masked = open_picture(str(mask), "black") if mask else None
         sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
-        size = nearest_size(sizes, *start.size) if start else choose_size(sizes, aspect_ratio, width, height)
+        is_asked = self.model.is_editing and bool(aspect_ratio or width or height)
+        has_shape = start is not None and not is_asked
+        size = nearest_size(sizes, *start.size) if has_shape else choose_size(sizes, aspect_ratio, width, height)
         first = ImageInputs(
             prompt,
             size,
@@ -152,6 +160,7 @@ class Predictor(Served):
             num_inference_steps,
             guidance_scale,
             image=start,
+            image_2=second,
             mask=masked,
             strength=prompt_strength,
             go_fast=self.model.chooses_fast(go_fast),

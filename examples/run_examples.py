@@ -26,15 +26,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy
+from safetensors.numpy import save
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from fresh_boot import boot_environment, conclude, new_log
-from real_predictors import apart, data_url, file_for, jobs, wait_published
+from real_predictors import apart, data_url, file_for, jobs, numbers, wait_published
 from servers import MARK, wait_gone, with_tini
 from table import markdown
 
@@ -54,7 +56,8 @@ class Case:
     """One model of an example.
 
     `model` is its function in tiny_models.py. `requests` makes the inputs of each request, in which `picture 64 80`
-    stands for a file. `numbers` makes what is compared of an answer's output.
+    stands for a file. `numbers` makes what is compared of an answer's output. Without a package that it `needs`, it is
+    left out.
     """
 
     model: str
@@ -63,6 +66,7 @@ class Case:
     predictor: str = "predict.py:Predictor"
     environ: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 1e-5
+    needs: str = ""
 
 
 def recording(container: str, codec: str, seconds: int) -> str:
@@ -79,6 +83,17 @@ def recording(container: str, codec: str, seconds: int) -> str:
     return data_url("application/octet-stream", file)
 
 
+def lora(rank: int) -> str:
+    """The data URL of a LoRA for the tiny FLUX.1."""
+    noise = numpy.random.default_rng(rank)
+    blocks = [f"{kind}transformer_blocks.{number}" for kind in ("", "single_") for number in (0, 1)]
+    layers = [f"transformer.{block}.attn.{layer}" for block in blocks for layer in ("to_q", "to_k", "to_v")]
+    shapes = {"A": (rank, 32), "B": (32, rank)}
+    names = {f"{layer}.lora_{part}.weight": shape for layer in layers for part, shape in shapes.items()}
+    file = save({name: noise.normal(0.0, 0.3, shape).astype("f4") for name, shape in names.items()})
+    return data_url("application/octet-stream", io.BytesIO(file))
+
+
 def vectors(output: Sequence[str]) -> Any:
     """[inputs, width], of base64."""
     return numpy.stack([numpy.frombuffer(base64.b64decode(text), "<f4") for text in output])
@@ -89,8 +104,26 @@ def heard(output: Mapping[str, Any]) -> str:
     return json.dumps(output)
 
 
+def frames(output: str) -> Any:
+    """[frames, height, width, 3], of an mp4 file."""
+    import av
+
+    with av.open(io.BytesIO(base64.b64decode(output.partition(",")[2]))) as video:
+        return numpy.stack([one.to_ndarray(format="rgb24") for one in video.decode(video=0)]).astype(float)
+
+
 _TEXTS = ["query: how a cache is filled", "passage: By the first boot, after READY.", "query: why"]
 _LENGTHS = {"LENGTHS": "16,48", "BATCHES": "1,4"}
+_ROUNDING = 1e-3  # of pixels of 8 bits
+_FEW = {"num_inference_steps": 2, "seed": 1}
+
+
+def _edits() -> Sequence[Mapping[str, Any]]:
+    prompts = ("make it blue", "make the sky over the lighthouse as dark as it is in winter", "more otters, please")
+    shapes = ("picture 90 90", "picture 300 150", "picture 64 60")
+    return [{"prompt": one, "image": shape, **_FEW} for one, shape in zip(prompts, shapes, strict=True)]
+
+
 CASES: dict[str, tuple[Case, ...]] = {
     "embeddings": (
         Case("modernbert", lambda: ({"texts": _TEXTS}, {"texts": _TEXTS[2:]}), vectors, environ=_LENGTHS),
@@ -112,6 +145,45 @@ CASES: dict[str, tuple[Case, ...]] = {
             ),
             heard,
         ),
+    ),
+    "flux-lora": (
+        Case(
+            "flux",
+            lambda: (
+                {"prompt": "a lighthouse", **_FEW},
+                {"prompt": "a lighthouse", "lora": lora(4), "lora_scale": 0.5, "aspect_ratio": "16:9", **_FEW},
+                {"prompt": "two otters", "lora": lora(8), **_FEW},
+            ),
+            numbers,
+            environ={"PIXELS": "256"},
+            tolerance=_ROUNDING,
+            needs="peft",
+        ),
+    ),
+    "edit": (
+        Case("kontext", _edits, numbers, environ={"SIZES": "256x256,384x192"}, tolerance=_ROUNDING),
+        Case(
+            "qwen_edit",
+            lambda: _edits()[1:],
+            numbers,
+            # The requests' prompts have other lengths than the warm-up's.
+            environ={"SIZES": "256x256", "COMPILE_CACHE_UNSEEN": "background"},
+            tolerance=_ROUNDING,
+            needs="torchvision",
+        ),
+    ),
+    "video": tuple(
+        Case(
+            name,
+            lambda: (
+                {"prompt": "an otter swims", "guidance_scale": 1.0, "crf": 0, **_FEW},
+                {"prompt": "an otter swims, for a long time and far away", "image": "picture 90 70", "crf": 0, **_FEW},
+            ),
+            frames,
+            environ={"VIDEOS": "64x64x9"},
+            tolerance=_ROUNDING,
+        )
+        for name in ("ltx", "wan")
     ),
 }
 
@@ -267,6 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="examples-") as scratch:
         for example, case in chosen(args.examples):
             name = f"{example}/{case.model}"
+            if case.needs and not find_spec(case.needs):
+                print(f"{name}: left out, as it needs {case.needs}, which is not installed")
+                continue
             boots = serve(example, case, (args.work or Path(scratch)).resolve() / name, cold_start)
             rows += [row(name, found, boots["off"].answers[0]) for found in boots.values()]
             claims |= check(name, case, boots)

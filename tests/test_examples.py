@@ -42,7 +42,8 @@ def test_a_configuration_names_its_predictor_and_settings_that_can_be(file: Path
     configuration = yaml.safe_load(file.read_text())
     environ = dict(variable.split("=", 1) for variable in configuration["environment"])
     Settings.from_env(environ)
-    source = (file.parent / configuration["run"].partition(":")[0]).read_text()
+    served = configuration.get("run") or configuration["predict"]  # the old name
+    source = (file.parent / served.partition(":")[0]).read_text()
     assert environ["MODEL"] == re.search(r'"MODEL", "(.+?)"', source)[1]
     assert (file.parent / configuration["build"]["python_requirements"]).exists()
 

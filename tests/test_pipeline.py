@@ -315,6 +315,8 @@ def test_a_negative_prompt_uses_the_guidance_asked_for(parts, asked, scale):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("FluxKontextPipeline", "ignores prompt_strength"),
+        ("QwenImageEditPipeline", "ignores prompt_strength"),
         ("FluxKontextPipeline", "only the aspect ratio from the requested size: it draws about 1048576 pixels"),
         ("HunyuanDiTPipeline", "may replace the requested size"),
         ("QwenImagePipeline", "ignores guidance_scale without a negative_prompt"),
@@ -334,6 +336,85 @@ def test_a_size_that_the_pipeline_does_not_draw_is_in_the_log_once(parts, caplog
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "Other drew 64x64 where 96x64 was asked for" in warnings[0]
+
+
+def edits(self: Any, prompt: str, width: int = 64, height: int = 64, image: Any = None, **others: Any) -> Any:
+    """As Qwen-Image-Edit-Plus: the picture is optional in its signature, and needed; it takes two. Draws their widths
+    in its first pixels."""
+    widths = [one.width for one in (image if isinstance(image, list) else [image])]
+    drawn = Image.new("RGB", (width, height))
+    drawn.putdata([(each, 0, 0) for each in widths])
+    return BaseOutput(images=[drawn])
+
+
+def widths_of(model: DiffusionModel, **changed: Any) -> list[int]:
+    inputs = replace(PICTURE, shows_progress=False, **changed)
+    return [red for red, *_ in model.run(inputs).getdata() if red]
+
+
+def test_a_pipeline_that_edits_gets_each_image_in_the_size_of_its_own_shape(parts, caplog):
+    """Whatever size is drawn; the log names each combination once."""
+    model = DiffusionModel(made_of(parts, edits), SIZES, images=2)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert widths_of(model, image=noise(300, 200)) == [96]
+            assert widths_of(model, image=noise(30, 30), image_2=noise(90, 60), size=SIZES[1]) == [64, 96]
+    assert [line for line in caplog.messages if line.startswith("edit.sizes")] == [
+        "edit.sizes drawn=64x64 images=96x64",
+        "edit.sizes drawn=96x64 images=64x64,96x64",
+    ]
+
+
+def test_the_warm_up_edits_as_many_images_as_requests_may_give(parts):
+    def given(model: DiffusionModel) -> set[int]:
+        return {(each.image is not None) + (each.image_2 is not None) for each in model.warm_up_inputs()}
+
+    assert given(DiffusionModel(FluxPipeline(**parts), SIZES)) == {0}
+    assert given(DiffusionModel(diffusers.FluxKontextPipeline(**parts), SIZES)) == {0, 1}
+    assert given(DiffusionModel(made_of(parts, edits), SIZES, images=2)) == {0, 1, 2}
+
+
+def test_that_a_pipeline_needs_an_image_is_found_in_the_warm_up(parts):
+    model = DiffusionModel(made_of(parts, edits), SIZES)
+    plan = model.warm_up_inputs()
+    for inputs in plan * 2:
+        model.try_out(inputs)
+    with pytest.raises(ValueError, match="Other edits an image; give one"):
+        model.pipeline_for(PICTURE)
+    assert widths_of(model, image=noise(64, 64)) == [64]
+
+
+def test_a_pipeline_that_fails_with_an_image_too_fails_the_warm_up(parts):
+    model = DiffusionModel(made_of(parts, fails), SIZES)
+    with pytest.raises(TypeError, match="incorrect format"):
+        [model.try_out(inputs) for inputs in model.warm_up_inputs()]
+
+
+def as_two_prompts(self: Any, prompt: str, image: Any = None, **others: Any) -> Any:
+    return BaseOutput(images=[Image.new("RGB", (64, 64))] * (len(image) if isinstance(image, list) else 1))
+
+
+@pytest.mark.parametrize("call", [None, as_two_prompts])
+def test_a_pipeline_that_takes_one_image_fails_the_setup_with_two(parts, call):
+    """FLUX.1-Kontext, and one that draws a picture of each."""
+    pipeline = made_of(parts, call) if call else diffusers.FluxKontextPipeline(**parts)
+    model = DiffusionModel(pipeline, SIZES, images=2)
+    (inputs,) = [each for each in model.warm_up_inputs() if each.image_2]
+    with pytest.raises(ValueError, match=r"IMAGES is 2, but \w+ failed with two images; set IMAGES=1"):
+        model.try_out(inputs)
+
+
+def test_two_images_are_for_pipelines_that_take_images_themselves(parts):
+    with pytest.raises(ValueError, match="IMAGES is 2, but FluxPipeline itself takes no image"):
+        DiffusionModel(FluxPipeline(**parts), SIZES, images=2)
+
+
+@pytest.mark.parametrize("given", [{"image_2"}, {"image", "image_2"}, {"image", "image_2", "mask"}])
+def test_a_second_image_is_refused_where_it_would_be_ignored(parts, given):
+    images = 1 if given == {"image", "image_2"} else 2
+    model = DiffusionModel(made_of(parts, edits), SIZES, images=images)
+    with pytest.raises(ValueError, match="image_2 needs an image and no mask, and a model that runs with IMAGES=2"):
+        model.pipeline_for(replace(PICTURE, **dict.fromkeys(given, noise(64, 64))))
 
 
 def test_pictures_are_gone_when_the_process_has_ended(tmp_path):

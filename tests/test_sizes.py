@@ -94,8 +94,10 @@ def test_one_side_alone_or_a_size_that_there_is_not_is_refused_with_those_that_t
             ImageSettings("org/name@main", (Size(64, 64), Size(96, 64)), (Size(96, 64),)),
         ),
         (
-            {"WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5", "LORA_LOCAL": "/a, b"},
-            ImageSettings(warms_up_all=True, lora_folder="/loras", lora_bytes=500_000_000, local_loras=("/a", "b")),
+            {"IMAGES": "2", "WARM_UP_SIZES": "all", "LORA_DIR": "/loras", "LORA_GB": "0.5", "LORA_LOCAL": "/a, b"},
+            ImageSettings(
+                warms_up_all=True, lora_folder="/loras", lora_bytes=500_000_000, local_loras=("/a", "b"), images=2
+            ),
         ),
     ],
 )
@@ -129,6 +131,12 @@ def test_a_picture_is_drawn_in_the_size_of_its_shape_and_then_of_its_pixels(size
 def test_a_limit_that_is_no_number_of_gigabytes_is_named(wrong):
     with pytest.raises(ValueError, match="LORA_GB"):
         ImageSettings.from_env({"LORA_GB": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["0", "3", "two"])
+def test_a_number_of_images_that_is_not_1_or_2_is_named(wrong):
+    with pytest.raises(ValueError, match=f"IMAGES is '{wrong}'; give 1 or 2"):
+        ImageSettings.from_env({"IMAGES": wrong})
 
 
 def test_a_quarter_of_the_pixels_is_offered_where_the_sides_stay_whole_steps():

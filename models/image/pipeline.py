@@ -26,7 +26,7 @@ from torch import nn
 from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.pictures import fit
-from models.image.settings import Size, offered_sizes
+from models.image.settings import Size, nearest_size, offered_sizes
 from models.weights import leave_out_foreign_lines, move, need_no_cast
 
 _WARM_UP_STEPS = 2
@@ -50,7 +50,7 @@ class ImageInputs:
     """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default.
 
     It starts from `image`, if given, and changes it by `strength`, 0 to 1; with a `mask`, only where that is white.
-    With `go_fast`, products are in float8.
+    `image_2` is a second one, for pipelines that take two. With `go_fast`, products are in float8.
     """
 
     prompt: str
@@ -60,10 +60,15 @@ class ImageInputs:
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     image: Image.Image | None = None
+    image_2: Image.Image | None = None
     mask: Image.Image | None = None
     strength: float | None = None
     go_fast: bool = False
     shows_progress: bool = True
+
+
+class MissingImageError(ValueError):
+    """The pipeline failed without an image."""
 
 
 def import_pipeline(model: str, revision: str | None) -> None:
@@ -101,18 +106,27 @@ def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: 
 class DiffusionModel:
     """A loaded pipeline and the sizes that it draws."""
 
-    def __init__(self, pipeline: Any, sizes: Sequence[Size] = (), go_fast: str = "off") -> None:
+    def __init__(self, pipeline: Any, sizes: Sequence[Size] = (), go_fast: str = "off", images: int = 1) -> None:
         """Check that the pipeline draws pictures of these sizes from a prompt; log which inputs it ignores.
 
         go_fast: `on` makes a second network with products in float8, `only` replaces the first.
+        images: the most that a request may give.
 
         Raises:
-            ValueError: it does not, it has no network to compile, or the network cannot be made fast.
+            ValueError: it does not, it has no network to compile, the network cannot be made fast, or the pipeline
+                itself takes no image where `images` is 2.
         """
         check_pipeline(type(pipeline))
         self._pipeline = pipeline
         self._name = type(pipeline).__name__
         self._parameters = inspect.signature(pipeline.__call__).parameters
+        # Whether the pipeline itself takes images, and edits them as the prompt says.
+        self.is_editing = "image" in self._parameters
+        self._images = images
+        if images > 1 and not self.is_editing:
+            raise ValueError(f"IMAGES is {images}, but {self._name} itself takes no image; set IMAGES=1")
+        self._needs_image = False
+        self._edited_sizes: set[tuple[Size, ...]] = set()
         self._defaults = {name: self._parameters[name].default for name in _DEFAULTS if name in self._parameters}
         self._go_fast = go_fast
         # By what they start from, and whether they are fast; made when first asked for. They share all components but
@@ -136,18 +150,20 @@ class DiffusionModel:
             log.info(ignored)
 
     @classmethod
-    def load(cls, model: str, revision: str | None, sizes: Sequence[Size] = (), go_fast: str = "off") -> DiffusionModel:
+    def load(
+        cls, model: str, revision: str | None, sizes: Sequence[Size] = (), go_fast: str = "off", images: int = 1
+    ) -> DiffusionModel:
         """Load a folder or hub id: bf16 straight to the GPU where there is one, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: the pipeline cannot draw one of `sizes`, not from a prompt alone, or not fast.
+            ValueError: the pipeline cannot draw one of `sizes`, not from a prompt, not fast, or not from `images`.
         """
         if torch.cuda.is_available():
             pipeline = load_pipeline(model, revision, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
-        return cls(pipeline, sizes, go_fast)
+        return cls(pipeline, sizes, go_fast, images)
 
     def networks(self) -> Iterator[tuple[nn.Module, bool]]:
         """The networks to compile, and whether as a whole: the denoisers; on a GPU also the VAE's decoder, and large
@@ -184,8 +200,8 @@ class DiffusionModel:
     def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
         """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        A pipeline that runs guidance as a batch of two is also warmed up without guidance. With `GO_FAST=on`, both
-        networks are warmed up.
+        A pipeline that runs guidance as a batch of two is also warmed up without guidance, and one that takes images
+        with each number of them. With `GO_FAST=on`, both networks are warmed up.
 
         Raises:
             ValueError: the model does not draw one of `sizes`.
@@ -200,13 +216,35 @@ class DiffusionModel:
                 seed=0,
                 num_inference_steps=_WARM_UP_STEPS,
                 guidance_scale=scale,
+                image=_plain_picture(size) if images else None,
+                image_2=_plain_picture(size) if images > 1 else None,
                 go_fast=go_fast,
                 shows_progress=False,
             )
             for go_fast in self.denoisers
             for size in sizes or self.sizes[:1]
             for scale in scales
+            for images in range(self._images + 1 if self.is_editing else 1)
         ]
+
+    def try_out(self, inputs: ImageInputs) -> None:
+        """Draw a picture of the warm-up, which shows what no signature tells: whether the pipeline needs an image, and
+        whether it takes two.
+
+        Raises:
+            ValueError: it does not take two.
+        """
+        if inputs.image is None and self._needs_image:
+            return
+        try:
+            self.run(inputs)
+        except MissingImageError as error:
+            self._needs_image = True
+            log.info("%s; every request has to give one", error)
+        except Exception as error:
+            if inputs.image_2 is None:
+                raise
+            raise ValueError(f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})") from error
 
     def run(self, inputs: ImageInputs) -> Image.Image:
         """Draw one picture. On the same kind of machine, the same inputs give the same picture.
@@ -227,6 +265,8 @@ class DiffusionModel:
             raise ValueError(
                 f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
             )
+        if len(result.images) > 1:
+            raise ValueError(f"{self._name} drew {len(result.images)} pictures: it takes two images for two prompts")
         picture: Any = result.images[0]
         if isinstance(picture, numpy.ndarray):
             if not numpy.isfinite(picture).all():  # it would be black there
@@ -250,6 +290,10 @@ class DiffusionModel:
             raise ValueError(f"a prompt has more than {_MOST_CHARACTERS} characters; give a shorter one")
         if inputs.image is None and inputs.mask is not None:
             raise ValueError("a mask needs an image to fill")
+        if inputs.image is None and self._needs_image:
+            raise ValueError(f"{self._name} edits an image; give one")
+        if inputs.image_2 is not None and (self._images < 2 or inputs.image is None or inputs.mask is not None):
+            raise ValueError("image_2 needs an image and no mask, and a model that runs with IMAGES=2")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
         if (start, inputs.go_fast) not in self._pipelines:
             found = self._pipeline if start == "prompt" else self._made_for(start)
@@ -282,7 +326,7 @@ class DiffusionModel:
             if "image" not in self._parameters or "image" in arguments:
                 raise
             # Several pipelines of diffusers have an `image` that is optional in their signature alone.
-            raise ValueError(f"{self._name} failed without an image; it may need one ({error})") from error
+            raise MissingImageError(f"{self._name} failed without an image; it may need one ({error})") from error
 
     def _compare_sizes(self, asked: Size, drawn: Size) -> None:
         if asked != drawn and asked not in self._wrong_sizes:
@@ -310,7 +354,7 @@ class DiffusionModel:
                 **given,
                 "num_inference_steps": steps,
                 "strength": strength,
-                "image": fit(inputs.image, inputs.size),
+                "image": self._fitted(inputs, inputs.image),
                 "mask_image": None if inputs.mask is None else fit(inputs.mask, inputs.size, inputs.image.size),
             }
         if inputs.negative_prompt:
@@ -321,6 +365,18 @@ class DiffusionModel:
                 asked = arguments.pop("guidance_scale")
                 arguments["true_cfg_scale"] = self._defaults.get("guidance_scale") if asked is None else asked
         return {name: value for name, value in arguments.items() if value is not None and name in parameters}
+
+    def _fitted(self, inputs: ImageInputs, image: Image.Image) -> Image.Image | list[Image.Image]:
+        """The images in the drawn size, or, if the pipeline edits them, each in the size of its own shape."""
+        if not self.is_editing or inputs.mask is not None:
+            return fit(image, inputs.size)
+        images = [image] if inputs.image_2 is None else [image, inputs.image_2]
+        sizes = [nearest_size(self.sizes, *one.size) for one in images]
+        if (pair := (inputs.size, *sizes)) not in self._edited_sizes:
+            self._edited_sizes.add(pair)
+            log.info("edit.sizes drawn=%s images=%s", inputs.size, ",".join(map(str, sizes)))
+        fitted = [fit(one, size) for one, size in zip(images, sizes, strict=True)]
+        return fitted if len(fitted) > 1 else fitted[0]
 
     def _schedule(self, inputs: ImageInputs, parameters: Mapping[str, Any]) -> tuple[int | None, float | None]:
         """The steps, and the share of them that is run on the picture: below 1, all but one at most, and at least one.
@@ -358,6 +414,10 @@ class DiffusionModel:
             raise ValueError(
                 f"IMAGE_SIZES has {wrong[0]}; width and height must be multiples of {multiple} for this model"
             )
+
+
+def _plain_picture(size: Size) -> Image.Image:
+    return Image.new("RGB", (size.width, size.height), "gray")
 
 
 def check_pipeline(pipeline: type[Any]) -> None:
@@ -422,6 +482,8 @@ def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
             found.append(f"{name} ignores guidance_scale without a negative_prompt: its network takes no guidance")
     elif "guidance_scale" not in parameters:
         found.append(f"{name} ignores guidance_scale: it has no such parameter")
+    if "image" in parameters and "strength" not in parameters:
+        found.append(f"{name} ignores prompt_strength: it edits an image as the prompt says")
     if "max_area" in parameters:
         area = parameters["max_area"].default
         found.append(f"{name} takes only the aspect ratio from the requested size: it draws about {area} pixels")

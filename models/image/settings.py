@@ -41,7 +41,7 @@ class ImageSettings:
     Without `image_sizes`, the model draws its own resolution in all aspect ratios. Without `warm_up_sizes`, the warm-up
     draws the first size; with `warms_up_all`, each. Downloaded LoRAs are kept in `lora_folder`, up to `lora_bytes`.
     Requests may name the LoRAs below `local_loras` by their paths. `go_fast` is one of `off`, `on` (requests choose)
-    and `only`.
+    and `only`. A request may give as many as `images`.
     """
 
     model: str = DEMO_MODEL
@@ -52,11 +52,12 @@ class ImageSettings:
     lora_bytes: int = DEFAULT_LORA_BYTES
     go_fast: str = "off"
     local_loras: tuple[str, ...] = ()
+    images: int = 1
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ImageSettings:
-        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR`, `LORA_GB`, `LORA_LOCAL` and
-        `GO_FAST`. An empty variable counts as not set.
+        """Read `MODEL`, `IMAGE_SIZES`, `WARM_UP_SIZES` (sizes, or `all`), `LORA_DIR`, `LORA_GB`, `LORA_LOCAL`,
+        `GO_FAST` and `IMAGES`. An empty variable counts as not set.
 
         Raises:
             ValueError: a value is invalid. The message names the variable and its mistake.
@@ -72,6 +73,9 @@ class ImageSettings:
         go_fast = environ.get("GO_FAST", "").strip().lower() or "off"
         if go_fast not in GO_FAST:
             raise ValueError(f"GO_FAST is {environ['GO_FAST']!r}; give one of {', '.join(GO_FAST)}")
+        images = environ.get("IMAGES", "").strip() or "1"
+        if images not in ("1", "2"):
+            raise ValueError(f"IMAGES is {images!r}; give 1 or 2")
         return cls(
             environ.get("MODEL", "").strip() or DEMO_MODEL,
             image_sizes,
@@ -81,6 +85,7 @@ class ImageSettings:
             parse_gigabytes("LORA_GB", environ.get("LORA_GB", "")) or DEFAULT_LORA_BYTES,
             go_fast,
             tuple(part.strip() for part in environ.get("LORA_LOCAL", "").split(",") if part.strip()),
+            int(images),
         )
 
 

@@ -1,0 +1,58 @@
+"""A picture, changed as a prompt says: FLUX.1-Kontext, and Qwen-Image-Edit."""
+
+import os
+import random
+from typing import Optional
+
+from cog import BaseRunner, Input, Path
+from PIL import Image, ImageOps
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-Kontext-dev")
+# Pictures are cut to the shape of one of these. Each has code of its own.
+SIZES = [tuple(map(int, size.split("x"))) for size in os.environ.get("SIZES", "1024x1024,1392x752,752x1392").split(",")]
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+            import torch
+            from diffusers import DiffusionPipeline
+
+            self.boot.preload()
+            name, _, revision = MODEL.partition("@")
+            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            self.pipe = DiffusionPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype).to(device)
+            self.is_kontext = type(self.pipe).__name__ == "FluxKontextPipeline"
+            self.noise = torch.Generator("cpu")
+            self.boot.compile(self.pipe.transformer)
+            # Qwen-Image-Edit does not pad prompts, so each length has code of its own; the third has code for all.
+            # The empty prompt is one.
+            plan = [(Image.new("RGB", size), prompt) for size in SIZES for prompt in ("a warm-up", "a longer warm-up")]
+            self.boot.warm_up(lambda: [self.edit(*one, num_inference_steps=1) for one in plan])
+
+    def edit(self, picture: Image.Image, prompt: str, **inputs) -> Image.Image:
+        shape = picture.width / picture.height
+        width, height = min(SIZES, key=lambda size: abs(size[0] / size[1] / shape - 1))
+        inputs |= {"image": ImageOps.fit(picture, (width, height)), "width": width, "height": height}
+        inputs |= {"max_area": width * height} if self.is_kontext else {"negative_prompt": " "}
+        return self.pipe(prompt=prompt, **inputs).images[0]
+
+    def run(
+        self,
+        image: Path = Input(description="The picture to change; its sides are cut to fit"),
+        prompt: str = Input(description="What to change"),
+        num_inference_steps: int = Input(description="Denoising steps", default=28, ge=1, le=100),
+        seed: Optional[int] = Input(description="The same seed makes the same picture", default=None),
+    ) -> Path:
+        picture = ImageOps.exif_transpose(Image.open(str(image))).convert("RGB")
+        seed = random.getrandbits(32) if seed is None else seed
+        print(f"seed: {seed}")
+        noise = self.noise.manual_seed(seed)
+        with self.boot.prediction() as prediction:
+            edited = self.edit(picture, prompt, num_inference_steps=num_inference_steps, generator=noise)
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+        edited.save("/tmp/edited.png")
+        return Path("/tmp/edited.png")

@@ -1,0 +1,76 @@
+"""FLUX.1 and one LoRA a request: a predictor in the old form, as most authors on Replicate have it."""
+
+import os
+import random
+from typing import Optional
+
+import torch
+from cog import BasePredictor, Input, Path
+from diffusers import FluxPipeline
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-dev")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PIXELS = int(os.environ.get("PIXELS", "1024"))  # along each side of a square picture
+# Width and height of a picture, in parts of it. Each size has compiled code of its own.
+SIZES = {"1:1": (1, 1), "16:9": (1.3125, 0.75), "9:16": (0.75, 1.3125)}
+
+
+class Predictor(BasePredictor):
+    """Draws one picture."""
+
+    def setup(self) -> None:
+        """READY when it returns."""
+        self.boot = compile_cache.boot(MODEL, sources=[__file__])
+        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        self.pipe = FluxPipeline.from_pretrained(MODEL, torch_dtype=dtype).to(DEVICE)
+        self.base = {}
+        # The first LoRA freezes the network anyway, and code that was compiled before does not fit a frozen one.
+        self.pipe.transformer.requires_grad_(False)
+        with self.boot:
+            self.boot.compile(self.pipe.transformer)
+            for ratio in SIZES:
+                self.boot.warm_up(self.predict, prompt="a warm-up", aspect_ratio=ratio, num_inference_steps=2)
+
+    def predict(
+        self,
+        prompt: str = Input(description="What to draw"),
+        lora: Optional[Path] = Input(description="A LoRA for FLUX.1: a .safetensors file or its address", default=None),
+        lora_scale: float = Input(description="How strongly to apply the LoRA", default=1.0, ge=-1, le=3),
+        aspect_ratio: str = Input(description="Width to height", default="1:1", choices=list(SIZES.keys())),
+        num_inference_steps: int = Input(description="Denoising steps", default=28, ge=1, le=50),
+        guidance_scale: float = Input(description="How closely to follow the prompt", default=3.5, ge=0, le=10),
+        seed: Optional[int] = Input(description="The same seed draws the same picture", default=None),
+    ) -> Path:
+        """Draw a picture."""
+        seed = random.getrandbits(32) if seed is None else seed
+        print(f"seed: {seed}")
+        noise = torch.Generator("cpu").manual_seed(seed)
+        width, height = (round(PIXELS * part) for part in SIZES[aspect_ratio])
+        with torch.inference_mode(), self.boot.prediction() as prediction:
+            self.fuse(lora, lora_scale)
+            inputs = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
+            image = self.pipe(prompt, width=width, height=height, generator=noise, **inputs).images[0]
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+        image.save("/tmp/output.png")
+        return Path("/tmp/output.png")
+
+    def fuse(self, lora: Optional[Path], scale: float) -> None:
+        """Merge the LoRA into the weights, in place of the one before: compiled code fits them, whatever the scale."""
+        self.pipe.unload_lora_weights()  # of a request that failed
+        for weight, kept in self.base.items():
+            weight.copy_(kept)
+        if lora is None:
+            return
+        self.pipe.load_lora_weights(load_file(str(lora)))
+        parts = (self.pipe.transformer, self.pipe.text_encoder)
+        for layer in (layer for part in parts for layer in part.modules() if isinstance(layer, BaseTunerLayer)):
+            weight = layer.get_base_layer().weight
+            if weight not in self.base:
+                self.base[weight] = weight.to("cpu", copy=True)  # going back by subtraction would round
+        self.pipe.fuse_lora(["transformer", "text_encoder"], lora_scale=scale)
+        self.pipe.unload_lora_weights()

@@ -1,0 +1,73 @@
+"""Text, and a first picture if one is given, to video: LTX-Video, and Wan2.2-TI2V-5B."""
+
+import os
+import random
+from typing import Any, Optional
+
+from cog import BaseRunner, Input, Path
+from PIL import Image, ImageOps
+from videos import rounded, tell, write_mp4
+
+import compile_cache  # before torch
+
+MODEL = os.environ.get("MODEL", "Lightricks/LTX-Video")
+# Width x height x frames of the videos that are warmed up: each has code of its own. The first is the default.
+VIDEOS = [tuple(map(int, video.split("x"))) for video in os.environ.get("VIDEOS", "704x512x161").split(",")]
+# The pipeline for a first picture, the frames of one latent, frames per second, and whether the VAE needs fp32.
+KINDS = {
+    "LTXPipeline": ("LTXImageToVideoPipeline", 8, 25, False),
+    "WanPipeline": ("WanImageToVideoPipeline", 4, 24, True),
+}
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+            import diffusers
+            import torch
+
+            self.boot.preload()
+            name, _, revision = MODEL.partition("@")
+            model = {"pretrained_model_name_or_path": name, "revision": revision or None}
+            kind, self.step, self.rate, exact = KINDS[diffusers.DiffusionPipeline.load_config(**model)["_class_name"]]
+            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            dtypes = {"default": dtype, "vae": torch.float32 if exact else dtype}
+            self.text = diffusers.DiffusionPipeline.from_pretrained(**model, torch_dtype=dtypes).to(device)
+            self.image = getattr(diffusers, kind)(**self.text.components)  # from_pipe would cast all weights
+            self.image.register_to_config(**self.text.config)
+            self.noise = torch.Generator("cpu")
+            self.boot.compile(self.text.transformer)
+            # For LTX-Video, guidance makes a batch of two, and a picture makes a time for each token.
+            rest = {"prompt": "", "num_inference_steps": 2, "output_type": "latent"}
+            kinds = [(picture, scale) for picture in (None, Image.new("RGB", (64, 64))) for scale in (1.0, 5.0)]
+            self.boot.warm_up(lambda: [self.draw(video, *kind, **rest) for video in VIDEOS for kind in kinds])
+
+    def draw(self, video: Any, picture: Any, scale: float, **inputs: Any) -> Any:
+        inputs |= dict(zip(("width", "height", "num_frames"), video, strict=True))
+        pipeline, start = (self.image, {"image": ImageOps.fit(picture, video[:2])}) if picture else (self.text, {})
+        return pipeline(**start, **inputs, guidance_scale=scale, callback_on_step_end=tell).frames[0]
+
+    def run(
+        self,
+        prompt: str = Input(description="What happens"),
+        image: Optional[Path] = Input(description="The first picture; its sides are cut to fit", default=None),
+        negative_prompt: str = Input(description="What not to show", default=""),
+        width: Optional[int] = Input(description="In pixels, rounded to a multiple of 32", default=None, ge=64),
+        height: Optional[int] = Input(description="In pixels, rounded to a multiple of 32", default=None, ge=64),
+        num_frames: Optional[int] = Input(description="8k + 1 for LTX-Video, 4k + 1 for Wan", default=None, ge=1),
+        num_inference_steps: int = Input(description="Denoising steps", default=40, ge=1, le=100),
+        guidance_scale: float = Input(description="Above 1, how closely to follow the prompt", default=5.0, ge=1),
+        crf: int = Input(description="Quality of the file, by x264: 0 loses nothing", default=18, ge=0, le=40),
+        seed: Optional[int] = Input(description="The same seed makes the same video", default=None),
+    ) -> Path:
+        video = rounded((width, height, num_frames), VIDEOS[0], self.step)
+        seed = random.getrandbits(32) if seed is None else seed
+        print(f"seed {seed}, {'x'.join(map(str, video))}{'' if video in VIDEOS else ', not warmed up'}")
+        picture = ImageOps.exif_transpose(Image.open(str(image))).convert("RGB") if image else None
+        inputs = {"prompt": prompt, "negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
+        noise = self.noise.manual_seed(seed)
+        with self.boot.prediction() as prediction:
+            pictures = self.draw(video, picture, guidance_scale, generator=noise, output_type="np", **inputs)
+        for name, value in prediction.metrics().items():
+            self.record_metric(name, value)
+        return write_mp4(pictures, Path("/tmp/video.mp4"), self.rate, crf)
