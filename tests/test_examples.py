@@ -13,7 +13,7 @@ import yaml
 from run_examples import CASES, EXAMPLES, main
 from tiny_models import MODELS
 
-from compile_cache.settings import Settings
+from compile_cache.settings import VERSION, Settings
 
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
 CONFIGURATIONS = sorted(EXAMPLES.glob("*/cog*.yaml"))
@@ -45,7 +45,8 @@ def test_a_configuration_names_its_predictor_and_settings_that_can_be(file: Path
     served = configuration.get("run") or configuration["predict"]  # the old name
     source = (file.parent / served.partition(":")[0]).read_text()
     assert environ["MODEL"] == re.search(r'"MODEL", "(.+?)"', source)[1]
-    assert (file.parent / configuration["build"]["python_requirements"]).exists()
+    requirements = (file.parent / configuration["build"]["python_requirements"]).read_text()
+    assert requirements.startswith(f"./cog_compile_cache-{VERSION}-py3-none-any.whl\n")
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.py")), ids=lambda file: f"{file.parent.name}/{file.name}")
