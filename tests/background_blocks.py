@@ -36,15 +36,6 @@ class Norm(nn.Module):
         return x + torch.sigmoid(self.norm(x))
 
 
-class Checked(Wide):
-    """Its code has a docstring and an assertion."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What `-OO` removes."""
-        assert x.shape[-1] == SIZE, "the size"
-        return super().forward(x)
-
-
 class Factor(Wide):
     """A number that changes from call to call."""
 

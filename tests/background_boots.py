@@ -43,7 +43,6 @@ def play(
     after: Path | None = None,
     forked: bool = True,
     program: str = "background_boot",
-    flags: tuple[str, ...] = (),
     **variables: str,
 ) -> Told:
     """Play a scene in a process of its own; fails with the log if the process fails. `variables` in capitals are set as
@@ -56,6 +55,6 @@ def play(
     ours = {name: value for name, value in variables.items() if name.isupper()}
     chosen = {name: value for name, value in variables.items() if not name.isupper()}
     environ = {**settings(folder, **{**BACKGROUND, **chosen}), **ours}
-    done = run_boot(environ, scene, *arguments, forked=forked, program=program, flags=flags)
+    done = run_boot(environ, scene, *arguments, forked=forked, program=program)
     assert done.returncode == 0, done.stderr
     return Told(json.loads(done.stdout.splitlines()[-1]), done.stderr)

@@ -213,19 +213,3 @@ def unseen() -> dict[str, Any]:
         except UnseenCallError as error:
             told["steps"].append(str(error))
     return told | {"known": served_alone(boot, model, Wide)[0], "waiting": boot.waiting, "report": report(boot)}
-
-
-def flagged() -> dict[str, Any]:
-    """What serves the first prediction, and the one after everything has arrived and was compared. Without asserts, as
-    `-O` removes them."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Checked, Model, predict
-
-        model = Model(Checked)
-        boot.compile(model)
-        boot.warm_up(lambda: predict(model))
-    told = {"first": served(boot, lambda: predict(model))[0]["served"]}
-    told["compiled"] = boot.wait_compiled(PATIENCE_S)
-    predict_once(boot, lambda: predict(model))
-    told["last"] = served(boot, lambda: predict(model))[0]["served"]
-    return told | {"published": boot.wait_published(PATIENCE_S), "optimize": sys.flags.optimize}

@@ -60,16 +60,15 @@ def run_boot(
     *arguments: str,
     forked: bool = True,
     program: str = "boot_once",
-    flags: tuple[str, ...] = (),
     folder: Path | str = ".",
 ) -> subprocess.CompletedProcess[str]:
     """The finished process of one boot, whatever its outcome: one that imports torch itself, or one that is forked
-    after that, in a sixth of the time. Only the first can have the interpreter's `flags`, only the second a working
+    after that, in a sixth of the time. Only the second can have a working
     `folder` of its own."""
     if forked:
         return _fork_boot(dict(environ), arguments, program, str(folder))
     return subprocess.run(
-        [sys.executable, *flags, TESTS / f"{program}.py", *arguments],
+        [sys.executable, TESTS / f"{program}.py", *arguments],
         env=dict(environ),
         capture_output=True,
         text=True,

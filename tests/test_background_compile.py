@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from background_boots import Told, play
 
 TOLERANCE = 1e-3
@@ -181,14 +180,3 @@ def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds)
     assert factor["settled"] == "eager"
     assert "a number or a flag changes from call to call" in factor["reason"]
     assert kinds.done.count("Factor 4x16") == 2
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own compiler fails under -OO")
-def test_a_server_without_docstrings_and_assertions_is_compiled_by_a_process_without_them(tmp_path):
-    for number, first in enumerate(("eager", "precompiled")):
-        folder, after = tmp_path / str(number), tmp_path / "0" if number else None
-        folder.mkdir()
-        told = play(folder, "flagged", after=after, forked=False, flags=("-OO",))
-        assert (told["optimize"], told["compiled"], told["published"]) == (2, True, True)
-        assert (told["first"], told["last"]) == ({"Checked": first}, {"Checked": "precompiled"}), told.log
-        assert told.processes == 1 - number

@@ -57,6 +57,7 @@ def kill_at_work(orders: Orders, library: Path, moments: random.Random) -> None:
         time.sleep(moments.uniform(0.0, WRITE_S))
     if (process := orders.queue._process) is not None and process.is_alive:
         os.killpg(process.pid, signal.SIGKILL)
+        wait_for(lambda: not process.is_alive)  # it would be given the next order, which has one attempt
 
 
 def broken(*libraries: Path) -> list[str]:
