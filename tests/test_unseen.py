@@ -130,8 +130,55 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     answer_all(blocks[5:])
     answer_all(blocks[:1])  # by code that is taken
     assert outgoing.ready().items() >= at_the_end.items()
-    assert outgoing.ready()[path.replace(".aot", ".compared")] == path
     assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}
+
+
+def marks(compiler: Regions) -> set[str]:
+    return {path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".compared")}
+
+
+@pytest.mark.parametrize(
+    ("predictions", "is_marked"),
+    [
+        ([([0, 1, 2, 3, 4, 5], True)], True),
+        ([([0, 1, 2, 3, 4, 5], False)], False),
+        ([([0], False), ([0], False), ([0], True)], False),
+        ([([0], False), ([0, 1, 2, 3, 4, 5], True)], True),
+        ([([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], True)], True),
+    ],
+    ids=["whole", "broken off", "one instance", "whole at last", "each twice"],
+)
+def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_prediction(many, predictions, is_marked):
+    """The warm-up has called all six, so code that was compared on fewer is not proved."""
+    blocks, compiler = many
+    moment = compiler.policy.moment
+    for called, is_whole in predictions:
+        had_new_code = moment.begin()
+        answer_all([blocks[number] for number in called])
+        assert not marks(compiler)
+        moment.end(is_whole, had_new_code)
+    assert bool(marks(compiler)) is is_marked
+    answer_all(blocks)  # outside predictions, nobody knows when all were called
+    answer_all(blocks)
+    assert bool(marks(compiler)) is is_marked
+
+
+def test_a_round_of_the_warm_up_that_fails_proves_nothing(tmp_path):
+    with activated(tmp_path) as directory:
+        blocks = [build(Product) for _ in range(3)]
+        compiler = boot(directory, *blocks)
+
+        def call(count: int) -> None:
+            for block in blocks[:count]:
+                block(tensor())
+            if count < len(blocks):
+                raise LookupError("the model's own")
+
+        with pytest.raises(LookupError):
+            warm_up(compiler, lambda: call(2))
+        assert not marks(compiler)
+        warm_up(compiler, lambda: call(3))
+        assert marks(compiler)
 
 
 class Memory:

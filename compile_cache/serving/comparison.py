@@ -20,7 +20,7 @@ import torch
 
 from compile_cache.calls.shadow import Shadow, state_of
 from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
-from compile_cache.errors import Failure, NotHandedOver, attempt
+from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
@@ -104,7 +104,11 @@ class Comparison:
 
 def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
     """Compare what code answered, and what it left in its inputs and in its module, with what eager did. Tensors may
-    differ by rounding; everything else has to be equal."""
+    differ by rounding; everything else has to be equal.
+
+    Raises:
+        ArtifactError: a tensor of the answer has no number in it, in both.
+    """
     walk = _Walk()
     for where, one, other in zip(_PLACES, found, expected, strict=False):
         walk.compare(where, one, other)
@@ -138,6 +142,8 @@ class _Walk:
             tolerance = _TOLERANCES.get(expected.dtype.to_real(), 0.0)
             check = Check(_relative_error(found, expected), tolerance, where)
             self.worst = max(self.worst, check, key=_severity)
+            if where == _PLACES[0] and check.passed and _is_no_number(expected):
+                raise ArtifactError("its answer is NaN everywhere, which shows nothing")
         elif isinstance(expected, torch.Generator):
             if not torch.equal(found.get_state(), expected.get_state()):
                 self._differ(where)
@@ -224,6 +230,10 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
             return math.inf
         error = _norm_error(found[finite], expected[finite])
     return error if math.isfinite(error) else math.inf
+
+
+def _is_no_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool(tensor.isnan().all())
 
 
 def _norm_error(found: torch.Tensor, expected: torch.Tensor) -> float:

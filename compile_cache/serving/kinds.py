@@ -81,11 +81,13 @@ class Standing(enum.Enum):
     """What an instance has to do with a case that it has met.
 
     - TO_COMPARE: the code has to be compared on it.
+    - AWAY: as TO_COMPARE, but others called again since its last call. It may be gone, and is not waited for.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
     - DOES_NOT_FIT: no graph fitted its call.
     """
 
     TO_COMPARE = "to compare"
+    AWAY = "away"
     SERVES = "serves"
     DOES_NOT_FIT = "does not fit"
 
@@ -127,22 +129,22 @@ class Case:
                 self.code = code
 
     def meet(self, module: nn.Module) -> None:
-        """Note a call of `module`. If another instance made none since the call of `module` before, it may be gone, and
-        is not waited for."""
+        """Note a call of `module`. Another instance that made none since the call of `module` before is away."""
         with LOCK:
             if module in self.standings:
                 for other in list(self.standings):
                     if other is module:
                         break
                     if self.standings[other] is Standing.TO_COMPARE:
-                        del self.standings[other]
-            self.standings[module] = self.standings.pop(module, Standing.TO_COMPARE)
+                        self.standings[other] = Standing.AWAY
+            standing = self.standings.pop(module, Standing.AWAY)
+            self.standings[module] = Standing.TO_COMPARE if standing is Standing.AWAY else standing
 
     def leave(self, module: nn.Module) -> None:
         """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
         fit again, as after an adapter was taken out."""
         with LOCK:
-            if self._is_function and self.standings.get(module) is Standing.TO_COMPARE:
+            if self._is_function and self.standings.get(module) in (Standing.TO_COMPARE, Standing.AWAY):
                 del self.standings[module]
 
     def miss(self, module: nn.Module) -> None:
@@ -162,8 +164,13 @@ class Case:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the code was compared on every instance that it has to be compared on."""
+        """Whether the code was compared on every instance that is waited for."""
         return self.serves_any and Standing.TO_COMPARE not in list(self.standings.values())
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the code was compared on every instance that ever made such a call, and may serve."""
+        return self.state in WITH_CODE and {*self.standings.values()} == {Standing.SERVES}
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance."""

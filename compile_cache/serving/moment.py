@@ -33,6 +33,8 @@ class Moment:
         self._beginning = threading.RLock()
         # By subject, the change, and the time since which it waits.
         self._changes: dict[object, tuple[Callable[[], bool | None], float]] = {}
+        # Made when a prediction, or a round of the warm-up, has ended whole: then each instance has made its calls.
+        self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
         self.open = 0
         self.begun = 0
@@ -51,6 +53,7 @@ class Moment:
         with self._beginning, LOCK:
             self.begun += 1
             if self.open == 0:
+                self._endings.clear()
                 self._take()
             elif any(time.monotonic() - since_s > _LONGEST_WAIT_S for _, since_s in self._changes.values()):
                 log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
@@ -64,6 +67,22 @@ class Moment:
         with LOCK:
             self.open = max(self.open - 1, 0)  # after a fork it may be that of another process
             self._is_new |= had_new_code and not is_complete
+        self.conclude(is_complete)
+
+    def note_ending(self, subject: object, change: Callable[[], object]) -> None:
+        """Make this change if the prediction that is open, or this round of the warm-up, ends whole."""
+        with LOCK:
+            self._endings[subject] = change
+
+    def conclude(self, is_whole: bool) -> None:
+        """Make the changes that wait for the end of a prediction, or of a round of the warm-up. If that was broken off,
+        forget them."""
+        with LOCK:
+            if self.open and is_whole:  # the last one that is open makes them
+                return
+            endings, self._endings = self._endings, {}
+        for change in endings.values() if is_whole else ():
+            attempt(change)
 
     def pass_by(self) -> None:
         """Note a call. Outside all predictions it is a prediction of its own, so waiting changes are made now."""

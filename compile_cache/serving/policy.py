@@ -128,11 +128,10 @@ class Policy:
         return found
 
     def mark_compared(self, path: str) -> None:
-        """Note for later boots that a function was compared on all instances, and let it be published."""
+        """Note for later boots that a function was compared on all instances."""
         if self.artifacts is not None:
             marked = attempt(self.artifacts.mark_compared, path)
             self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
-        self.outgoing.release(path)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""

@@ -89,10 +89,10 @@ class Region:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]
-        known = instance.settled.cases  # another thread may replace what is settled
-        like = _likeness(args, kwargs) if known else None
-        if like in known and self._holds(instance):
-            case, parts = known[like] or (_EAGER, None)
+        settled = instance.settled  # another thread may replace it
+        like = _likeness(args, kwargs) if settled.cases else None
+        if like in settled.cases and self._holds(instance, settled):
+            case, parts = settled.cases[like] or (_EAGER, None)
             if case is _EAGER or case.state in (State.EAGER, State.GROWING, State.ORDERED):
                 return self.trials.serve_eager((module, args, kwargs))
             if case.state is State.CACHED and (code := case.code) and parts and not any(GLOBAL_HOOKS):
@@ -106,9 +106,9 @@ class Region:
                 return self._serve(case, code, (module, plain, named))
         return self._route((module, plain, named), like or _likeness(args, kwargs))
 
-    def _holds(self, instance: _Instance) -> bool:
+    def _holds(self, instance: _Instance, settled: _Settled) -> bool:
         """Whether what was settled for an instance still holds."""
-        settled, moment = instance.settled, self._policy.moment
+        moment = self._policy.moment
         if not moment.open:
             settled.calls_left -= 1
         holds = settled.begun == moment.begun and settled.calls_left >= 0

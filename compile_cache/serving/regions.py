@@ -99,9 +99,11 @@ class Regions:
         if policy.artifacts is not None:
             policy.artifacts.forget_options()
         policy.compiles_until_s = until_s
+        policy.moment.conclude(is_whole=False)  # calls so far are of no round
         others = self._graphs_of_others()
         try:
             yield
+            policy.moment.conclude(is_whole=True)
         finally:
             policy.moment.pass_by()
             policy.compiles_until_s = None

@@ -211,13 +211,19 @@ class Source:
             outgoing.use(self._report.name)
 
     def release(self, case: Case) -> None:
-        """Let the files of code that has passed be published; those of a function after a note for later boots."""
+        """Let the files of code that has passed be published."""
         if case.code is not None and not case.code.path:
             for owner in tuple(self._owners):  # another thread may be making code
                 self._policy.outgoing.release(owner)
         elif case.code is not None:
-            self._policy.mark_compared(case.code.path)
+            self._policy.outgoing.release(case.code.path)
             self._policy.outgoing.release(self._report.name)
+
+    def mark(self, case: Case) -> None:
+        """Note for later boots that a function was compared on all instances, if it was."""
+        path = case.code.path if case.code is not None else ""
+        if path and all(other.is_proved for other in self._kinds if other.code and other.code.path == path):
+            self._policy.mark_compared(path)
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)

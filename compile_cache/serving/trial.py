@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,6 +109,7 @@ class Trials:
         return None
 
     def _hold(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
+        stays_alone = self._policy.moment.stays_alone()
         try:
             answer = self.serve_eager(call, case if maker else None)
         except BaseException as error:
@@ -122,15 +123,17 @@ class Trials:
         code = case.code
         # Of code that was just made, only the copy was asked whether it fits.
         if code is not None and not (maker and code.misfit(*call)):
-            self._judge(case, code, call[0], comparison)
+            self._judge(case, code, call[0], comparison, stays_alone)
         return answer
 
-    def _judge(self, case: Case, code: Code, module: nn.Module, comparison: Comparison) -> None:
-        """Compare the code with eager's answer. Full memory puts it off. Any other error counts as a difference; an
-        error of graphs, as one of this instance alone."""
+    def _judge(
+        self, case: Case, code: Code, module: nn.Module, comparison: Comparison, stays_alone: Callable[[], bool]
+    ) -> None:
+        """Compare the code with eager's answer. Full memory puts it off, and so do other predictions if the call draws
+        random numbers. Any other error counts as a difference; an error of graphs, as one of this instance alone."""
         try:
             with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
-                if not is_alone:
+                if not is_alone or (comparison.generators and not stays_alone()):
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
@@ -163,6 +166,7 @@ class Trials:
             self._take(case)
         else:
             self._policy.moment.note(case, lambda: self._take(case))
+            self._policy.moment.note_ending(case, lambda: self._source.mark(case))
 
     def _take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
@@ -183,7 +187,7 @@ class Trials:
             self._policy.outgoing.doubt(case.code.path)
         if case.put_off(moment.begun):
             # Predictors that replay recorded calls make no other call until there is something new.
-            moment.note((case, "again"), lambda: not case.may_compare(moment.begun))
+            moment.note((case, "again"), lambda: case.state is not State.EAGER and not case.may_compare(moment.begun))
         else:
             self._source.give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)

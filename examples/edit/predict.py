@@ -1,13 +1,13 @@
 """A picture, changed as a prompt says: FLUX.1-Kontext, and Qwen-Image-Edit."""
 
+import math
 import os
 import random
 from typing import Optional
 
+import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
-
-import compile_cache  # before torch
 
 MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-Kontext-dev")
 # Pictures are cut to the shape of one of these. Each has code of its own.
@@ -27,14 +27,14 @@ class Predictor(BaseRunner):
             self.is_kontext = type(self.pipe).__name__ == "FluxKontextPipeline"
             self.noise = torch.Generator("cpu")
             self.boot.compile(self.pipe.transformer)
-            # Qwen-Image-Edit does not pad prompts, so each length has code of its own; the third has code for all.
-            # The empty prompt is one.
+            # Qwen-Image-Edit does not pad prompts. Each length is compiled; the third one, for all lengths. Its
+            # negative prompt has a length too. Of one step alone, its schedule makes NaN.
             plan = [(Image.new("RGB", size), prompt) for size in SIZES for prompt in ("a warm-up", "a longer warm-up")]
-            self.boot.warm_up(lambda: [self.edit(*one, num_inference_steps=1) for one in plan])
+            self.boot.warm_up(lambda: [self.edit(*one, num_inference_steps=2) for one in plan])
 
     def edit(self, picture: Image.Image, prompt: str, **inputs) -> Image.Image:
         shape = picture.width / picture.height
-        width, height = min(SIZES, key=lambda size: abs(size[0] / size[1] / shape - 1))
+        width, height = min(SIZES, key=lambda size: abs(math.log(size[0] / size[1] / shape)))
         inputs |= {"image": ImageOps.fit(picture, (width, height)), "width": width, "height": height}
         inputs |= {"max_area": width * height} if self.is_kontext else {"negative_prompt": " "}
         return self.pipe(prompt=prompt, **inputs).images[0]
@@ -43,7 +43,7 @@ class Predictor(BaseRunner):
         self,
         image: Path = Input(description="The picture to change; its sides are cut to fit"),
         prompt: str = Input(description="What to change"),
-        num_inference_steps: int = Input(description="Denoising steps", default=28, ge=1, le=100),
+        num_inference_steps: int = Input(description="Denoising steps", default=28, ge=2, le=100),
         seed: Optional[int] = Input(description="The same seed makes the same picture", default=None),
     ) -> Path:
         picture = ImageOps.exif_transpose(Image.open(str(image))).convert("RGB")

@@ -3,10 +3,9 @@
 import base64
 import os
 
+import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image
-
-import compile_cache  # before torch
 
 MODEL = os.environ.get("MODEL", "google/siglip-so400m-patch14-384")
 BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]  # padded to, and compiled

@@ -5,9 +5,8 @@ import json
 import os
 from pathlib import Path as Folder
 
-from cog import BaseRunner, Input
-
 import compile_cache  # before torch
+from cog import BaseRunner, Input
 
 MODEL = os.environ.get("MODEL", "nomic-ai/modernbert-embed-base")
 # Texts are padded to one of these lengths, and batches to one of these sizes. Each pair is compiled.

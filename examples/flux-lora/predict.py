@@ -4,13 +4,12 @@ import os
 import random
 from typing import Optional
 
+import compile_cache  # before torch
 import torch
 from cog import BasePredictor, Input, Path
 from diffusers import FluxPipeline
-from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
 
-import compile_cache  # before torch
+import fused
 
 MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-dev")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,10 +23,11 @@ class Predictor(BasePredictor):
 
     def setup(self) -> None:
         """READY when it returns."""
-        self.boot = compile_cache.boot(MODEL, sources=[__file__])
+        self.boot = compile_cache.boot(MODEL, sources=[__file__, fused.__file__])
         dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-        self.pipe = FluxPipeline.from_pretrained(MODEL, torch_dtype=dtype).to(DEVICE)
-        self.base = {}
+        name, _, revision = MODEL.partition("@")
+        self.pipe = FluxPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype).to(DEVICE)
+        self.lora = fused.FusedLora(self.pipe)
         # The first LoRA freezes the network anyway, and code that was compiled before does not fit a frozen one.
         self.pipe.transformer.requires_grad_(False)
         with self.boot:
@@ -51,26 +51,10 @@ class Predictor(BasePredictor):
         noise = torch.Generator("cpu").manual_seed(seed)
         width, height = (round(PIXELS * part) for part in SIZES[aspect_ratio])
         with torch.inference_mode(), self.boot.prediction() as prediction:
-            self.fuse(lora, lora_scale)
+            self.lora.use(lora, lora_scale)
             inputs = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
             image = self.pipe(prompt, width=width, height=height, generator=noise, **inputs).images[0]
         for name, value in prediction.metrics().items():
             self.record_metric(name, value)
         image.save("/tmp/output.png")
         return Path("/tmp/output.png")
-
-    def fuse(self, lora: Optional[Path], scale: float) -> None:
-        """Merge the LoRA into the weights, in place of the one before: compiled code fits them, whatever the scale."""
-        self.pipe.unload_lora_weights()  # of a request that failed
-        for weight, kept in self.base.items():
-            weight.copy_(kept)
-        if lora is None:
-            return
-        self.pipe.load_lora_weights(load_file(str(lora)))
-        parts = (self.pipe.transformer, self.pipe.text_encoder)
-        for layer in (layer for part in parts for layer in part.modules() if isinstance(layer, BaseTunerLayer)):
-            weight = layer.get_base_layer().weight
-            if weight not in self.base:
-                self.base[weight] = weight.to("cpu", copy=True)  # going back by subtraction would round
-        self.pipe.fuse_lora(["transformer", "text_encoder"], lora_scale=scale)
-        self.pipe.unload_lora_weights()

@@ -2,11 +2,11 @@
 
 import os
 
-import av
+import compile_cache  # before torch
 import numpy
 from cog import BaseModel, BaseRunner, Input, Path
 
-import compile_cache  # before torch
+from sound import read
 
 MODEL = os.environ.get("MODEL", "openai/whisper-large-v3")
 RATE = 16000
@@ -19,10 +19,11 @@ class Output(BaseModel):
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__, "shared_layers.py"]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__, Path(__file__).with_name("shared_layers.py")]) as self.boot:
             import torch
-            from shared_layers import share_code
             from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
+
+            from shared_layers import share_code
 
             self.boot.preload()
             name, _, revision = MODEL.partition("@")
@@ -42,7 +43,7 @@ class Predictor(BaseRunner):
         task: str = Input(description="What to write", default="transcribe", choices=["transcribe", "translate"]),
     ) -> Output:
         """What is said, and when."""
-        sound = read(audio)
+        sound = read(audio, RATE)
         with self.boot.prediction() as prediction:
             heard = self.hear(sound, language=language or None, task=task)
         for name, value in {"audio_s": len(sound) / RATE, **prediction.metrics()}.items():
@@ -58,6 +59,8 @@ class Predictor(BaseRunner):
 
         torch.manual_seed(0)
         features = self.processor(sound, sampling_rate=RATE, return_tensors="pt", truncation=False).input_features
+        if not self.model.generation_config.is_multilingual:
+            options = {name: value for name, value in options.items() if name not in ("language", "task")}
         options |= {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
         return self.model.generate(
             features.to(self.model.device, self.model.dtype),
@@ -69,11 +72,3 @@ class Predictor(BaseRunner):
             monitor_progress=lambda done: print("{:.0f} of {:.0f} s".format(*done[0] / 100)),
             **options,
         )["segments"][0]
-
-
-def read(path: Path) -> numpy.ndarray:
-    """The sound of a file: one channel."""
-    with av.open(str(path)) as file:
-        resampler = av.AudioResampler("fltp", "mono", RATE)
-        parts = [part for frame in [*file.decode(audio=0), None] for part in resampler.resample(frame)]
-    return numpy.concatenate([part.to_ndarray()[0] for part in parts])

@@ -4,11 +4,11 @@ import os
 import random
 from typing import Any, Optional
 
+import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
-from videos import rounded, tell, write_mp4
 
-import compile_cache  # before torch
+from videos import rounded, tell, write_mp4
 
 MODEL = os.environ.get("MODEL", "Lightricks/LTX-Video")
 # Width x height x frames of the videos that are warmed up: each has code of its own. The first is the default.
@@ -52,12 +52,12 @@ class Predictor(BaseRunner):
         prompt: str = Input(description="What happens"),
         image: Optional[Path] = Input(description="The first picture; its sides are cut to fit", default=None),
         negative_prompt: str = Input(description="What not to show", default=""),
-        width: Optional[int] = Input(description="In pixels, rounded to a multiple of 32", default=None, ge=64),
-        height: Optional[int] = Input(description="In pixels, rounded to a multiple of 32", default=None, ge=64),
-        num_frames: Optional[int] = Input(description="8k + 1 for LTX-Video, 4k + 1 for Wan", default=None, ge=1),
-        num_inference_steps: int = Input(description="Denoising steps", default=40, ge=1, le=100),
+        width: Optional[int] = Input(description="In pixels, rounded to 32", default=None, ge=64, le=2048),
+        height: Optional[int] = Input(description="In pixels, rounded to 32", default=None, ge=64, le=2048),
+        num_frames: Optional[int] = Input(description="LTX-Video: 8k + 1, Wan: 4k + 1", default=None, ge=1, le=1001),
+        num_inference_steps: int = Input(description="Denoising steps", default=40, ge=2, le=100),
         guidance_scale: float = Input(description="Above 1, how closely to follow the prompt", default=5.0, ge=1),
-        crf: int = Input(description="Quality of the file, by x264: 0 loses nothing", default=18, ge=0, le=40),
+        crf: int = Input(description="How much x264 may lose; browsers refuse 0", default=18, ge=0, le=40),
         seed: Optional[int] = Input(description="The same seed makes the same video", default=None),
     ) -> Path:
         video = rounded((width, height, num_frames), VIDEOS[0], self.step)
