@@ -25,7 +25,7 @@ from compile_cache.storage.directory import CacheDirectory, Outgoing
 from compile_cache.storage.fetch import PacksOfKey
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, open_url
+from compile_cache.storage.stores.base import ObjectStore, StoredObject, open_url
 from compile_cache.storage.stores.local import LocalStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -57,6 +57,16 @@ class HangingStore(LocalStore):
         self.reached.set()
         self.released.wait()
         super().put(name, content)
+
+
+class ListingStore(LocalStore):
+    """Calls `before` before each listing."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        self.before()
+        return super().list(prefix)
 
 
 @dataclass
@@ -371,3 +381,23 @@ def test_a_process_that_ends_has_published_everything_and_keeps_its_code(tmp_pat
 def test_a_store_that_hangs_does_not_keep_a_process_from_ending(tmp_path):
     code, said = run_to_the_end(HANG, tmp_path, str(tmp_path / "store"), budget_s=0.1)
     assert (code, said.count("publish.failed"), "lost a pack of 50 files" in said) == (0, 1, True)
+
+
+def test_what_is_withdrawn_after_it_was_packed_is_not_uploaded(start, tmp_path):
+    store = ListingStore(tmp_path / "store")
+    started = start(store, files={}, begin=False)
+    started.make(FILES, owner="Block")
+    started.make({"other.so": b"of another class"}, owner="Other")
+    outgoing, outbox = started.machine.directory.outgoing, started.machine.directory.outbox
+    packed = []
+
+    def withdraw() -> None:
+        if any(outbox.rglob("*.pack")) and not packed:
+            packed.append(True)
+            outgoing.withdraw("Block")
+
+    store.before = withdraw
+    started.publisher.start()
+    assert started.publisher.wait(PATIENCE_S)
+    assert packed
+    assert started.report.files == 1
