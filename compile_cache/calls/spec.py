@@ -48,6 +48,8 @@ _FORWARD = operator.attrgetter("forward")
 COMPILED_CALL = "_compiled_call_impl"
 _MOST_SIZES_SHOWN = 6
 _NUMBERS = (int, float, complex)
+# What calls are told apart by as it is.
+_PLAIN = frozenset({*_NUMBERS, bool, str, bytes, type(None)})
 
 
 class TensorSpec(NamedTuple):
@@ -184,11 +186,11 @@ def likeness(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _like(value: Any) -> Hashable:
     kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         flags = value.requires_grad, value.is_inference()
         return kind, value.dtype, value.shape, value.stride(), value.device, flags
-    if kind in (*_NUMBERS, bool, str, bytes, type(None)):
-        return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
     if isinstance(value, list | tuple):
         return kind, likeness(value)
     if isinstance(value, dict):
