@@ -37,6 +37,7 @@ help:
 setup: $(READY)
 
 wheel:
+	@rm -rf build  # setuptools would add modules that are gone
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 demo: $(READY)
