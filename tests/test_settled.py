@@ -17,6 +17,7 @@ from precompiling import activated, boot, build, eager, only_report, tensor, war
 from torch import nn
 
 from compile_cache.calls import spec as call_spec
+from compile_cache.serving import trial
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
@@ -373,6 +374,29 @@ def test_another_thread_draws_no_random_numbers_twice(tmp_path, monkeypatch):
         warm_up(compiler, lambda: block(tensor()))
         assert began.wait(60)
         assert "AssertionError" not in only_report(compiler).reason
+
+
+def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_the_copy_and_the_call(
+    tmp_path, monkeypatch
+):
+    # With this option, compiled code draws the same numbers as eager.
+    with activated(tmp_path) as directory, torch._inductor.config.patch(fallback_random=True):
+        block = build(Drawing)
+        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+        moment, real = compiler.policy.moment, trial.call_region
+
+        def call_region(*call: Any) -> Any:
+            monkeypatch.undo()
+            had_new_code = moment.begin()
+            torch.rand(1)
+            moment.end(True, had_new_code)
+            return real(*call)
+
+        monkeypatch.setattr(trial, "call_region", call_region)
+        warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
+        (region,) = compiler.by_class.values()
+        assert "differs from eager" not in region.report.reason
+        assert region.served["precompiled"] > 0
 
 
 def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(tmp_path, monkeypatch):

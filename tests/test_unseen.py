@@ -17,7 +17,7 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import trial
+from compile_cache.serving import kinds, trial
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 
@@ -161,6 +161,28 @@ def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_predic
     answer_all(blocks)  # outside predictions, nobody knows when all were called
     answer_all(blocks)
     assert bool(marks(compiler)) is is_marked
+
+
+def test_a_comparison_that_was_given_up_leaves_nothing_to_wait_for(many, monkeypatch):
+    """What waits makes each call outside predictions one of its own, for which everything is looked at again."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(kinds, "_TRIES_AFTER", (0, 0, 0))
+    monkeypatch.setattr(trial.Comparison, "check", fail)
+    blocks, compiler = many
+    moment = compiler.policy.moment
+    for _ in range(2):
+        had_new_code = moment.begin()
+        for _ in range(4):
+            answer(blocks[0], 4)
+        moment.end(True, had_new_code)
+    assert "none left" in only_report(compiler).reason
+    begun = moment.begun
+    for block in blocks:
+        answer(block, 4)
+    assert moment.begun == begun
 
 
 def test_a_round_of_the_warm_up_that_fails_proves_nothing(tmp_path):
