@@ -12,6 +12,7 @@ from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
+from compile_cache.calls import spec as call_spec
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer
@@ -238,6 +239,26 @@ def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(tmp_path, settin
         assert read_counts().since(before).graphs == compiler.policy.waiting == 0
         assert served(compiler) == {"eager": 3}
         assert "larger" in only_report(compiler).reason
+
+
+def test_calls_that_make_a_cache_larger_are_described_once_a_prediction(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        block = build(Remembering)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        described, real = [], call_spec.structure
+        monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
+        expected = build(Remembering)
+        for known in (2, 1, 1):  # the first call shows that it grows, the second that it is known
+            described.clear()
+            compiler.policy.moment.begin()
+            for _ in range(2):
+                ours, theirs = Memory(), Memory()
+                for seed in range(4):
+                    x = tensor(4, 16, seed=seed)
+                    torch.testing.assert_close(eager(block, x, ours), eager(expected, x, theirs))
+            compiler.policy.moment.end(is_complete=True, had_new_code=False)
+            assert len(described) == known
+        assert served(compiler) == {"eager": 24}
 
 
 class Adaptable(Product):

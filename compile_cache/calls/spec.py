@@ -204,6 +204,12 @@ def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size
     return tuple([tensor.shape for tensor in tensors if not tensor.is_nested])
 
 
+def first_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size | None:
+    """The size of the first input, which is what a call is about; None if that is no tensor."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return first.shape if isinstance(first, torch.Tensor) and not first.is_nested else None
+
+
 def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
     """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
     Where it is another one, the layout of a view's base is added.

@@ -44,7 +44,8 @@ class State(enum.Enum):
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
-    - GROWING: the model's own code answers, whatever the sizes are: each call makes a tensor larger that it keeps.
+    - GROWING: the model's own code answers, whatever the sizes are: each call makes a tensor larger that it keeps. In
+      the same prediction, it answers all calls of the instance whose first input has this size.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
@@ -233,13 +234,16 @@ class Kinds:
         """The case of this call, made if it is new. Its code, if any, fits the call."""
         module, spec = call[0], CallSpec.of(*call)
         with LOCK:
-            covering = [case for case in self._cases.get(spec.without_sizes, ()) if case.covers(spec)]
-            misfit = ""
-            for case in sorted(covering, key=lambda case: not case.is_known_to_serve(module)):
+            covering, misfit = list[Case](), ""
+            alike = self._cases.get(spec.without_sizes, [])
+            for case in sorted(alike, key=lambda case: not case.is_known_to_serve(module)):
+                if not case.covers(spec):
+                    continue
                 if not (reason := case.misfit(spec, call)):
                     case.meet(module)
                     return case
                 case.leave(module)
+                covering.append(case)
                 misfit = reason if case.first is module else misfit
             case = Case(spec, module)
             if reason := self._why_none(module, spec, covering, misfit):

@@ -21,6 +21,8 @@ from compile_cache.calls.spec import (
     RECOMPILE_LIMIT,
     Call,
     Parts,
+    call_region,
+    first_size,
     likeness,
     modes,
     overlaps_of,
@@ -45,18 +47,17 @@ _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is c
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 # Outside predictions, what lies in a module is looked at again after so many calls.
 _CALLS_BETWEEN_LOOKS = 64
-# A call that was settled as eager, because of what lies in its module.
-_EAGER = None
 
 
 @dataclass(slots=True)
 class _Settled:
-    """The cases of one module's calls that were settled, by their `likeness`, with the module's parts if graphs serve
-    it. They hold while the moment's number is `begun`, and outside predictions for the next `calls_left` calls."""
+    """One module's calls that were settled, by their `likeness`, or by their `first_size` if they are GROWING: a case
+    that graphs serve, with the module's parts; nothing if the module's own code answers. They hold while the moment's
+    number is `begun`, and outside predictions for the next `calls_left` calls."""
 
     begun: int = -1
     calls_left: int = 0
-    cases: dict[Any, tuple[Case, Parts | None] | None] = field(default_factory=dict)
+    cases: dict[Any, tuple[Case, Parts] | tuple[()]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -89,13 +90,15 @@ class Region:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]
-        settled = instance.settled  # another thread may replace it
-        like = _likeness(args, kwargs) if settled.cases else None
-        if like in settled.cases and self._holds(instance, settled):
-            case, parts = settled.cases[like] or (_EAGER, None)
-            if case is _EAGER or case.state in (State.EAGER, State.GROWING, State.ORDERED):
-                return self.trials.serve_eager((module, args, kwargs))
-            if case.state is State.CACHED and (code := case.code) and parts and not any(GLOBAL_HOOKS):
+        settled, like, found = instance.settled, None, None  # another thread may replace `settled`
+        if settled.cases and (found := settled.cases.get(first_size(args, kwargs))) is None:
+            found = settled.cases.get(like := _likeness(args, kwargs))
+        if found is not None and self._holds(instance, settled):
+            if not found:
+                self.served["eager"] += 1
+                return call_region(module, args, kwargs)
+            case, parts = found
+            if case.state is State.CACHED and (code := case.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
@@ -116,23 +119,24 @@ class Region:
             instance.settled = _Settled()
         return holds
 
-    def _settle(self, module: nn.Module, like: Any, case: Case | None) -> None:
+    def _settle(self, call: Call, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as it `_holds`."""
-        instance, begun = self._instances[module], self._policy.moment.begun
-        settled = instance.settled
+        module, begun = call[0], self._policy.moment.begun
+        settled = self._instances[module].settled
         if settled.begun != begun or settled.calls_left < 0 or len(settled.cases) >= RECOMPILE_LIMIT:
             # To look again takes some microseconds for each part.
             looks = len(case.spec.structure) if case is not None else 0
-            settled = instance.settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
+            settled = self._instances[module].settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
+        if case is not None and case.state is State.GROWING:
+            like = first_size(*call[1:])
         if like is not None:
-            parts = Parts(module) if case is not None and case.state is State.CACHED else None
-            settled.cases[like] = (case, parts) if case is not None else _EAGER
+            settled.cases[like] = (case, Parts(module)) if case is not None and case.state is State.CACHED else ()
 
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(call[0]):
             self._explain_eager(f"eager: {reason}")
-            self._settle(call[0], like, _EAGER)
+            self._settle(call, like, None)
             return self.trials.serve_eager(call)
         self._policy.moment.pass_by()
         case = attempt(self.kinds.case, call)
@@ -157,7 +161,7 @@ class Region:
         if state in (State.EAGER, State.GROWING):
             self._explain_eager(case.reason)
         if state in (State.EAGER, State.GROWING, State.ORDERED, State.CACHED):
-            self._settle(call[0], like, case)
+            self._settle(call, like, case)
         if code is not None and state is State.CACHED:
             return self._serve(case, code, call, like)
         return self.trials.serve_eager(call)
@@ -187,7 +191,7 @@ class Region:
                     case.miss(call[0])
                     self._instances[call[0]].settled = _Settled()
                 else:  # it may fit again
-                    self._settle(call[0], like, _EAGER)
+                    self._settle(call, like, None)
             return self.trials.serve_eager(call)
         except AssertionError as error:
             if code.path:  # generated code asserts the strides that it was compiled for
