@@ -210,7 +210,7 @@ class Case:
         if self.state is State.GROWING:  # the first tensor is what the call is about
             return differing is not None and all(number for number, _ in differing)
         is_open = self.spec.open and differing is not None and differing <= {*self.spec.open}
-        return bool(is_open) or self.spec == spec
+        return bool(is_open) or self.spec.leaves == spec.leaves
 
 
 class Kinds:

@@ -63,9 +63,10 @@ class _Settled:
 @dataclass(slots=True)
 class _Instance:
     """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
-    first; and what was `settled`."""
+    first; the calls that were GROWING, by their `likeness`; and what was `settled`."""
 
     functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
+    growing: dict[Any, Case] = field(default_factory=dict)
     settled: _Settled = field(default_factory=_Settled)
 
 
@@ -121,24 +122,30 @@ class Region:
 
     def _settle(self, call: Call, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as it `_holds`."""
-        module, begun = call[0], self._policy.moment.begun
-        settled = self._instances[module].settled
+        instance, begun = self._instances[call[0]], self._policy.moment.begun
+        settled = instance.settled
         if settled.begun != begun or settled.calls_left < 0 or len(settled.cases) >= RECOMPILE_LIMIT:
             # To look again takes some microseconds for each part.
             looks = len(case.spec.structure) if case is not None else 0
-            settled = self._instances[module].settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
+            settled = instance.settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
+        if like is None:
+            return
         if case is not None and case.state is State.GROWING:
-            like = first_size(*call[1:])
-        if like is not None:
-            settled.cases[like] = (case, Parts(module)) if case is not None and case.state is State.CACHED else ()
+            if len(instance.growing) >= RECOMPILE_LIMIT:
+                instance.growing.clear()
+            instance.growing[like] = case
+            like = first_size(*call[1:]) or like
+        settled.cases[like] = (case, Parts(call[0])) if case is not None and case.state is State.CACHED else ()
 
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
+        self._policy.moment.pass_by()
+        if like is not None and (grown := self._instances[call[0]].growing.get(like)):
+            return self._serve_known(grown, call, like)
         if reason := why_eager(call[0]):
             self._explain_eager(f"eager: {reason}")
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
-        self._policy.moment.pass_by()
         case = attempt(self.kinds.case, call)
         if isinstance(case, Failure):
             self._explain_eager(case.reason)
