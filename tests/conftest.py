@@ -61,12 +61,11 @@ hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (
     "test_serving_faults",
+    "test_image_server",
     "test_text_server",
-    "test_background_server",
     "test_cog_server",
     "test_fuzz_serving",
     "test_background_compile",
-    "test_demo",
     "test_fill",
     "test_unseen",
     "test_boot",
