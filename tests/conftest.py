@@ -51,6 +51,7 @@ os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
 # Half of the time that a process takes to import torch's compiler: see python_start/sitecustomize.py.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("python_start"))
 import_module("python_start.sitecustomize")
+pytest.register_assert_rewrite("demo_servers")
 
 # The suite tries the same examples in every run: a failure then comes from a change. `make soak` tries other examples
 # each time, and many more. How fast an example runs is no property of the code on a machine that does other things.
@@ -60,15 +61,14 @@ hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = (
     "test_serving_faults",
-    "test_background_server",
+    "test_image_server",
+    "test_text_server",
     "test_cog_server",
     "test_fuzz_serving",
     "test_background_compile",
-    "test_demo",
     "test_fill",
     "test_unseen",
     "test_boot",
-    "test_text_server",
     "test_toolchain",
     "test_background_faults",
     "test_readme",

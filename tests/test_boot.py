@@ -30,6 +30,13 @@ def test_cold_boot_compiles_and_publishes_everything(cold):
     assert any(name.endswith(".pack") for name in stored(folder / "store"))
 
 
+@pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="torch warns that guards run slower there")
+def test_cold_boot_logs_nothing_of_other_libraries(cold):
+    lines = cold[1].log.splitlines()
+    assert any("compile.begin" in line for line in lines)
+    assert not [line for line in lines if ":compile_cache:" not in line]
+
+
 def test_restored_boot_compiles_nothing_and_computes_the_same(cold, tmp_path):
     _, first = cold
     again = boot_once(seeded(cold, tmp_path), forked=False)
