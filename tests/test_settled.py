@@ -17,6 +17,7 @@ from precompiling import activated, boot, build, eager, only_report, tensor, war
 from torch import nn
 
 from compile_cache.calls import spec as call_spec
+from compile_cache.calls.spec import CallSpec, likeness
 from compile_cache.serving import trial
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, State
@@ -307,6 +308,34 @@ def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(tmp_path, n
             with prediction(compiler):
                 torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
         assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
+
+
+class Shapeless(torch.Tensor):
+    """A tensor as only another library knows it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        raise RuntimeError("it has no shape")
+
+
+@pytest.mark.parametrize("first", [nn.UninitializedParameter(), torch.ones(2).as_subclass(Shapeless)])
+def test_a_first_input_without_a_shape_fails_no_call(tmp_path, first):
+    class Ignoring(Block):
+        def forward(self, ignored: Any, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    with activated(tmp_path) as directory:
+        block, twin = build(Ignoring), build(Block)
+        boot(directory, block, settings=STATES["eager"][0])
+        for given in (tensor(), first, first):
+            torch.testing.assert_close(eager(block, given, tensor()), eager(twin, tensor()))
+
+
+@pytest.mark.parametrize("pair", [(State.NEW, State.EAGER), (torch.float32, torch.float64), (len, max), (int, str)])
+def test_objects_of_one_class_that_are_other_kinds_are_not_alike(pair):
+    one, other = (CallSpec.of(nn.Identity(), (tensor(), given), {}) for given in pair)
+    assert one != other
+    assert likeness([pair[0]]) != likeness([pair[1]])
 
 
 # What two threads can do to one case, with the other thread's part made at the worst moment.

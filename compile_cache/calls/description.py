@@ -131,13 +131,11 @@ def _constant(value: Any) -> Description:
 def structure(module: nn.Module) -> tuple[Any, ...]:
     """The tree of a module: its classes and their `forward`, and its parameters and buffers without their values.
     Alignment counts: kernels compiled for aligned weights read 16 bytes at a time, and check nothing."""
-    found, waiting = [], [("", module)]
-    for name, part in waiting:  # which grows meanwhile
-        tensors = (*part._parameters.items(), *part._buffers.items())
-        weights = tuple([(key, _weight(tensor)) for key, tensor in tensors])
-        found.append((name, type(part), type(part).forward, part.training, weights))
-        waiting += [(f"{name}.{key}", child) for key, child in part._modules.items() if child is not None]
-    return tuple(found)
+    return tuple(
+        (name, type(part), type(part).forward, part.training, tuple((key, _weight(t)) for key, t in tensors))
+        for name, part in module.named_modules(remove_duplicate=False)
+        for tensors in [(*part._parameters.items(), *part._buffers.items())]
+    )
 
 
 @functools.cache

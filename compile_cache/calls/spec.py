@@ -30,6 +30,7 @@ pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several
 # image sizes and input strides needs more.
 RECOMPILE_LIMIT = 64
+_OWN_TENSORS = (torch.Tensor, nn.Parameter)
 # A module's call runs these (torch/nn/modules/module.py, _call_impl).
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(module_hooks, name, {})
@@ -180,11 +181,11 @@ def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def likeness(values: Iterable[Any]) -> tuple[Any, ...]:
     """What two calls of a module have in common that are served alike: each tensor's class, type, shape, strides and
-    device, nested ones too; numbers, texts and flags; other objects' classes. Takes about a microsecond a tensor."""
+    device, nested ones too; numbers, texts and flags; other objects by identity. Takes about a microsecond a tensor."""
     return tuple([_like(value) for value in values])
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any) -> Hashable:
     kind = type(value)
     if kind in _PLAIN:
         return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
@@ -195,7 +196,7 @@ def _like(value: Any) -> Any:
         return kind, likeness(value)
     if isinstance(value, dict):
         return kind, likeness(value), likeness(value.values())
-    return kind
+    return kind, id(value)
 
 
 def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
@@ -204,10 +205,14 @@ def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size
     return tuple([tensor.shape for tensor in tensors if not tensor.is_nested])
 
 
-def first_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size | None:
-    """The size of the first input, which is what a call is about; None if that is no tensor."""
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    return first.shape if isinstance(first, torch.Tensor) and not first.is_nested else None
+def growth(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What calls have in common that make one cache larger: the size of the first input, and all objects that are no
+    tensors, by identity. None if the first input is no tensor of torch's own. Takes a microsecond."""
+    values = (*args, *kwargs.values())
+    if not values or type(values[0]) not in _OWN_TENSORS:
+        return None
+    kinds = tuple([kind if (kind := type(value)) in _OWN_TENSORS else id(value) for value in values])
+    return values[0].shape, tuple(kwargs), kinds
 
 
 def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
@@ -245,7 +250,7 @@ def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> 
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_nested
+    return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -101,19 +101,19 @@ class Precompiled:
 
     def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why the function does not fit this call, after the full check; empty if it fits."""
-        inputs, accepted = {"module": module, "args": args, "kwargs": kwargs}, self._accepted
-        is_on_gpu = accepted.is_on_gpu if accepted else on_gpu(module, args, kwargs)
+        inputs = {"module": module, "args": args, "kwargs": kwargs}
+        is_on_gpu, accepted = on_gpu(module, args, kwargs), self._accepted
         now = switches(is_on_gpu)
         if reason := why_not_ahead(module) or (changed_switches(accepted.switches, now) if accepted else ""):
             return reason
-        if difference := self._loaded.failed_guard(inputs) or self._checks.local_difference(inputs):
-            return difference
         parts = Parts(module)
         overlaps = overlaps_of(args, kwargs, parts)
         if accepted and accepted.forwards != parts.forwards:
             return "a class has another `forward`"
         if accepted and accepted.overlaps != overlaps:
             return "other inputs share memory"
+        if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
+            return difference
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts

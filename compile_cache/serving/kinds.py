@@ -44,8 +44,7 @@ class State(enum.Enum):
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
-    - GROWING: the model's own code answers, whatever the sizes are: each call makes a tensor larger that it keeps. In
-      the same prediction, it answers all calls of the instance whose first input has this size.
+    - GROWING: the model's own code answers, whatever the sizes are: each call makes a tensor larger that it keeps.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 

@@ -10,6 +10,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from compile_cache.calls.spec import (
     Call,
     Parts,
     call_region,
-    first_size,
+    growth,
     likeness,
     modes,
     overlaps_of,
@@ -51,9 +52,9 @@ _CALLS_BETWEEN_LOOKS = 64
 
 @dataclass(slots=True)
 class _Settled:
-    """One module's calls that were settled, by their `likeness`, or by their `first_size` if they are GROWING: a case
-    that graphs serve, with the module's parts; nothing if the module's own code answers. They hold while the moment's
-    number is `begun`, and outside predictions for the next `calls_left` calls."""
+    """One module's calls that were settled, by their `likeness`, and by their `growth` if they are GROWING: a case that
+    graphs serve, with the module's parts; nothing if the module's own code answers. They hold while the moment's number
+    is `begun`, and outside predictions for the next `calls_left` calls."""
 
     begun: int = -1
     calls_left: int = 0
@@ -63,10 +64,9 @@ class _Settled:
 @dataclass(slots=True)
 class _Instance:
     """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
-    first; the calls that were GROWING, by their `likeness`; and what was `settled`."""
+    first; and what was `settled`."""
 
     functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
-    growing: dict[Any, Case] = field(default_factory=dict)
     settled: _Settled = field(default_factory=_Settled)
 
 
@@ -92,8 +92,8 @@ class Region:
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         instance = self._instances[module]
         settled, like, found = instance.settled, None, None  # another thread may replace `settled`
-        if settled.cases and (found := settled.cases.get(first_size(args, kwargs))) is None:
-            found = settled.cases.get(like := _likeness(args, kwargs))
+        if settled.cases and (found := settled.cases.get(_key(growth, args, kwargs))) is None:
+            found = settled.cases.get(like := _key(_likeness, args, kwargs))
         if found is not None and self._holds(instance, settled):
             if not found:
                 self.served["eager"] += 1
@@ -108,7 +108,7 @@ class Region:
         for case in instance.functions.get(top_sizes(plain, named), ()) if instance.functions else ():
             if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
                 return self._serve(case, code, (module, plain, named))
-        return self._route((module, plain, named), like or _likeness(args, kwargs))
+        return self._route((module, plain, named), like or _key(_likeness, args, kwargs))
 
     def _holds(self, instance: _Instance, settled: _Settled) -> bool:
         """Whether what was settled for an instance still holds."""
@@ -128,24 +128,22 @@ class Region:
             # To look again takes some microseconds for each part.
             looks = len(case.spec.structure) if case is not None else 0
             settled = instance.settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
-        if like is None:
-            return
-        if case is not None and case.state is State.GROWING:
-            if len(instance.growing) >= RECOMPILE_LIMIT:
-                instance.growing.clear()
-            instance.growing[like] = case
-            like = first_size(*call[1:]) or like
-        settled.cases[like] = (case, Parts(call[0])) if case is not None and case.state is State.CACHED else ()
+        is_growing = case is not None and case.state is State.GROWING
+        for key in (like, _key(growth, *call[1:]) if is_growing else None):
+            if key is None:
+                continue
+            if case is None or case.state in (State.EAGER, State.GROWING, State.ORDERED):
+                settled.cases[key] = ()
+            elif case.state is State.CACHED:  # new code may have arrived since the caller looked
+                settled.cases[key] = case, Parts(call[0])
 
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
-        self._policy.moment.pass_by()
-        if like is not None and (grown := self._instances[call[0]].growing.get(like)):
-            return self._serve_known(grown, call, like)
         if reason := why_eager(call[0]):
             self._explain_eager(f"eager: {reason}")
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
+        self._policy.moment.pass_by()
         case = attempt(self.kinds.case, call)
         if isinstance(case, Failure):
             self._explain_eager(case.reason)
@@ -231,9 +229,15 @@ class Region:
             log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
 
 
-def _likeness(args: Any, kwargs: Any) -> Any:
-    """What calls that are settled alike have in common; None if that cannot be told."""
+def _likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What calls that are settled alike have in common."""
+    return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
+
+
+def _key(of: Callable[[tuple[Any, ...], dict[str, Any]], Hashable], *call: Any) -> Hashable:
+    """What calls have in common, as a key; None if that cannot be told."""
     try:
-        return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
-    except Exception:  # of a tensor that is none of torch's own
+        hash(key := of(*call))
+    except Exception:  # of an object that is none of torch's own, or while torch traces sizes
         return None
+    return key
