@@ -14,6 +14,7 @@ from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
+from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
 from models.text.settings import TextSettings
 from warmup import warm_up
@@ -59,8 +60,14 @@ class Predictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
+        with (
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
+            EarlyWeights(local_folder(model, revision)) as early,
+        ):
             with self.boot.timed("import"), without_collection():
+                import torch
+
+                early.begin(torch.device("cuda", 0))
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
@@ -70,7 +77,7 @@ class Predictor(Served):
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(
-                    model, revision, settings.image_sizes, settings.go_fast, settings.images
+                    model, revision, settings.image_sizes, settings.go_fast, settings.images, early
                 )
             for network, whole in self.model.networks():
                 self.boot.compile(network, whole=whole)
@@ -187,8 +194,14 @@ class TextPredictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = TextSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with compile_cache.boot(settings.model, sources=SOURCES) as self.boot:
+        with (
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
+            EarlyWeights(local_folder(model, revision)) as early,
+        ):
             with self.boot.timed("import"), without_collection():
+                import torch
+
+                early.begin(torch.device("cuda", 0))
                 from models.text.model import TextModel, import_model
                 from models.text.steps import prepare_process
 
@@ -196,7 +209,7 @@ class TextPredictor(Served):
             self.boot.prepare(prepare_process)
             self.boot.preload()
             with self.boot.timed("weights"):
-                self.model = TextModel.load(model, revision, settings)
+                self.model = TextModel.load(model, revision, settings, early)
             for step in self.model.steps:
                 self.boot.compile(step, whole=True, shares_weights=True)
             warm_up(self.boot, self.model.run, self.model.warm_up_inputs())

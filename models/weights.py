@@ -7,26 +7,21 @@ pieces at a time.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, cycle
-from pathlib import Path
 
 import numpy
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.logging import set_tqdm_hook
 
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+from models.early_weights import SPARE_BYTES, is_plain
 
 # 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
-# What copies of weights leave free on the GPU, for predictions and for the second process.
-_SPARE_BYTES = 4 << 30
 
 
 def leave_out_foreign_lines() -> None:
@@ -41,28 +36,6 @@ def leave_out_foreign_lines() -> None:
     imports.addFilter(lambda record: unwanted not in record.getMessage())
 
 
-def need_no_cast(folder: Path, dtype: torch.dtype) -> bool:
-    """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
-
-    `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
-    """
-    is_pipeline = (folder / "model_index.json").is_file()
-    configs = folder.glob("*/config.json" if is_pipeline else "config.json")
-    try:
-        return all(_is_stored_as(config, dtype) for config in configs)
-    except (OSError, ValueError, SafetensorError):
-        return False  # from_pretrained has the better message for damaged files
-
-
-def _is_stored_as(config: Path, dtype: torch.dtype) -> bool:
-    stored = set()
-    for path in (files := list(config.parent.glob("*.safetensors"))):
-        with safe_open(path, framework="pt") as file:
-            stored |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, it is no mapping
-    is_quantized = "quantization_config" in json.loads(config.read_text())
-    return bool(files) and not is_quantized and all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
-
-
 def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:
     """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
 
@@ -73,7 +46,7 @@ def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = 
     """
     modules = list(modules)
     weights = {id(weight): weight for module in modules for weight in chain(module.parameters(), module.buffers())}
-    plain = [weight for weight in weights.values() if _is_plain(weight)]
+    plain = [weight for weight in weights.values() if is_plain(weight)]
     # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.
     torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
     there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
@@ -82,12 +55,6 @@ def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = 
         weight.data = target
     for module in modules:
         module.to(device)
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    is_usual = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_cpu and weight.layout is torch.strided
-    is_odd = weight.is_quantized or weight.is_nested or weight.is_conj() or weight.is_neg()
-    return is_usual and not is_odd and weight.is_contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,4 +112,4 @@ class _Buffer:
 def gpu_has_room(size_bytes: int) -> bool:
     """Whether the GPU has room for copies of weights, and 4 GiB beside them."""
     free, _ = torch.cuda.mem_get_info()
-    return free > size_bytes + _SPARE_BYTES
+    return free > size_bytes + SPARE_BYTES

@@ -23,11 +23,12 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
+from models.early_weights import EarlyWeights, need_no_cast
 from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import Size, nearest_size, offered_sizes
-from models.weights import leave_out_foreign_lines, move, need_no_cast
+from models.weights import leave_out_foreign_lines, move
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
@@ -86,8 +87,10 @@ def import_pipeline(model: str, revision: str | None) -> None:
         check_pipeline(pipeline)
 
 
-def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a pipeline to `device` as `DiffusionPipeline.from_pretrained` does.
+def load_pipeline(
+    model: str, revision: str | None, dtype: torch.dtype, device: torch.device, early: EarlyWeights | None = None
+) -> Any:
+    """Load a pipeline to `device` as `DiffusionPipeline.from_pretrained` does, with the copies that `early` has.
 
     It is several times as fast if no weight needs a cast.
 
@@ -96,10 +99,15 @@ def load_pipeline(model: str, revision: str | None, dtype: torch.dtype, device: 
     """
     folder = model if os.path.isdir(model) else DiffusionPipeline.download(model, revision=revision)
     if not need_no_cast(Path(folder), dtype):
+        if early is not None:
+            early.drop()
         return DiffusionPipeline.from_pretrained(model, revision=revision, dtype=dtype, device_map=device.type)
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
     pipeline.register_to_config(_name_or_path=model)
-    move((part for part in pipeline.components.values() if isinstance(part, nn.Module)), device)
+    parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    if early is not None:
+        early.give(parts)
+    move(parts, device)
     return pipeline
 
 
@@ -151,16 +159,23 @@ class DiffusionModel:
 
     @classmethod
     def load(
-        cls, model: str, revision: str | None, sizes: Sequence[Size] = (), go_fast: str = "off", images: int = 1
+        cls,
+        model: str,
+        revision: str | None,
+        sizes: Sequence[Size] = (),
+        go_fast: str = "off",
+        images: int = 1,
+        early: EarlyWeights | None = None,
     ) -> DiffusionModel:
-        """Load a folder or hub id: bf16 straight to the GPU where there is one, else fp32 on the CPU.
+        """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
             ValueError: the pipeline cannot draw one of `sizes`, not from a prompt, not fast, or not from `images`.
         """
         if torch.cuda.is_available():
-            pipeline = load_pipeline(model, revision, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            pipeline = load_pipeline(model, revision, torch.bfloat16, device, early)
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
         return cls(pipeline, sizes, go_fast, images)

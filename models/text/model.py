@@ -14,13 +14,14 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from models.early_weights import EarlyWeights, need_no_cast
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 from models.text.stream import TextStream
-from models.weights import leave_out_foreign_lines, move, need_no_cast
+from models.weights import leave_out_foreign_lines, move
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,10 @@ class TextModel:
         self.steps = self.generator.prefill, self.generator.decode
 
     @classmethod
-    def load(cls, model: str, revision: str | None, settings: TextSettings) -> TextModel:
-        """Load a folder or hub id: bf16 straight to the GPU where there is one, else fp32 on the CPU.
+    def load(
+        cls, model: str, revision: str | None, settings: TextSettings, early: EarlyWeights | None = None
+    ) -> TextModel:
+        """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
@@ -134,7 +137,7 @@ class TextModel:
         """
         # The model comes first, because making it fills registries of transformers. Precompiled regions load at the
         # same time, and need them.
-        loaded = load_model(model, revision)
+        loaded = load_model(model, revision, early)
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
@@ -184,8 +187,8 @@ class TextModel:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def load_model(model: str, revision: str | None) -> PreTrainedModel:
-    """Load a model to its device as `AutoModelForCausalLM.from_pretrained` does.
+def load_model(model: str, revision: str | None, early: EarlyWeights | None = None) -> PreTrainedModel:
+    """Load a model to its device as `AutoModelForCausalLM.from_pretrained` does, with the copies that `early` has.
 
     It is several times as fast if no weight needs a cast.
 
@@ -206,8 +209,12 @@ def load_model(model: str, revision: str | None) -> PreTrainedModel:
     patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
     folder = Path(model if os.path.isdir(model) else snapshot_download(model, revision=revision, **patterns))
     if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
+        if early is not None:
+            early.drop()
         return load(folder, dtype=torch.bfloat16, device_map="cuda")
     loaded = load(folder, dtype=torch.bfloat16)
+    if early is not None:
+        early.give([loaded])
     move([loaded], torch.device("cuda", torch.cuda.current_device()))
     return loaded
 

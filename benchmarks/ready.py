@@ -1,0 +1,140 @@
+"""From a server's start to READY, as users have it: under Cog, in turn with what people write.
+
+    python benchmarks/ready.py --model /tmp/flux1 --sizes 1024x1024 --rounds 5 --store /tmp/ready
+    python benchmarks/ready.py --model /tmp/llama --text --rounds 5 --store /tmp/ready-llama
+    python benchmarks/ready.py --model /tmp/flux1 --sizes 1024x1024 --kinds plain_to,warm --drop-pages --store /tmp/cold
+
+Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
+`device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
+restored code, after a cold boot that fills the store. `--against` allows `eager_other` and `warm_other`, those of an
+older checkout. With --drop-pages, the weights leave the page cache before each boot. Each boot is added to --out as a
+JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fresh_boot import ROOT, Model, add_line, add_model_options, boot_environment, new_log, within
+from table import markdown, spread
+
+sys.path.append(str(ROOT / "demo"))
+
+from cog_server import CogServer
+
+_POLL_S = 0.01
+_WAYS = {
+    "plain_to": {},
+    "plain_device_map": {},
+    "plain_parallel": {"HF_ENABLE_PARALLEL_LOADING": "YES"},
+}
+KINDS = (*_WAYS, "eager", "warm")
+
+
+def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
+    """One server, until READY and one more second."""
+    root = args.against.resolve() if kind.endswith("_other") else ROOT
+    work = args.store / ("other" if root != ROOT else "this")
+    work.mkdir(parents=True, exist_ok=True)
+    log, report = new_log(work, kind), work / "report.json"
+    report.unlink(missing_ok=True)
+    of = "eager" if kind.startswith("eager") else "warm"
+    environ = boot_environment(work, of, work / "store", root)
+    environ |= {"MODEL": str(model.folder), "COMPILE_CACHE_COLD_START": "block", **model.variables}
+    environ |= {"COMPILE_CACHE_REPORT": str(report), "PLAIN": kind.removeprefix("plain_"), **_WAYS.get(kind, {})}
+    if args.drop_pages:
+        drop_pages(model.folder)
+    project = ROOT / "benchmarks" / "plain" if kind in _WAYS else root
+    server = CogServer(f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}", log, environ, project)
+    began = time.monotonic()
+    with server:
+        while (status := server.health().get("status")) != "READY":
+            if status in ("SETUP_FAILED", "DEFUNCT") or server.process.poll() is not None:
+                raise SystemExit(f"the {kind} boot is {status}; {log} ends with:\n{log.read_text()[-3000:]}")
+            if time.monotonic() > began + args.timeout:
+                raise SystemExit(f"the {kind} boot took more than {args.timeout:g} s; see {log}")
+            time.sleep(_POLL_S)
+        ready_s = time.monotonic() - began
+        if kind in ("cold", "cold_other"):
+            server.predict(**model.inputs)
+            wait_published(report, args.timeout)
+        server.stop(signal.SIGTERM, 120)
+    line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "cores": len(os.sched_getaffinity(0))}
+    if report.exists():
+        found = json.loads(report.read_text())
+        line |= {"phases": found["phases"], "memory": found.get("device_peak_bytes"), "spans": found.get("spans")}
+        line["regions"] = [region["settled"] for region in found["regions"]]
+    line["lines"] = [text for text in log.read_text().splitlines() if "plain:" in text or "weights.early" in text]
+    return line
+
+
+def wait_published(report: Path, timeout_s: float) -> None:
+    """Until the server has stored what its warm-up made."""
+    time.sleep(min(20.0, timeout_s))
+
+
+def drop_pages(folder: Path) -> None:
+    """Take the weights out of the page cache."""
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def row(kind: str, boots: list[dict[str, Any]], plain_s: float | None) -> list[str]:
+    """One line of the table: medians, with their range."""
+    ready = [one["ready_s"] for one in boots]
+
+    def phase(name: str) -> str:
+        return spread([one["phases"].get(name) for one in boots if "phases" in one], 2)
+
+    ratio = f"{median(ready) / plain_s:.2f}" if plain_s else "–"
+    return [kind, str(len(boots)), spread(ready, 2), ratio, phase("import"), phase("weights"), phase("warm_up")]
+
+
+def main() -> None:
+    """Boot in turn, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser)
+    parser.add_argument("--against", type=Path, help="an older checkout")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drop-pages", action="store_true")
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--timeout", type=float, default=400.0)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
+    args = parser.parse_args()
+    args.store = args.store.resolve()
+    model, kinds = Model.of(args), args.kinds.split(",")
+    first = [kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")]
+    steps = [(kind, 0) for kind in first if not (args.store / kind).exists()]
+    for number in range(1, args.rounds + 1):
+        shift = number % len(kinds)
+        steps += [(kind, number) for kind in kinds[shift:] + kinds[:shift]]
+    boots: list[dict[str, Any]] = []
+    for kind, number in within(steps, args.limit_s):
+        found = {"model": model.folder.name, "round": number, **boot(kind, model, args)}
+        print({key: value for key, value in found.items() if key != "spans"}, flush=True)
+        add_line(args.out, found)
+        boots.append(found)
+        if not number:
+            (args.store / kind).touch()
+    by_kind = {kind: [one for one in boots if one["kind"] == kind and one["round"]] for kind in kinds}
+    plain = [median(one["ready_s"] for one in by_kind[kind]) for kind in kinds if kind in _WAYS and by_kind[kind]]
+    rows = [row(kind, found, min(plain, default=None)) for kind, found in by_kind.items() if found]
+    columns = ("boot", "n", "READY, s", "over the fastest plain", "import, s", "weights, s", "warm-up, s")
+    print(f"\n{markdown(columns, rows)}")
+
+
+if __name__ == "__main__":
+    main()
