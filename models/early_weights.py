@@ -407,7 +407,8 @@ def use_first(device: torch.device) -> None:
         for mask in (None, tokens.new_zeros(1, 64, 512, 512)):
             functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
         functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        functional.conv2d(picture, tokens.new_zeros(512, 512, 3, 3), padding=1)
+        for each in (picture, picture.float()):
+            functional.conv2d(each, each.new_zeros(512, 512, 3, 3), padding=1)
         functional.group_norm(picture, 32)
         functional.interpolate(picture, scale_factor=2.0)
         functional.layer_norm(tokens, (4096,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -20,6 +20,7 @@ from models.text.layers import most_positions
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
 from models.text.settings import TextSettings
+from models.text.steps import register
 from models.text.stream import TextStream
 from models.weights import leave_out_foreign_lines, move
 
@@ -55,15 +56,17 @@ _NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
 
 
 def import_model(model: str, revision: str | None) -> None:
-    """Import the classes of `model`, so that loading it imports next to nothing, and logs no progress.
+    """Import and register the class of `model`, so that loading it imports next to nothing, and logs no progress.
+
+    Restored functions that load beside the weights need the class registered.
 
     Raises:
         OSError: there is no such folder or repository.
     """
     leave_out_foreign_lines()
     config = AutoConfig.from_pretrained(model, revision=revision)
-    for name in getattr(config, "architectures", None) or ():
-        getattr(transformers, name, None)
+    with contextlib.suppress(Exception):  # loading the model has the better message
+        register(config)
 
 
 @dataclass(frozen=True, slots=True)

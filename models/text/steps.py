@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
 
 log = logging.getLogger(__name__)
 
-# The classes of which this process has made a model.
+# The classes that are registered in this process.
 _REGISTERED: set[type[PreTrainedModel]] = set()
 # The argument's name. transformers 5.24 warns of the older one.
 _CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
@@ -34,12 +34,18 @@ def prepare_process() -> None:
         join_operators()
 
 
-class Step(nn.Module):
-    """The common part of both steps.
+def register(config: PreTrainedConfig) -> None:
+    """Register the class of a configuration's model with transformers, as making a model does.
 
-    Unpickled in another process, it registers the model's class with transformers, as making a model does. Compiled
-    code depends on these registries.
+    Compiled code depends on these registries: without them it cannot be loaded.
     """
+    plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
+    with torch.device("meta"):  # this model takes no memory and is dropped
+        _REGISTERED.add(type(AutoModelForCausalLM.from_config(plain)))
+
+
+class Step(nn.Module):
+    """The common part of both steps. Unpickled in another process, it registers the model's class."""
 
     def __init__(self, model: PreTrainedModel, cache: StaticCache, sampler: Sampler) -> None:
         super().__init__()
@@ -50,12 +56,8 @@ class Step(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled step."""
         super().__setstate__(state)
-        if (kind := type(self.model)) not in _REGISTERED:
-            config = self.model.config
-            plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
-            with torch.device("meta"):  # this model takes no memory and is dropped
-                kind(plain)
-            _REGISTERED.add(kind)
+        if type(self.model) not in _REGISTERED:
+            register(self.model.config)
 
 
 class Prefill(Step):
