@@ -14,6 +14,7 @@ JSON line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ sys.path.append(str(ROOT / "demo"))
 from cog_server import CogServer
 
 _POLL_S = 0.01
+_QUIET_S = 8.0
 _WAYS = {
     "plain_to": {},
     "plain_device_map": {},
@@ -65,7 +67,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
         ready_s = time.monotonic() - began
         if kind in ("cold", "cold_other"):
             server.predict(**model.inputs)
-            wait_published(report, args.timeout)
+            wait_published(work / "store", args.timeout)
         server.stop(signal.SIGTERM, 120)
     line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "cores": len(os.sched_getaffinity(0))}
     if report.exists():
@@ -76,18 +78,30 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     return line
 
 
-def wait_published(report: Path, timeout_s: float) -> None:
-    """Until the server has stored what its warm-up made."""
-    time.sleep(min(20.0, timeout_s))
+def wait_published(store: Path, timeout_s: float) -> None:
+    """Until nothing has been added to the store for some seconds."""
+    deadline = time.monotonic() + timeout_s
+    known, since = -1, time.monotonic()
+    while time.monotonic() < min(deadline, since + _QUIET_S):
+        if (count := sum(1 for _ in store.rglob("*"))) != known:
+            known, since = count, time.monotonic()
+        time.sleep(1.0)
 
 
 def drop_pages(folder: Path) -> None:
-    """Take the weights out of the page cache."""
+    """Take the weights out of the page cache.
+
+    Raises:
+        SystemExit: they are still there.
+    """
     for path in folder.rglob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        with path.open("rb", buffering=0) as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for offset in range(0, path.stat().st_size, 64 << 20):
+                with contextlib.suppress(BlockingIOError):
+                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+                    raise SystemExit(f"{path} is still in the page cache")
 
 
 def row(kind: str, boots: list[dict[str, Any]], plain_s: float | None) -> list[str]:
@@ -113,23 +127,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--timeout", type=float, default=400.0)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
-    args = parser.parse_args()
+    args, begun = parser.parse_args(), time.monotonic()
     args.store = args.store.resolve()
     model, kinds = Model.of(args), args.kinds.split(",")
     first = [kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")]
-    steps = [(kind, 0) for kind in first if not (args.store / kind).exists()]
+    for kind in first:
+        if not (args.store / kind).exists():
+            print(boot(kind, model, args), flush=True)
+            (args.store / kind).touch()
+    steps = []
     for number in range(1, args.rounds + 1):
         shift = number % len(kinds)
         steps += [(kind, number) for kind in kinds[shift:] + kinds[:shift]]
     boots: list[dict[str, Any]] = []
-    for kind, number in within(steps, args.limit_s):
+    for kind, number in within(steps, args.limit_s - (time.monotonic() - begun)):
         found = {"model": model.folder.name, "round": number, **boot(kind, model, args)}
         print({key: value for key, value in found.items() if key != "spans"}, flush=True)
         add_line(args.out, found)
         boots.append(found)
-        if not number:
-            (args.store / kind).touch()
-    by_kind = {kind: [one for one in boots if one["kind"] == kind and one["round"]] for kind in kinds}
+    by_kind = {kind: [one for one in boots if one["kind"] == kind] for kind in kinds}
     plain = [median(one["ready_s"] for one in by_kind[kind]) for kind in kinds if kind in _WAYS and by_kind[kind]]
     rows = [row(kind, found, min(plain, default=None)) for kind, found in by_kind.items() if found]
     columns = ("boot", "n", "READY, s", "over the fastest plain", "import, s", "weights, s", "warm-up, s")

@@ -17,8 +17,9 @@ from diffusers.utils import logging
 from huggingface_hub import constants
 from torch import nn
 
+from models.early_weights import need_no_cast
 from models.image.pipeline import load_pipeline
-from models.weights import move, need_no_cast
+from models.weights import move
 
 DEMO = Path(__file__).parents[1] / "demo" / "flux-digits"
 CPU = torch.device("cpu")

@@ -1,0 +1,305 @@
+"""Early copies of weights: each weight takes the one that its own bytes were copied from, or stays as it was loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from models import early_weights
+from models.early_weights import EarlyWeights, local_folder, read_header, weight_files
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A pipeline in bf16, with two components in several files each."""
+    folder = tmp_path_factory.mktemp("pipelines") / "model"
+    pipeline = DiffusionPipeline.from_pretrained(ROOT / "demo/flux-digits").to(torch.bfloat16)
+    pipeline.save_pretrained(folder)
+    for name in ("transformer", "text_encoder_2"):
+        shutil.rmtree(folder / name)
+        getattr(pipeline, name).save_pretrained(folder / name, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """A copy, to change."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars() -> Iterator[None]:
+    diffusers_logging.disable_progress_bar()
+    yield
+    diffusers_logging.enable_progress_bar()
+
+
+def load(folder: Path) -> list[nn.Module]:
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    return [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+
+
+def tensors(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers, each once."""
+    return list({id(one): one for module in modules for one in (*module.parameters(), *module.buffers())}.values())
+
+
+def mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is a file's."""
+    return early_weights._Mappings().place_of(tensor.data_ptr()) is not None
+
+
+def taken(early: EarlyWeights, modules: list[nn.Module]) -> int:
+    """How many weights have taken a copy. All are what they were."""
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors(modules)]
+    early.give(modules)
+    after = tensors(modules)
+    assert all(torch.equal(old, new) for (_, old), new in zip(before, after, strict=True))
+    return sum(address != new.data_ptr() for (address, _), new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 100_000, 1 << 30])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_each_weight_takes_its_copy(saved, chunk_bytes, device):
+    """Tied, sharded, and larger than a chunk. Only a computed buffer has no copy."""
+    with EarlyWeights(saved, chunk_bytes=chunk_bytes) as early:
+        early.begin(torch.device(device))
+        modules = load(saved)
+        assert sum(map(mapped, tensors(modules))) == len(tensors(modules)) - 1
+        early.give(modules)
+
+        found = tensors(modules)
+        assert not any(map(mapped, found))
+        assert [str(one.device) for one in found].count(device) >= len(found) - 1
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in found)  # freed one by one
+        for ours, theirs in zip(modules, load(saved), strict=True):
+            assert all(torch.equal(one.cpu(), two) for one, two in zip(tensors([ours]), tensors([theirs]), strict=True))
+            assert [one.requires_grad for one in ours.parameters()] == [
+                one.requires_grad for one in theirs.parameters()
+            ]
+    assert not [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(saved) in line and "s 0" in line
+    ]
+
+
+def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / COMMIT
+    shutil.copytree(folder, snapshot)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(snapshot.rglob("*.safetensors")):
+        path.rename(repository / "blobs" / str(number))
+        path.symlink_to(repository / "blobs" / str(number))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    assert local_folder("org/name", None) == local_folder("org/name", COMMIT) == snapshot
+    assert local_folder("org/nowhere", None) is None
+    assert local_folder(str(folder), None) == folder
+    with EarlyWeights(local_folder("org/name", None)) as early:
+        early.begin(CPU)
+        modules = load(snapshot)
+        assert taken(early, modules) == len(tensors(modules)) - 1
+
+
+def test_each_copy_is_taken_once(saved):
+    """Two loads of one file are two mappings of it."""
+    with EarlyWeights(saved) as early:
+        early.begin(CPU)
+        first, second = load(saved), load(saved)
+        assert taken(early, [*first, *second]) == len(tensors(first)) - 1
+
+
+def test_one_model_is_found_without_a_pipeline(tmp_path):
+    model = LlamaForCausalLM.from_pretrained(ROOT / "demo/llama-adder", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    with EarlyWeights(tmp_path) as early:
+        early.begin(CPU)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert taken(early, [loaded]) == len(list(model.parameters()))
+
+
+def rewrite(path: Path) -> None:
+    """Other weights of the same shapes, a moment later."""
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, caplog):
+    caplog.set_level(logging.INFO)
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    with EarlyWeights(folder) as early:
+        early.begin(CPU)
+        early._wait()
+        rewrite(path)
+        assert taken(early, load(folder)) == 0
+    assert f"{path} has changed" in caplog.text
+    assert "weights.early_unused Only 0.0" in caplog.text
+
+
+def test_a_weight_that_was_changed_in_memory_keeps_its_value(saved):
+    """It lies in a mapping of its file, and is no more what the file has."""
+    with EarlyWeights(saved) as early:
+        early.begin(CPU)
+        modules = load(saved)
+        changed = next(modules[0].parameters())
+        with torch.no_grad():
+            changed.add_(1)
+        value = changed.detach().clone()
+        assert 0 < taken(early, modules) < len(tensors(modules)) - 1
+    assert torch.equal(changed, value)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1])
+def test_a_file_that_is_cut_short_is_named(folder, kept_bytes, caplog):
+    caplog.set_level(logging.INFO)
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+
+    with pytest.raises(ValueError, match=f"{path}.*download it again"):
+        read_header(path)
+    with EarlyWeights(folder) as early:
+        early.begin(CPU)
+        assert not early._chunks
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{}", b'{"a": 1}', b'{"a": {"dtype": "BF16"}}', b"\xff", b'{"a": {"dtype": 1}}']
+)
+def test_a_damaged_header_copies_nothing(folder, header):
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
+    with EarlyWeights(folder) as early:
+        early.begin(CPU)
+        assert not early._chunks
+
+
+def edited(folder: Path, name: str) -> Path:
+    """The folder after a change that leaves early copies without a use."""
+    vae = folder / "vae"
+    file = vae / "diffusion_pytorch_model.safetensors"
+    if name == "quantized":
+        config = json.loads((vae / "config.json").read_text())
+        (vae / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "x"}}))
+    elif name == "a missing shard":
+        next((folder / "transformer").glob("*.safetensors")).unlink()
+    elif name == "no safetensors":
+        file.rename(vae / "diffusion_pytorch_model.bin")
+    elif name == "one weight in fp32":
+        weights = load_file(file)
+        first = next(iter(weights))
+        save_file({**weights, first: weights[first].float()}, file)
+    elif name == "experts":
+        save_file({f"layers.0.experts.{name}": weight for name, weight in load_file(file).items()}, file)
+    elif name == "a file and an index":
+        (vae / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {}}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantized",
+        "a missing shard",
+        "no safetensors",
+        "one weight in fp32",
+        "experts",
+        "a file and an index",
+        "none",
+    ],
+)
+def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, name):
+    with EarlyWeights(edited(folder, name) if name else None) as early:
+        early.begin(CPU)
+        early.give([nn.Linear(2, 2)])
+        assert not early._chunks
+
+
+def test_files_that_no_part_reads_are_not_copied(folder):
+    """A file for another program, a variant, and a part that the pipeline does not load."""
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(file, folder / "flux.safetensors")
+    shutil.copy(file, file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    shutil.copytree(folder / "vae", folder / "safety_checker")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "safety_checker": [None, None]}))
+
+    found = {path.relative_to(folder).as_posix() for path in weight_files(folder)}
+
+    assert "vae/diffusion_pytorch_model.safetensors" in found
+    assert not {"flux.safetensors", "vae/diffusion_pytorch_model.fp16.safetensors"} & found
+    assert not any(path.startswith("safety_checker") for path in found)
+
+
+def test_a_boot_without_a_gpu_loads_as_ever(saved, caplog):
+    with EarlyWeights(saved) as early:
+        early.begin(torch.device("cuda", 0) if not torch.cuda.is_available() else torch.device("meta"))
+        assert taken(early, load(saved)) == 0
+    assert not caplog.records
+
+
+def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
+    """The thread is in the middle of it, and nothing stays mapped or open."""
+    begun, go = threading.Event(), threading.Event()
+    copy = early_weights._Chunk.copy
+
+    def wait(self: Any, targets: list[torch.Tensor]) -> None:
+        begun.set()
+        go.wait(10)
+        copy(self, targets)
+
+    monkeypatch.setattr(early_weights._Chunk, "copy", wait)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    early = EarlyWeights(saved, chunk_bytes=1000)
+    early.begin(CPU)
+    assert begun.wait(10)
+    threading.Timer(0.1, go.set).start()
+    with pytest.raises(OSError, match="no such model"), early:
+        raise OSError("no such model")
+    assert not early._copies
+    assert "early weights" not in [thread.name for thread in threading.enumerate()]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_memory_that_cannot_be_pinned_costs_only_speed(saved, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+
+    def refuse(self: Any, targets: list[torch.Tensor]) -> None:
+        raise RuntimeError("mapped files cannot be pinned here (CUDA error 801)")
+
+    monkeypatch.setattr(early_weights._Chunk, "copy", refuse)
+    with EarlyWeights(saved) as early:
+        early.begin(CPU)
+        assert taken(early, load(saved)) == 0
+    assert "Could not copy weights early, so they load later: mapped files cannot be pinned here" in caplog.text
+
+
+def test_files_that_are_not_in_memory_are_read_ahead(folder):
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with EarlyWeights(folder, chunk_bytes=5000) as early:
+        early.begin(CPU)
+        modules = load(folder)
+        assert taken(early, modules) == len(tensors(modules)) - 1
