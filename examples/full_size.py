@@ -5,8 +5,8 @@
     python examples/full_size.py speech --work /tmp/tiny --tiny        # as a trial, also on a CPU
 
 Each boot is a process of its own that prints a JSON line: `off` has COMPILE_CACHE_SCOPE=off, `first` compiles before
-READY and fills the store, `second` restores. `speech` hears 30 s of noise, which is 444 tokens. `embeddings` embeds seeded texts of 1 to 512 tokens in batches of 1 and of 32, and also asks
-sentence-transformers, if it is installed.
+READY and fills the store, `second` restores. `speech` hears 30 s of noise, which is 444 tokens. `embeddings` embeds
+seeded texts of 1 to 512 tokens in batches of 1 and of 32, and also asks sentence-transformers, if it is installed.
 """
 
 from __future__ import annotations

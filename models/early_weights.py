@@ -9,25 +9,26 @@
         pipe.to("cuda")                       # the rest
 
 `from_pretrained` maps the files into memory and reads almost nothing. Which weight is which is told by its place: the
-file and the offset that its memory is mapped from. What has no copy is left to the caller.
+file and the offset that its memory is mapped from. What has no copy is left to the caller. No file may be cut short
+meanwhile, as for any mapping of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import mmap
 import os
 import re
-import struct
 import sys
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -51,13 +52,13 @@ _READ_BYTES = 32 << 20
 SPARE_BYTES = 4 << 30
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 _LEAST_TAKEN = 0.9
-# Each call of the thread waits for the thread that imports; 5 ms, Python's default, would be half of its time.
-_SWITCH_S = 0.0005
-# A mapping of a file in proc_pid_smaps(5): addresses, offset, path, and kB that were written to and are no more the
-# file's.
+# A private mapping of a file in proc_pid_smaps(5) that nobody has written to: addresses, offset and path.
 _MAPPING = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+ +(/.*)\n(?:\w+:.*\n)*?Anonymous: +(\d+) kB", re.MULTILINE
+    rb"^([0-9a-f]+)-([0-9a-f]+) ..[-x]p ([0-9a-f]+) \S+ \d+ +(/[^\\\n]*)\n"
+    rb"(?:\w+:.*\n)*?Anonymous: +0 kB\n(?:\w+:.*\n)*?Swap: +0 kB\n",
+    re.MULTILINE,
 )
+_DELETED = b" (deleted)"
 
 
 def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
@@ -71,21 +72,24 @@ def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        first = file.read(8)
-        (length,) = struct.unpack("<Q", first) if len(first) == 8 else (0,)
+        length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(_LARGEST_HEADER_BYTES, size_bytes):
             raise ValueError(f"{path} is no safetensors file, or cut short; download it again")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+        header = file.read(length)
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        places = {name: (entry["dtype"], *map(int, entry["data_offsets"])) for name, entry in entries.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the header of {path} is damaged; download it again") from error
+    place = 0
+    for _, begin, end in sorted(places.values(), key=lambda one: one[1:]):
+        if not place == begin <= end:
+            raise ValueError(f"the tensors of {path} do not adjoin; download it again")
+        place = end
     start = 8 + length
-    found = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        found[name] = (entry["dtype"], start + begin, end - begin)
-    end = max((begin + count for _, begin, count in found.values()), default=start)
-    if end != size_bytes:
-        raise ValueError(f"{path} has {size_bytes} bytes, and its header names {end}; download it again")
-    return found
+    if start + place != size_bytes:
+        raise ValueError(f"{path} has {size_bytes} bytes, and its header names {start + place}; download it again")
+    return {name: (dtype, start + begin, end - begin) for name, (dtype, begin, end) in places.items()}
 
 
 def need_no_cast(folder: Path, dtype: torch.dtype | str) -> bool:
@@ -95,11 +99,11 @@ def need_no_cast(folder: Path, dtype: torch.dtype | str) -> bool:
     """
     is_pipeline = (folder / "model_index.json").is_file()
     configs = folder.glob("*/config.json" if is_pipeline else "config.json")
-    name = _DTYPE_NAMES[str(dtype).removeprefix("torch.")]
     try:
+        name = _DTYPE_NAMES[str(dtype).removeprefix("torch.")]
         return all(_is_stored_as(config, name) for config in configs)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False  # from_pretrained has the better message for damaged files
+    except Exception:  # from_pretrained has the better message for damaged files
+        return False
 
 
 def _is_stored_as(config: Path, dtype_name: str) -> bool:
@@ -129,7 +133,7 @@ def _parts(folder: Path) -> list[Path]:
     index = folder / "model_index.json"
     if not index.is_file():
         return [folder] if (folder / "config.json").is_file() else []
-    named = [name for name, value in json.loads(index.read_text()).items() if isinstance(value, list) and value[0]]
+    named = [name for name, value in json.loads(index.read_text()).items() if isinstance(value, list) and any(value)]
     return [folder / name for name in named if (folder / name / "config.json").is_file()]
 
 
@@ -140,10 +144,10 @@ def local_folder(model: str, revision: str | None) -> Path | None:
     from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
 
     cached, commit = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}"), revision or "main"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         commit = (cached / "refs" / commit).read_text().strip()
     folder = cached / "snapshots" / commit
-    return folder if folder.is_dir() else None
+    return folder if re.fullmatch(r"[\w-]+", commit) and os.path.isdir(folder) else None
 
 
 # Real path and offset of a tensor's first byte.
@@ -155,30 +159,42 @@ _Piece = tuple[int, int, int, int]
 class _Chunk:
     """Consecutive pieces of a file, mapped for the time of their copying."""
 
-    def __init__(self, file: int, pieces: list[_Piece]) -> None:
+    def __init__(self, path: str, pieces: list[_Piece]) -> None:
         self.pieces = pieces
-        self._file = file
+        self._path = path
         self._begin = pieces[0][2] // mmap.PAGESIZE * mmap.PAGESIZE
         self._size = pieces[-1][2] + pieces[-1][3] - self._begin
         self._address = 0
         self._is_registered = False
-        self.reading: Future[None] | None = None
 
     def read(self, is_stopped: threading.Event) -> None:
-        """Map the pieces. Read them, if they are not all in memory."""
-        libc = _libc()
-        self._address = libc.mmap(None, self._size, mmap.PROT_READ, mmap.MAP_SHARED, self._file, self._begin)
-        if self._address in (None, ctypes.c_void_p(-1).value):
-            self._address = 0
-            raise OSError(ctypes.get_errno(), "mmap failed")
-        pages = ctypes.create_string_buffer(-(-self._size // mmap.PAGESIZE))
-        if libc.mincore(self._address, self._size, pages) == 0 and b"\0" not in pages.raw:
+        """Map the pieces. Read them, if they are not all in memory.
+
+        Raises:
+            OSError: the file cannot be read or mapped.
+        """
+        if is_stopped.is_set():
             return
-        buffer = mmap.mmap(-1, _READ_BYTES)  # a bytearray would be filled while imports wait
-        for offset in range(self._begin, self._begin + self._size, _READ_BYTES):
-            if is_stopped.is_set():
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            address = _libc().mmap(None, self._size, mmap.PROT_READ, mmap.MAP_SHARED, file, self._begin)
+            if address == ctypes.c_void_p(-1).value:
+                raise OSError(ctypes.get_errno(), "mmap failed", self._path)
+            self._address = address
+            if self._is_in_memory():
                 return
-            os.preadv(self._file, [buffer], offset)
+            buffer = mmap.mmap(-1, _READ_BYTES)  # a bytearray would be filled while imports wait
+            for offset in range(self._begin, self._begin + self._size, _READ_BYTES):
+                if not is_stopped.is_set():
+                    os.preadv(file, [buffer], offset)
+        finally:
+            os.close(file)
+
+    def _is_in_memory(self) -> bool:
+        """For a file that others own, mincore always says so."""
+        pages = ctypes.create_string_buffer(-(-self._size // mmap.PAGESIZE))
+        is_told = os.access(self._path, os.W_OK) and _libc().mincore(self._address, self._size, pages) == 0
+        return is_told and b"\0" not in pages.raw
 
     def copy(self, targets: list[torch.Tensor]) -> None:
         """Begin to copy the pieces into `targets`, which hold bytes.
@@ -210,6 +226,7 @@ class _Chunk:
             self._address = 0
 
 
+@functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -235,17 +252,17 @@ class EarlyWeights:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._files: dict[str, tuple[int, ...]] = {}
-        self._descriptors: list[int] = []
         # Place and number of bytes of each tensor, and its copy once there is one.
         self._tensors: list[tuple[_Place, int]] = []
         self._copies: dict[_Place, torch.Tensor] = {}
         self._chunks: list[_Chunk] = []
+        self._reading: deque[Future[None]] = deque()
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
         with self._degrading("plan early copies of weights"):
             if folder is not None and need_no_cast(folder, dtype):
-                self._plan(weight_files(folder), chunk_bytes)
-        for chunk in self._chunks[:_AHEAD]:
-            chunk.reading = self._readers.submit(chunk.read, self._stop)
+                self._chunks = self._plan(weight_files(folder), chunk_bytes)
+            for number in range(_AHEAD):
+                self._read_ahead(number)
 
     def __enter__(self) -> EarlyWeights:
         return self
@@ -255,46 +272,53 @@ class EarlyWeights:
     ) -> None:
         self.drop()
 
-    def _plan(self, paths: list[Path], chunk_bytes: int) -> None:
+    def _plan(self, paths: list[Path], chunk_bytes: int) -> list[_Chunk]:
         headers = {os.path.realpath(path): read_header(path) for path in paths}
         if any(".experts." in name for header in headers.values() for name in header):
-            return  # transformers makes one weight of all experts'
+            return []  # transformers makes one weight of all experts'
+        chunks = []
         for path, header in headers.items():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._descriptors.append(descriptor)
-            self._files[path] = _identity(os.fstat(descriptor))
+            self._files[path] = _identity(os.stat(path))
             pieces: list[_Piece] = []
             for offset, count in sorted((offset, count) for _, offset, count in header.values() if count):
                 for begin in range(0, count, chunk_bytes):
                     piece = (len(self._tensors), begin, offset + begin, min(chunk_bytes, count - begin))
                     if pieces and piece[2] + piece[3] - pieces[0][2] > chunk_bytes:
-                        self._chunks.append(_Chunk(descriptor, pieces))
+                        chunks.append(_Chunk(path, pieces))
                         pieces = []
                     pieces.append(piece)
                 self._tensors.append(((path, offset), count))
             if pieces:
-                self._chunks.append(_Chunk(descriptor, pieces))
+                chunks.append(_Chunk(path, pieces))
+        return chunks
+
+    def _read_ahead(self, number: int) -> None:
+        if number < len(self._chunks):
+            self._reading.append(self._readers.submit(self._chunks[number].read, self._stop))
 
     def begin(self, device: torch.device) -> None:
         """Copy on a thread, if `device` has room for all weights and 4 GiB more; then load what models use first.
 
         Call it once torch is imported.
         """
-        if self._chunks and self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(device,), name="early weights")
-            self._thread.start()
+        if self._reading and self._thread is None:
+            with self._degrading("copy weights early"):
+                thread = threading.Thread(target=self._run, args=(device,), name="early weights")
+                thread.start()
+                self._thread = thread
 
     def _run(self, device: torch.device) -> None:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        try:
+        import torch
+
+        on_gpu = device.type == "cuda"
+        if on_gpu and not torch.cuda.is_available():
+            return
+        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
             with self._degrading("copy weights early"):
                 self._copy(device)
             with self._degrading("load the GPU's libraries early"):
-                if self._copies and device.type == "cuda":
+                if self._copies and on_gpu:
                     use_first(device)
-        finally:
-            sys.setswitchinterval(interval)
 
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""
@@ -303,18 +327,17 @@ class EarlyWeights:
         began = time.perf_counter()
         sizes = [count for _, count in self._tensors]
         on_gpu = device.type == "cuda"
-        if on_gpu and not torch.cuda.is_available():
-            return
         if on_gpu and torch.cuda.mem_get_info(device)[0] < sum(sizes) + SPARE_BYTES:
             return
-        # torch's allocator splits up this one large block. One call makes all tensors, each with memory of its own.
+        # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
+        # imports, makes all tensors, each with memory of its own.
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         one_byte = torch.empty(1, dtype=torch.uint8, device=device)
         copies = torch.split_with_sizes_copy(one_byte.expand(sum(sizes)), sizes)
         copying: deque[tuple[_Chunk, torch.cuda.Event | None]] = deque()
         try:
             for number, chunk in enumerate(self._chunks):
-                chunk.reading.result()  # type: ignore[union-attr]
+                self._reading.popleft().result()
                 if self._stop.is_set():
                     return
                 targets = [
@@ -325,9 +348,7 @@ class EarlyWeights:
                 copying.append((chunk, torch.cuda.current_stream(device).record_event() if on_gpu else None))
                 if len(copying) > 1:
                     _end(*copying.popleft())
-                if number + _AHEAD < len(self._chunks):
-                    later = self._chunks[number + _AHEAD]
-                    later.reading = self._readers.submit(later.read, self._stop)
+                self._read_ahead(number + _AHEAD)
         finally:
             for each in copying:
                 _end(*each)
@@ -337,54 +358,54 @@ class EarlyWeights:
     def give(self, modules: Iterable[Any]) -> None:
         """Let each weight of `modules` that is mapped from a file and was not changed since take its copy; free the
         other copies. Weights without one stay on the CPU."""
-        self._wait()
-        weights = {id(weight): weight for module in modules for weight in chain(module.parameters(), module.buffers())}
-        taken_bytes, all_bytes = 0, sum(copy.nbytes for copy in self._copies.values())
+        import torch
+
+        self._finish()
         with self._degrading("use early copies of weights"):
+            found = [module for module in modules if isinstance(module, torch.nn.Module)]
+            weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
             for path, identity in self._files.items():
-                if _identity(os.stat(path)) != identity:
+                if self._copies and _identity(os.stat(path)) != identity:
                     raise OSError(f"{path} has changed")
-            places = _Mappings() if self._copies else None
-            for weight in weights.values():
-                if places is None or not is_plain(weight):
-                    continue
-                place = places.place_of(weight.data_ptr())
-                copy = self._copies.get(place) if place is not None else None
-                if copy is not None and copy.nbytes == weight.nbytes:
+            taken_bytes, all_bytes = 0, sum(copy.nbytes for copy in self._copies.values())
+            place_of = _mappings() if self._copies else lambda address, count: None
+            for weight in filter(is_plain, weights.values()):
+                place = place_of(weight.data_ptr(), weight.nbytes)
+                if place in self._copies and self._copies[place].nbytes == weight.nbytes:
                     weight.data = self._copies.pop(place).view(weight.dtype).view(weight.shape)
                     taken_bytes += weight.nbytes
-        if taken_bytes < all_bytes * _LEAST_TAKEN:
-            log.warning(
-                "weights.early_unused Only %.1f of %.1f GB that were copied to the GPU early were used: the model has "
-                "other weights than its files.",
-                taken_bytes / 1e9,
-                all_bytes / 1e9,
-            )
-        self.drop()
+            if taken_bytes < all_bytes * _LEAST_TAKEN:
+                log.warning(
+                    "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used: the model "
+                    "has other weights than its files.",
+                    taken_bytes / 1e9,
+                    all_bytes / 1e9,
+                )
+        self._copies.clear()
 
     def drop(self) -> None:
         """Stop the copying, and free the copies that no weight has taken."""
         self._stop.set()
-        self._wait()
+        self._finish()
         self._copies.clear()
 
-    def _wait(self) -> None:
+    def _finish(self) -> None:
+        """Wait for the copying, and end all reading."""
         if self._thread is not None:
             self._thread.join()
+        self._stop.set()
         self._readers.shutdown()
         for chunk in self._chunks:
             chunk.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
 
     @contextlib.contextmanager
     def _degrading(self, what: str) -> Iterator[None]:
         """A failure costs only speed."""
         try:
             yield
-        except Exception as error:
-            log.info("weights.early_failed Could not %s, so they load later: %s", what, error)
+        except Exception as error:  # the first line only: torch adds many, and a record would keep all copies alive
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
 
 
 def use_first(device: torch.device) -> None:
@@ -416,20 +437,22 @@ def use_first(device: torch.device) -> None:
         exact.softmax(-1).mul(torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
         torch.where(exact > 0, torch.log(exact), torch.min(exact, exact)).reciprocal()
         torch.cat([tokens, tokens]).argmax(-1)
-        torch.randn(4, device=device).sin().cos().exp().sigmoid().cpu()
+        noise = torch.Generator(device)  # the default one stays as it is
+        torch.randn(4, device=device, dtype=torch.float32, generator=noise).sin().cos().exp().sigmoid().cpu()
 
 
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether a tensor on the CPU is its memory's bytes and nothing else."""
     import torch
 
-    is_usual = type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.is_cpu and weight.layout is torch.strided
+    if type(weight) not in (torch.nn.Parameter, torch.Tensor) or not weight.is_cpu:
+        return False
     is_odd = weight.is_quantized or weight.is_nested or weight.is_conj() or weight.is_neg()
-    return is_usual and not is_odd and weight.is_contiguous()
+    return weight.layout is torch.strided and not is_odd and weight.is_contiguous()
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _end(chunk: _Chunk, copied: torch.cuda.Event | None) -> None:
@@ -438,18 +461,17 @@ def _end(chunk: _Chunk, copied: torch.cuda.Event | None) -> None:
     chunk.close()
 
 
-class _Mappings:
-    """Which files this process has mapped where, without those that it wrote to in memory."""
+def _mappings() -> Callable[[int, int], _Place | None]:
+    """A function of an address and a number of bytes: the file and offset that they are mapped from and unchanged."""
+    found = _MAPPING.findall(Path("/proc/self/smaps").read_bytes())
+    kept = [(*(int(part, 16) for part in parts), os.fsdecode(path)) for *parts, path in found if path[-10:] != _DELETED]
+    kept.sort()
 
-    def __init__(self) -> None:
-        found = _MAPPING.findall(Path("/proc/self/smaps").read_bytes())
-        unchanged = [(begin, end, offset, path) for begin, end, offset, path, changed in found if not int(changed)]
-        self._found = sorted((int(b, 16), int(e, 16), int(o, 16), os.fsdecode(path)) for b, e, o, path in unchanged)
-
-    def place_of(self, address: int) -> _Place | None:
-        """The file and the offset that are mapped to `address`."""
-        number = bisect_right(self._found, (address, sys.maxsize)) - 1
+    def place_of(address: int, count: int) -> _Place | None:
+        number = bisect_right(kept, (address, sys.maxsize)) - 1
         if number < 0:
             return None
-        begin, end, offset, path = self._found[number]
-        return (path, offset + address - begin) if address < end else None
+        begin, end, offset, path = kept[number]
+        return (path, offset + address - begin) if address + count <= end else None
+
+    return place_of

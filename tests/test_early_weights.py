@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import mmap
 import os
 import shutil
 import struct
@@ -22,7 +24,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from models import early_weights
-from models.early_weights import EarlyWeights, local_folder, read_header, weight_files
+from models.early_weights import EarlyWeights, local_folder, need_no_cast, read_header, weight_files
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -66,7 +68,7 @@ def tensors(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 def mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is a file's."""
-    return early_weights._Mappings().place_of(tensor.data_ptr()) is not None
+    return early_weights._mappings()(tensor.data_ptr(), tensor.nbytes) is not None
 
 
 def taken(early: EarlyWeights, modules: list[nn.Module]) -> int:
@@ -84,9 +86,10 @@ def test_each_weight_takes_its_copy(saved, chunk_bytes, device):
     """Tied, sharded, and larger than a chunk. Only a computed buffer has no copy."""
     with EarlyWeights(saved, chunk_bytes=chunk_bytes) as early:
         early.begin(torch.device(device))
+        early.begin(torch.device(device))
         modules = load(saved)
         assert sum(map(mapped, tensors(modules))) == len(tensors(modules)) - 1
-        early.give(modules)
+        early.give([None, object(), *modules])  # as a pipeline's components
 
         found = tensors(modules)
         assert not any(map(mapped, found))
@@ -140,21 +143,26 @@ def test_one_model_is_found_without_a_pipeline(tmp_path):
         assert taken(early, [loaded]) == len(list(model.parameters()))
 
 
-def rewrite(path: Path) -> None:
-    """Other weights of the same shapes, a moment later."""
-    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
-
-
-def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, caplog):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, in_place, caplog):
+    """Written in place with its old time, or replaced."""
     caplog.set_level(logging.INFO)
     path = folder / "vae" / "diffusion_pytorch_model.safetensors"
     with EarlyWeights(folder) as early:
         early.begin(CPU)
-        early._wait()
-        rewrite(path)
+        early._finish()
+        status, content = path.stat(), path.read_bytes()
+        if in_place:
+            with path.open("r+b") as file:
+                file.seek(-100, os.SEEK_END)
+                file.write(bytes(100))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        else:
+            path.with_name("new").write_bytes(content[:-100] + bytes(100))
+            path.with_name("new").replace(path)
         assert taken(early, load(folder)) == 0
     assert f"{path} has changed" in caplog.text
-    assert "weights.early_unused Only 0.0" in caplog.text
+    assert "weights.early_failed Could not use early copies" in caplog.text
 
 
 def test_a_weight_that_was_changed_in_memory_keeps_its_value(saved):
@@ -170,6 +178,31 @@ def test_a_weight_that_was_changed_in_memory_keeps_its_value(saved):
     assert torch.equal(changed, value)
 
 
+def test_a_weight_that_lies_in_two_mappings_keeps_its_value(tmp_path):
+    """Advice splits a mapping, and one part of it is written to."""
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"large": torch.ones(1 << 17, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    with EarlyWeights(tmp_path) as early:
+        early.begin(CPU)
+        module = nn.Module()
+        module.large = nn.Parameter(load_file(tmp_path / "model.safetensors")["large"])
+        middle = (module.large.data_ptr() + module.large.nbytes // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc = ctypes.CDLL(None)
+        assert libc.madvise(ctypes.c_void_p(middle), ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTFORK) == 0
+        ctypes.memset(middle, 0, 2)
+        assert taken(early, [module]) == 0
+
+
+def test_a_path_that_the_system_writes_in_another_way_is_not_taken(saved, tmp_path):
+    """smaps has \\012 for the end of a line, which is also a name."""
+    for name in ("a\\012b", "a\nb", "a b"):
+        shutil.copytree(saved, tmp_path / name)
+    for name, is_found in (("a\\012b", False), ("a\nb", False), ("a b", True)):
+        with EarlyWeights(tmp_path / name) as early:
+            early.begin(CPU)
+            assert bool(taken(early, load(tmp_path / name))) is is_found
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1])
 def test_a_file_that_is_cut_short_is_named(folder, kept_bytes, caplog):
     caplog.set_level(logging.INFO)
@@ -183,15 +216,38 @@ def test_a_file_that_is_cut_short_is_named(folder, kept_bytes, caplog):
         assert not early._chunks
 
 
-@pytest.mark.parametrize(
-    "header", [b"[]", b"{}", b'{"a": 1}', b'{"a": {"dtype": "BF16"}}', b"\xff", b'{"a": {"dtype": 1}}']
-)
-def test_a_damaged_header_copies_nothing(folder, header):
+def entries(*offsets: list[Any]) -> bytes:
+    """The header of tensors with these offsets."""
+    found = {str(number): {"dtype": "BF16", "shape": [1], "data_offsets": one} for number, one in enumerate(offsets)}
+    return json.dumps(found).encode()
+
+
+DAMAGED = {
+    "a list": b"[]",
+    "nothing": b"{}",
+    "a number": b'{"a": 1}',
+    "no offsets": b'{"a": {"dtype": "BF16"}}',
+    "no text": b"\xff",
+    "deep": b"[" * 100_000,
+    "a gap": entries([0, 2], [4, 20]),
+    "an overlap": entries([0, 8], [4, 12], [16, 20]),
+    "negative": entries([-(2**60), 20]),
+    "reversed": entries([0, 24], [24, 20]),
+    "strings": entries(["a", "b"]),
+    "beyond the end": entries([0, 2**60]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_header_copies_nothing(folder, name):
     path = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
+    path.write_bytes(struct.pack("<Q", len(DAMAGED[name])) + DAMAGED[name] + bytes(20))
+    with pytest.raises(ValueError, match="download it again"):
+        read_header(path)
     with EarlyWeights(folder) as early:
         early.begin(CPU)
         assert not early._chunks
+    assert not need_no_cast(folder, torch.bfloat16)
 
 
 def edited(folder: Path, name: str) -> Path:
@@ -225,7 +281,7 @@ def edited(folder: Path, name: str) -> Path:
         "one weight in fp32",
         "experts",
         "a file and an index",
-        "none",
+        "",
     ],
 )
 def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, name):
@@ -291,7 +347,59 @@ def test_memory_that_cannot_be_pinned_costs_only_speed(saved, monkeypatch, caplo
     with EarlyWeights(saved) as early:
         early.begin(CPU)
         assert taken(early, load(saved)) == 0
-    assert "Could not copy weights early, so they load later: mapped files cannot be pinned here" in caplog.text
+    assert (
+        "Could not copy weights early, so they load later. RuntimeError: mapped files cannot be pinned here"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("at", ["plan", "begin"])
+def test_a_host_without_another_thread_loads_as_ever(saved, at, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        if at == "plan":
+            patched.setattr(threading.Thread, "start", refuse)
+        early = EarlyWeights(saved)
+        patched.setattr(threading.Thread, "start", refuse)
+        early.begin(CPU)
+    with early:
+        assert taken(early, load(saved)) == 0
+    assert "can't start new thread" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
+    """Also for the files before it. No file stays open."""
+    caplog.set_level(logging.INFO)
+    count, read = len(os.listdir("/proc/self/fd")), early_weights.read_header
+    paths = weight_files(folder)
+    calls = iter(range(10_000))
+
+    def fail(path: Path) -> Any:
+        if next(calls) == len(list(folder.glob("*/*.safetensors"))) + len(paths) - 1:
+            raise PermissionError(path)
+        return read(path)
+
+    monkeypatch.setattr(early_weights, "read_header", fail)
+    with EarlyWeights(folder) as early:
+        early.begin(CPU)
+        assert not early._chunks
+        assert len(os.listdir("/proc/self/fd")) == count
+    assert "PermissionError" in caplog.text
+
+
+@pytest.mark.parametrize("revision", ["../..", "/tmp", "y" * 300, "", ".."])
+def test_odd_revisions_have_no_local_folder(tmp_path, monkeypatch, revision):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_bytes(b"\xff")
+
+    assert local_folder("org/name", revision) is None
+    assert local_folder("x" * 300, revision) is None
 
 
 def test_files_that_are_not_in_memory_are_read_ahead(folder):

@@ -66,7 +66,7 @@ def import_model(model: str, revision: str | None) -> None:
     leave_out_foreign_lines()
     config = AutoConfig.from_pretrained(model, revision=revision)
     with contextlib.suppress(Exception):  # loading the model has the better message
-        register(config)
+        register(config, AutoModelForCausalLM.from_config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
@@ -34,14 +35,11 @@ def prepare_process() -> None:
         join_operators()
 
 
-def register(config: PreTrainedConfig) -> None:
-    """Register the class of a configuration's model with transformers, as making a model does.
-
-    Compiled code depends on these registries: without them it cannot be loaded.
-    """
+def register(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], PreTrainedModel]) -> None:
+    """Register a model's class with transformers by making one. Compiled code depends on these registries."""
     plain = type(config).from_dict(config.to_dict())  # drops the attention, which may not be registered yet
     with torch.device("meta"):  # this model takes no memory and is dropped
-        _REGISTERED.add(type(AutoModelForCausalLM.from_config(plain)))
+        _REGISTERED.add(type(make(plain)))
 
 
 class Step(nn.Module):
@@ -57,7 +55,7 @@ class Step(nn.Module):
         """Restore a pickled step."""
         super().__setstate__(state)
         if type(self.model) not in _REGISTERED:
-            register(self.model.config)
+            register(self.model.config, type(self.model))
 
 
 class Prefill(Step):
