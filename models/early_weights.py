@@ -310,15 +310,14 @@ class EarlyWeights:
     def _run(self, device: torch.device) -> None:
         import torch
 
-        on_gpu = device.type == "cuda"
-        if on_gpu and not torch.cuda.is_available():
-            return
-        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-            with self._degrading("copy weights early"):
+        with self._degrading("copy weights and load libraries early"):
+            if device.type != "cuda":
                 self._copy(device)
-            with self._degrading("load the GPU's libraries early"):
-                if self._copies and on_gpu:
-                    use_first(device)
+            elif torch.cuda.is_available():
+                with torch.cuda.device(device):
+                    self._copy(device)
+                    if self._copies:
+                        use_first(device)
 
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""
