@@ -3,7 +3,8 @@
     python docs/private_names.py
 
 prints the table of docs/versions.md. A test compares it with the code, and looks the names up in the installed torch.
-Private names are used in `compile_cache/inductor/`, `compile_cache/calls/` and `models/kernels/` alone.
+Private names are used in `compile_cache/inductor/`, `compile_cache/calls/`, `models/kernels/` and
+`models/early_weights.py` alone.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor.select_algorithm", "TritonTemplate", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
     PrivateNames("torch", "_scaled_mm", "`go_fast`"),
+    PrivateNames("torch", "_foreach_copy_", "weights beside imports"),
     PrivateNames("torch.cuda", "_sleep", "the accuracy of `speedup`"),
     PrivateNames(
         "torch._inductor.custom_graph_pass",

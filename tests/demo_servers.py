@@ -154,6 +154,9 @@ class DemoTests:
             assert counts[name] == 0
         assert (counts["kernels_compiled"], counts["benchmarks"]) == (0, 0)
 
+    def test_functions_load_beside_the_weights_and_none_a_second_time(self, restored):
+        assert "precompiled.not_loaded_ahead" not in restored.server.log.read_text()
+
     def test_the_next_boot_serves_the_first_requests_precompiled(self, restored):
         assert all(map(is_compiled, restored.predictions))
         assert {metrics(prediction)["compiling"] for prediction in restored.predictions} == {0}
