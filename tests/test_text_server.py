@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 import urllib.error
+from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_servers import Demo, DemoTests, is_compiled, metrics, serving
+from demo_servers import Demo, DemoTests, environment, is_compiled, metrics, serving
 from sums import answer, prompt, unseen_sums
 
 from models.text.model import TextInputs, TextModel
 from models.text.settings import TextSettings
 
+ROOT = Path(__file__).parents[1]
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 SUMS = unseen_sums(25)
 MIXED_REQUESTS = 15
@@ -29,6 +33,21 @@ DEMO = Demo(
     },
     ({"prompt": "23+45="}, {"prompt": "1+" * 20 + "1="}, RAMBLING),
 )
+# The weights wait until the restored functions are loaded.
+LATE_WEIGHTS = """
+import time
+import compile_cache, predict
+preload = compile_cache.Boot.preload
+def preload_all(boot):
+    while not boot._restore.has_ended:
+        time.sleep(0.01)
+    preload(boot)
+    boot._preloading.join()
+compile_cache.Boot.preload = preload_all
+predictor = predict.TextPredictor()
+predictor.setup()
+print(predictor.boot.report.fully_precompiled)
+"""
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
@@ -53,6 +72,17 @@ def first(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("text") / "first.log", DEMO, until_compiled=True) as served:
         pass
     return served
+
+
+def test_functions_load_before_there_is_a_model(first):
+    """They need its class registered with transformers. A function that fails would be loaded again in the warm-up.
+
+    Comes first: the restored server has the same cache directory.
+    """
+    environ = environment(first.server.log.with_name("late.log"), DEMO)
+    done = subprocess.run([sys.executable, "-c", LATE_WEIGHTS], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.stdout.endswith("True\n"), done.stderr
+    assert "precompiled.not_loaded_ahead" not in done.stderr
 
 
 @pytest.fixture(scope="module")
