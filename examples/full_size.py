@@ -25,9 +25,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOTS = ("off", "first", "second")
-_TIMES = 5
+_TIMES = 2
 _BASE = {"hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
+_TOWERS = {"layers": 32, "attention_heads": 20}
 _LARGE = {"d_model": 1280, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120, "max_target_positions": 448}
+_LARGE |= {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in _TOWERS.items()}
 
 
 def write(example: str, folder: Path, is_tiny: bool) -> None:
@@ -47,9 +49,7 @@ def write(example: str, folder: Path, is_tiny: bool) -> None:
         tiny_models.whisper(folder)
         if not is_tiny:
             config = transformers.WhisperConfig.from_pretrained(folder)
-            layers = {f"{side}_{name}": 32 for side in ("encoder", "decoder") for name in ("layers",)}
-            heads = {f"{side}_attention_heads": 20 for side in ("encoder", "decoder")}
-            config.update({**_LARGE, **layers, **heads})
+            config.update(_LARGE)
             with torch.device("cuda"):
                 model = transformers.WhisperForConditionalGeneration(config).half()
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -166,7 +166,9 @@ def main() -> None:
             "COMPILE_CACHE_STORE": str(model.parent / "store"),
             "COMPILE_CACHE_DIR": str(model.parent / "directory"),
         }
-        subprocess.run([sys.executable, __file__, args.example, "--work", str(args.work), "--boot", boot], env=environ)
+        subprocess.run(
+            [sys.executable, __file__, args.example, "--work", str(args.work), "--boot", boot], env=environ, check=True
+        )
 
 
 if __name__ == "__main__":
