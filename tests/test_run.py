@@ -83,6 +83,14 @@ def test_the_exit_code_is_the_commands_own(marked):
     assert [run(marked, *arguments).returncode for arguments in given] == [3, 137, 2, 127, 126, 4]
 
 
+def test_the_exit_code_is_the_commands_own_if_nobody_reads_the_log(marked):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command(*python("raise SystemExit(3)")), env=marked.environ, stderr=write_end, timeout=120)
+    os.close(write_end)
+    assert done.returncode == 3
+
+
 UNEXECUTABLE = {
     "no first line": b"echo 1\n",
     "empty": b"",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -421,7 +422,12 @@ def run(
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("compile_cache").setLevel(logging.INFO)
-    raise typer.Exit(run_program(name, command, also and also.absolute()))
+    code = run_program(name, command, also and also.absolute())
+    try:
+        sys.stderr.flush()
+    except OSError:  # its reader is gone; Python would end with 120
+        sys.stderr = None
+    raise typer.Exit(code)
 
 
 @app.command()
