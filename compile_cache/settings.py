@@ -47,7 +47,7 @@ class Settings:
     precompile: bool = True
     cold_start: str = "auto"
     unseen: str = "auto"
-    setup_budget_s: float = 240.0
+    setup_budget_s: float | None = None
     leave_eager: tuple[str, ...] = ()
     publish: bool = True
     restore_timeout_s: float = 60.0

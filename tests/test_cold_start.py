@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from boots import python_path
 from cog_server import PROJECT
 
 # What a worker of Cog's server does, as far as this is about it.
@@ -19,30 +21,39 @@ import json, os
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.settings import Settings
 settings = resolve_cold_start(Settings.from_env(os.environ))
-print(json.dumps([settings.cold_start, settings.unseen]))
+print(json.dumps([settings.cold_start, settings.unseen, settings.setup_budget_s]))
+"""
+# A boot whose half minute for one answer is over.
+BOOT = """\
+from compile_cache.lifecycle import boot
+boot._ONE_ANSWER_S = 0.0
+import boot_once
+boot_once.main()
 """
 # A parent that has the arguments of Cog's server, and starts a worker.
-SERVER = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {WORKER!r}]).returncode)"
+SERVER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {!r}]).returncode)"
 COG = ("-m", "cog.server.http")
 KEPT = (*COG, "--await-explicit-shutdown", "true")
 OTHER = ("-m", "http.server")
-BACKGROUND, BLOCK = ["background", "background"], ["block", "block"]
+BACKGROUND, BLOCK, ONE_ANSWER = ["background", "background", 240.0], ["block", "block", 240.0], ["block", "block", None]
 VALUES = ("background", "block")
 
 
-def resolved(folder: Path, arguments: Sequence[str], wrapper: Sequence[str] = (), **variables: str) -> list[str]:
-    """`cold_start` and `unseen` in a process whose parent has these arguments, and works in `folder`."""
+def started(
+    worker: str, folder: Path, arguments: Sequence[str] = COG, wrapper: Sequence[str] = (), **variables: str
+) -> Any:
+    """What a worker prints whose parent has these arguments, and works in `folder`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMPILE_CACHE_")}
     environ |= {f"COMPILE_CACHE_{name}": value for name, value in variables.items()}
     done = subprocess.run(
-        [*wrapper, sys.executable, "-c", SERVER, *arguments],
+        [*wrapper, sys.executable, "-c", SERVER.format(worker), *arguments],
         cwd=folder,
-        env={**environ, "PYTHONPATH": str(PROJECT)},
+        env={**environ, "PYTHONPATH": python_path(PROJECT, Path(__file__).parent)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return list(json.loads(done.stdout))
+    return json.loads(done.stdout)
 
 
 @pytest.fixture
@@ -64,18 +75,28 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
         (OTHER, {}, BLOCK),
         (COG, {}, BACKGROUND),
         (KEPT, {}, BACKGROUND),
-        *((arguments, {"COLD_START": value}, [value, value]) for arguments in ((), KEPT) for value in VALUES),
-        *((COG, {"UNSEEN": value}, ["background", value]) for value in (*VALUES, "eager", "error")),
-        ((), {"UNSEEN": "eager"}, ["block", "eager"]),
+        *((arguments, {"COLD_START": value}, [value, value, 240.0]) for arguments in ((), KEPT) for value in VALUES),
+        *((COG, {"UNSEEN": value}, ["background", value, 240.0]) for value in (*VALUES, "eager", "error")),
+        ((), {"UNSEEN": "eager"}, ["block", "eager", 240.0]),
+        (COG, {"SETUP_BUDGET_S": "0"}, ["background", "background", 0.0]),
     ],
 )
 def test_a_lasting_worker_of_cogs_server_compiles_in_the_background_and_an_explicit_value_wins(
     tmp_path, arguments, variables, expected
 ):
-    assert resolved(tmp_path, arguments, **variables) == expected
+    assert started(WORKER, tmp_path, arguments, **variables) == expected
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [(COG, BLOCK), (KEPT, BACKGROUND)], ids=["cog run", "cog serve"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(COG, ONE_ANSWER), (KEPT, BACKGROUND)], ids=["cog run", "cog serve"]
+)
 def test_a_server_in_a_mounted_project_lasts_only_if_it_says_so(in_mount, arguments, expected):
     """The server of `cog run` ends after one prediction."""
-    assert resolved(in_mount[0], arguments, in_mount[1]) == expected
+    assert started(WORKER, in_mount[0], arguments, in_mount[1]) == expected
+
+
+def test_a_server_of_one_prediction_leaves_to_later_runs_what_takes_long(in_mount, tmp_path):
+    places = {name: str(tmp_path / name.lower()) for name in ("STORE", "DIR")}
+    told = started(BOOT, in_mount[0], COG, in_mount[1], **places)
+    assert told["compiled_now"] == 0
+    assert {region["step"] for region in told["report"]["regions"]} == {"eager"}

@@ -417,7 +417,7 @@ def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the
 
 
 def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
-    monkeypatch.setattr(host, "_is_lasting_server", lambda: True)
+    monkeypatch.setattr(host, "_server", lambda: "stays")
     assert resolve_cold_start(Settings()).cold_start == "background"
     found = resolve_cold_start(replace(Settings(), precompile=False))
     assert (found.cold_start, found.unseen) == ("block", "block")

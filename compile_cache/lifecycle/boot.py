@@ -40,6 +40,8 @@ log = logging.getLogger("compile_cache")
 
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
+# In a process of one answer, compiles begin in the first half minute of the warm-up.
+_ONE_ANSWER_S = 30.0
 _LONGEST_PRELOAD_S = 60.0
 _observed: list[Boot] | None = None
 
@@ -235,8 +237,7 @@ class Boot:
         Raises:
             Exception: any error of `call`.
         """
-        left_s = self._settings.setup_budget_s - (time.perf_counter() - self._started)
-        until_s = time.monotonic() + left_s if self._settings.setup_budget_s else math.inf
+        until_s = self._no_compile_begins_from()
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
                 before = read_counts()
@@ -246,6 +247,13 @@ class Boot:
                 if after.misses == before.misses:
                     return
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles; so may predictions")
+
+    def _no_compile_begins_from(self) -> float:
+        """The time, on the clock of `time.monotonic`, from which the warm-up leaves compiles to the second process."""
+        budget_s, now_s = self._settings.setup_budget_s, time.monotonic()
+        if budget_s is None:  # whoever waits for one answer shall have it, and each run shall compile something
+            return now_s + _ONE_ANSWER_S
+        return now_s + budget_s - (time.perf_counter() - self._started) if budget_s else math.inf
 
     def prediction(self) -> Prediction:
         """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""

@@ -29,23 +29,28 @@ _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # in getpass.getuser
 _SERVER = b"cog.server.http"
 # `cog serve` passes this option, and so do platforms that keep a server running.
 _KEPT_RUNNING = b"--await-explicit-shutdown"
+_SETUP_BUDGET_S = 240.0
 
 
 def resolve_cold_start(settings: Settings) -> Settings:
     """The settings with `auto` replaced.
 
     `cold_start` becomes `background` in a Cog server that stays, if functions may be compiled ahead of time: the second
-    process does nothing else. Elsewhere it becomes `block`. `unseen` follows `cold_start`.
+    process does nothing else. Elsewhere it becomes `block`. `unseen` follows `cold_start`. Only a server of one
+    prediction has no `setup_budget_s` then.
     """
-    cold_start = settings.cold_start
+    cold_start, server = settings.cold_start, _server()
     if cold_start == "auto":
-        cold_start = "background" if settings.precompile and _is_lasting_server() else "block"
+        cold_start = "background" if settings.precompile and server == "stays" else "block"
     unseen = cold_start if settings.unseen == "auto" else settings.unseen
-    return replace(settings, cold_start=cold_start, unseen=unseen)
+    budget_s = settings.setup_budget_s
+    if budget_s is None and server != "answers once":
+        budget_s = _SETUP_BUDGET_S
+    return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s)
 
 
-def _is_lasting_server() -> bool:
-    """Whether a Cog server that stays has started this process.
+def _server() -> str:
+    """Whether the Cog server that has started this process `stays` or `answers once`; empty without such a server.
 
     `cog run` and `cog predict` start a server for one prediction. They mount the project over the image's working
     directory, and do not ask the server to await its shutdown.
@@ -53,11 +58,11 @@ def _is_lasting_server() -> bool:
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     except OSError:  # no /proc: not Linux, where Cog's images run
-        return False
+        return ""
     if _SERVER not in command:
-        return False
+        return ""
     is_kept = any(part.startswith(_KEPT_RUNNING) for part in command)
-    return is_kept or not os.path.ismount(os.getcwd())
+    return "stays" if is_kept or not os.path.ismount(os.getcwd()) else "answers once"
 
 
 def name_user(environ: MutableMapping[str, str]) -> None:
