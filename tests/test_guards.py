@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import blocks
 import pytest
+import torch
+from blocks import SIZE
+from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from torch import nn
 
 from compile_cache.calls.description import describe
 from compile_cache.inductor.guards import Checks, RecordedGuard
 from compile_cache.key.environment import digest
+from compile_cache.settings import Settings
 
 
 def of_global(name: str, kind: str, was, key=None) -> Checks:
@@ -77,3 +84,61 @@ def test_an_item_of_a_class_is_compared_in_every_call_and_so_is_what_the_class_l
     Owner.act, Owner.other = blocks.triple, 1
     assert not item(inputs)
     assert not lacks(inputs)
+
+
+class Doubled(dict[str, Any]):
+    """What it has is twice as much."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * 2
+
+
+class Paired(nn.Module):
+    """Has each of its attributes under two names, and parts that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = self.right = nn.Linear(SIZE, SIZE)
+        self.one = self.other = SimpleNamespace(gain=2.0)
+        self.keys = self.values = torch.ones(SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.mm(self.left(x) * self.one.gain, self.right.weight) * self.keys
+        return y + self.right(x) * self.other.gain + self.values
+
+
+# What a call checks in place of the guards that are not stored.
+CHANGES: dict[str, Callable[[Paired], object]] = {
+    "an object": lambda module: setattr(module, "other", SimpleNamespace(gain=5.0)),
+    "an object's attribute": lambda module: setattr(module.one, "gain", 5.0),
+    "a tensor": lambda module: setattr(module, "values", torch.full((SIZE,), 5.0)),
+    "a part": lambda module: setattr(module, "right", build(nn.Linear, SIZE, SIZE, seed=3)),
+    "a forward": lambda module: setattr(module.right, "forward", lambda x: x * 3),
+    "the dictionary of parameters": lambda module: setattr(
+        module.left, "_parameters", Doubled(module.left._parameters)
+    ),
+    "the dictionary of parts": lambda module: setattr(
+        module, "_modules", dict(module._modules, right=build(nn.Linear, SIZE, SIZE, seed=3))
+    ),
+}
+
+
+def test_what_torch_has_no_guard_for_is_seen_by_each_call(tmp_path):
+    with activated(tmp_path) as directory:
+        block = build(Paired)
+        compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="eager"))
+        warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+        assert only_report(compiler).step == "cold"
+        for name, change in CHANGES.items():
+            served, twin = build(Paired), build(Paired)
+            compiler.compile(served)
+            for module in (served, twin):
+                eager(module, tensor())
+            (region,) = compiler.by_class.values()
+            before = region.served["precompiled"]
+            torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()))
+            assert region.served["precompiled"] == before + 1
+            for module in (served, twin):
+                change(module)
+            for _ in range(2):
+                torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()), msg=name)

@@ -308,10 +308,11 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 class Parts:
-    """The parts of a module that had no hooks, and the `forwards` of their classes. Every call checks them again.
+    """The parts of a module that had neither hooks nor a `forward` of their own, and the `forwards` of their classes.
+    Every call checks them again.
 
-    torch has four guards for each part instead, which would take a third of a function's loading time. Its graphs
-    ignore a hook that is added later, and a class's new `forward`.
+    torch has six guards for each part instead, which would take half of a function's loading time. Its graphs ignore a
+    hook that is added later, and a class's new `forward`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -325,8 +326,9 @@ class Parts:
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
         self._buffered = tuple(part._buffers for part in parts if part._buffers)
-        self._hooked = tuple(variables for variables in self._variables for _ in HOOKS)
-        self._hooks = HOOKS * len(parts)
+        unset = (*HOOKS, "forward")
+        self._hooked = tuple(variables for variables in self._variables for _ in unset)
+        self._hooks = unset * len(parts)
         self._hook_dicts = tuple(filter(lambda found: found is not None, map(dict.get, self._hooked, self._hooks)))
 
     @property
@@ -335,7 +337,7 @@ class Parts:
         return [buffer for holder in self._buffered for buffer in holder.values()]
 
     def are_unhooked(self) -> bool:
-        """Whether all parts exist, none has a hook, and their classes have the same `forward`."""
+        """Whether all parts exist, none has a hook or a `forward` of its own, and their classes have the same."""
         holders = map(dict.get, self._variables, itertools.repeat("_modules"))
         children = map(dict.get, self._holder_of, self._names)
         return (

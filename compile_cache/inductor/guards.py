@@ -63,8 +63,10 @@ _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|buffers|\w*_hooks\w*)('\])?)")
 # An item of a class's dictionary, which torch copies for it. The copy takes most of a microsecond.
 _CLASS_DICT = re.compile(r"dict\((type\((?:(?!__dict__).)*\)(?:\.__mro__\[\d+\])?\.__dict__)\)\[")
-# A guard on the hooks of a submodule. The call itself checks them (function.py).
-_HOOKS_OF_A_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
+# A part of the module, and below it its hooks, which the call itself checks (function.py), and its dictionaries.
+_PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*")
+_HOOKS_OF_A_PART = re.compile(rf"{_PART.pattern}\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
+_DICT_OF_A_PART = re.compile(rf"{_PART.pattern}\._(modules|parameters|buffers)")
 # torch's name for a module or another scope; in a record, a module's own name.
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
 _NO_MODULE = "___unnamed_scope"
@@ -102,8 +104,10 @@ class RecordedGuard:
 class Recorder:
     """A guard filter that keeps the guards that torch can store, and records the others.
 
-    Two kinds are left out. function.py checks the hooks of a module's parts, which have four guards a part. With
-    `on_gpu`, torch's guard on its global state goes: it has the number of threads, and `switches` has the rest.
+    What a call checks anyway is left out, which is half of a whole model's guards: function.py checks the hooks of a
+    module's parts, and that none has a `forward` of its own. Other guards read the dictionaries of its parts, so their
+    types need none. Which objects are one is recorded here, tensors aside. With `on_gpu`, torch's guard on its global
+    state goes: it has the number of threads, and `switches` has the rest.
     """
 
     def __init__(self, on_gpu: bool, salt: str) -> None:
@@ -112,6 +116,8 @@ class Recorder:
         self._found: dict[RecordedGuard, None] = {}
         self._refusals: list[NotPrecompilable] = []
         self._aliases: dict[str, str] = {}
+        self._compared: set[str] = set()
+        self._met: set[tuple[str | int, ...]] = set()
         # By the identity of a function's globals, the expression for the function.
         self._functions: dict[int, str] = {}
 
@@ -137,11 +143,12 @@ class Recorder:
         for objects in alike.values():
             if len(objects) > 1:
                 self._record(f"({', '.join(objects)})", _SAME_OBJECTS, tuple(objects.values()))
+                self._compared.update(objects)
         return [self._is_kept(entry) for entry in entries]
 
     def _is_kept(self, entry: GuardFilterEntry) -> bool:
         name, kind = entry.orig_guard.name, entry.guard_type
-        if kind in self._left_out or (kind == "EMPTY_NN_MODULE_HOOKS_DICT" and _HOOKS_OF_A_PART.fullmatch(name)):
+        if kind in self._left_out or self._is_checked_anyway(name, kind, entry):
             return False
         kinds = {kind, *entry.derived_guard_types}
         is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
@@ -153,6 +160,25 @@ class Recorder:
         elif not is_stored and kind not in _SAYS_NOTHING:
             self._refusals.append(NotPrecompilable(f"a guard of the kind {kind} cannot be stored"))
         return is_stored
+
+    def _is_checked_anyway(self, name: str, kind: str, entry: GuardFilterEntry) -> bool:
+        if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
+            return _HOOKS_OF_A_PART.fullmatch(name) is not None
+        if kind == "TYPE_MATCH":
+            return type(entry.value) is dict and _DICT_OF_A_PART.fullmatch(name) is not None
+        if kind == "DUPLICATE_INPUT":
+            other = getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b")
+            return {name, getattr(other, "name", None)} <= self._compared
+        if kind not in _BY_CONTENT and kind not in _BY_VALUE:
+            return False
+        try:
+            guard = (name, kind, _parameter(entry)) if kind in _BY_CONTENT else (name,)
+        except NotPrecompilable:
+            return False
+        is_met = guard in self._met  # torch may have several objects for one guard
+        self._met.add(guard)
+        is_own_forward = guard[1:] == ("NOT_PRESENT_IN_GENERIC_DICT", "forward")
+        return is_met or (is_own_forward and _PART.fullmatch(name) is not None)
 
     def _record(
         self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
