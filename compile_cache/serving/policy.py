@@ -43,8 +43,8 @@ _LONGEST_WAIT_S = 2.0
 class Policy:
     """What the regions of a boot share. `moment` says when new code is taken.
 
-    `artifacts` is None until torch's compiler is imported, and if nothing may be compiled ahead of time. The compiler
-    is imported at once; if a second process compiles and nothing was restored, when the first artifact arrives.
+    torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
+    arrives.
     `proved` has the functions that an earlier boot of this very version has compared on all instances.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
@@ -61,18 +61,27 @@ class Policy:
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
         self.making = threading.Lock()
-        self.artifacts: Artifacts | None = None
+        # The functions compiled ahead of time, or why there are none; None until torch's compiler is imported.
+        self._artifacts: Artifacts | str | None = None
         self.compiles_until_s: float | None = None
-        self.why_not_precompiled = ""
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
         self._released = threading.Event()
         self._opening = threading.Lock()
-        self._is_open = False
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(directory.scan()):
             self.open()
+
+    @property
+    def artifacts(self) -> Artifacts | None:
+        """The functions compiled ahead of time; None if there are none, or not yet."""
+        return None if isinstance(self._artifacts, str | None) else self._artifacts
+
+    @property
+    def why_not_precompiled(self) -> str:
+        """Why nothing can be compiled ahead of time with this torch; empty if something can."""
+        return self._artifacts if isinstance(self._artifacts, str) else ""
 
     @property
     def is_warming_up(self) -> bool:
@@ -89,9 +98,9 @@ class Policy:
     def open(self) -> None:
         """Import torch's compiler, once, and find artifacts from now on."""
         with self._opening:
-            if self._is_open:
+            if self._artifacts is not None:
                 return
-            self._is_open = True
+            self._artifacts = ""
             from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
             configure_torch()
@@ -102,14 +111,14 @@ class Policy:
                 from compile_cache.inductor.stored_functions import Artifacts
             except (ImportError, AttributeError) as error:
                 why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-                self.why_not_precompiled = why
+                self._artifacts = why
                 log.warning("No precompiled regions in this boot: %s", why)
             else:
-                self.artifacts = Artifacts(self._settings, self._directory.path)
+                self._artifacts = Artifacts(self._settings, self._directory.path)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
-        if self._is_open:
+        if self._artifacts is not None:
             from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
