@@ -58,7 +58,6 @@ PRIVATE_NAMES = (
     PrivateNames("torch._dynamo", "config mark_dynamic utils exc", NO_COMPILER),
     PrivateNames("torch._dynamo.guards", "CheckFunctionManager GuardsStatePickler _get_closure_vars", NO_FUNCTION),
     PrivateNames("torch._dynamo.variables", "builder", NO_FUNCTION),
-    PrivateNames("torch._dynamo.types", "GuardFilterEntry", NO_FUNCTION),
     PrivateNames("torch._dynamo.aot_compile", "AOTCompiledFunction._artifacts", NO_FUNCTION),
     PrivateNames("torch._dynamo.config", "_config _is_default", NO_BACKGROUND),
     PrivateNames("torch._inductor", "config", NO_COMPILER),

@@ -15,7 +15,6 @@ PRIVATE = (
     "torch._C._len_torch_dispatch_stack",
     "torch._dynamo.guards.CheckFunctionManager",
     "torch._dynamo.guards._get_closure_vars",
-    "torch._dynamo.types.GuardFilterEntry",
     "torch._inductor.list_mode_options",
     "torch._ops.OpOverloadPacket",
     "torch.compiler.load_compiled_function",

@@ -29,7 +29,6 @@ import torch._inductor
 import torch._inductor.config
 from torch import nn
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
-from torch._dynamo.types import GuardFilterEntry as GuardFilterEntry
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.errors import NotPrecompilable

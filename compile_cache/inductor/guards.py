@@ -29,8 +29,11 @@ from torch import nn
 from compile_cache.calls.description import Description, NotDescribedError, class_name, describe
 from compile_cache.calls.spec import call_region
 from compile_cache.errors import NotPrecompilable
-from compile_cache.inductor.aot import NOT_STORED, GuardFilterEntry, guard_scope, without_texts
+from compile_cache.inductor.aot import NOT_STORED, guard_scope, without_texts
 from compile_cache.key.environment import digest
+
+# torch's `GuardFilterEntry` (torch/_dynamo/types.py): a guard, its kind, and the value of its expression.
+GuardFilterEntry = Any
 
 # The kinds of guards by what they demand of their expression's value.
 _BY_IDENTITY = frozenset(
