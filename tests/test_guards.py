@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,51 +95,68 @@ class Doubled(dict[str, Any]):
         return super().__getitem__(name) * 2
 
 
+class Chain(list[Any]):
+    """A call that is false, as an empty chain of calls is."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
 class Paired(nn.Module):
-    """Has each of its attributes under two names, and parts that are called."""
+    """Has its attributes under two names, and parts that are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = self.right = nn.Linear(SIZE, SIZE)
         self.one = self.other = SimpleNamespace(gain=2.0)
         self.keys = self.values = torch.ones(SIZE)
+        self.pair, self.flags, self.names = (1.0, 0.0), (True, 2), {b"y": 1.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.mm(self.left(x) * self.one.gain, self.right.weight) * self.keys
-        return y + self.right(x) * self.other.gain + self.values
+        y = y + self.right(x) * self.other.gain + self.values
+        factor = math.copysign(2.0, self.pair[1]) + (1.0 if self.flags[0] is True else 3.0) + (b"y" in self.names)
+        factor += ("b'y'" in self.names) * 4 + isinstance(self.left._parameters, OrderedDict)
+        return torch.addmm(y, x, self.right.weight, alpha=factor)
 
 
-# What a call checks in place of the guards that are not stored.
+def other_parts(module: Paired) -> None:
+    module._modules = dict(module._modules, right=build(nn.Linear, SIZE, SIZE, seed=3))
+
+
+# What torch has no guard for, or one that is not stored.
 CHANGES: dict[str, Callable[[Paired], object]] = {
     "an object": lambda module: setattr(module, "other", SimpleNamespace(gain=5.0)),
     "an object's attribute": lambda module: setattr(module.one, "gain", 5.0),
     "a tensor": lambda module: setattr(module, "values", torch.full((SIZE,), 5.0)),
     "a part": lambda module: setattr(module, "right", build(nn.Linear, SIZE, SIZE, seed=3)),
     "a forward": lambda module: setattr(module.right, "forward", lambda x: x * 3),
-    "the dictionary of parameters": lambda module: setattr(
+    "a forward that is false": lambda module: setattr(module.right, "forward", Chain()),
+    "parameters' dictionary": lambda module: setattr(module.left, "_parameters", OrderedDict(module.left._parameters)),
+    "parameters' other dictionary": lambda module: setattr(
         module.left, "_parameters", Doubled(module.left._parameters)
     ),
-    "the dictionary of parts": lambda module: setattr(
-        module, "_modules", dict(module._modules, right=build(nn.Linear, SIZE, SIZE, seed=3))
-    ),
+    "parts' dictionary": other_parts,
+    "a zero's sign": lambda module: setattr(module, "pair", (1.0, -0.0)),
+    "a flag that is a number": lambda module: setattr(module, "flags", (1, 2)),
+    "a key that reads like another": lambda module: module.names.update({"b'y'": 1.0}),
 }
 
 
-def test_what_torch_has_no_guard_for_is_seen_by_each_call(tmp_path):
+def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(tmp_path):
     with activated(tmp_path) as directory:
         block = build(Paired)
         compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="eager"))
         warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
         assert only_report(compiler).step == "cold"
+        (region,) = compiler.by_class.values()
         for name, change in CHANGES.items():
             served, twin = build(Paired), build(Paired)
             compiler.compile(served)
-            for module in (served, twin):
-                eager(module, tensor())
-            (region,) = compiler.by_class.values()
-            before = region.served["precompiled"]
-            torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()))
-            assert region.served["precompiled"] == before + 1
+            for _ in range(2):
+                before = region.served["precompiled"]
+                torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()))
+            assert region.served["precompiled"] == before + 1, name
             for module in (served, twin):
                 change(module)
             for _ in range(2):

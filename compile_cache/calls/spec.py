@@ -43,6 +43,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 )
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DICTS = operator.itemgetter("_modules", *HOOKS)
 # Of a class. torch's code does not see that it was replaced.
 _FORWARD = operator.attrgetter("forward")
 # Where a module keeps its compiled call.
@@ -311,8 +312,8 @@ class Parts:
     """The parts of a module that had neither hooks nor a `forward` of their own, and the `forwards` of their classes.
     Every call checks them again.
 
-    torch has six guards for each part instead, which would take half of a function's loading time. Its graphs ignore a
-    hook that is added later, and a class's new `forward`.
+    torch has guards for each part instead, which would take half of a function's loading time. Its graphs ignore a hook
+    that is added later, and a class's new `forward`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -321,15 +322,12 @@ class Parts:
         self._classes = tuple(dict.fromkeys(map(type, parts)))
         self.forwards = tuple(map(_FORWARD, self._classes))
         self._variables = tuple(map(vars, parts))
-        self._holders = tuple(part._modules for part in parts)
+        self._dicts = [*map(_DICTS, self._variables)]
         self._holder_of = tuple(holder for holder, _, _ in children)
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
         self._buffered = tuple(part._buffers for part in parts if part._buffers)
-        unset = (*HOOKS, "forward")
-        self._hooked = tuple(variables for variables in self._variables for _ in unset)
-        self._hooks = unset * len(parts)
-        self._hook_dicts = tuple(filter(lambda found: found is not None, map(dict.get, self._hooked, self._hooks)))
+        self._hook_dicts = tuple(hooks for _, *all_hooks in self._dicts for hooks in all_hooks)
 
     @property
     def buffers(self) -> list[torch.Tensor | None]:
@@ -337,13 +335,14 @@ class Parts:
         return [buffer for holder in self._buffered for buffer in holder.values()]
 
     def are_unhooked(self) -> bool:
-        """Whether all parts exist, none has a hook or a `forward` of its own, and their classes have the same."""
-        holders = map(dict.get, self._variables, itertools.repeat("_modules"))
+        """Whether all parts exist, none has a hook or a `forward` of its own, and no class of theirs has another
+        `forward`."""
         children = map(dict.get, self._holder_of, self._names)
         return (
-            all(map(operator.is_, holders, self._holders))
+            not any(self._hook_dicts)
+            and [*map(_DICTS, self._variables)] == self._dicts  # else hooks or parts are in other dictionaries
+            and not any(map(dict.__contains__, self._variables, itertools.repeat("forward")))
             and all(map(operator.is_, children, self._children))
-            and not any(map(dict.get, self._hooked, self._hooks))
             and self._have_their_forwards()
         )
 

@@ -66,10 +66,9 @@ _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|buffers|\w*_hooks\w*)('\])?)")
 # An item of a class's dictionary, which torch copies for it. The copy takes most of a microsecond.
 _CLASS_DICT = re.compile(r"dict\((type\((?:(?!__dict__).)*\)(?:\.__mro__\[\d+\])?\.__dict__)\)\[")
-# A part of the module, and below it its hooks, which the call itself checks (function.py), and its dictionaries.
+# The module, or a part of it; and the hooks of one.
 _PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*")
 _HOOKS_OF_A_PART = re.compile(rf"{_PART.pattern}\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
-_DICT_OF_A_PART = re.compile(rf"{_PART.pattern}\._(modules|parameters|buffers)")
 # torch's name for a module or another scope; in a record, a module's own name.
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
 _NO_MODULE = "___unnamed_scope"
@@ -107,10 +106,10 @@ class RecordedGuard:
 class Recorder:
     """A guard filter that keeps the guards that torch can store, and records the others.
 
-    What a call checks anyway is left out, which is half of a whole model's guards: function.py checks the hooks of a
-    module's parts, and that none has a `forward` of its own. Other guards read the dictionaries of its parts, so their
-    types need none. Which objects are one is recorded here, tensors aside. With `on_gpu`, torch's guard on its global
-    state goes: it has the number of threads, and `switches` has the rest.
+    What is checked anyway is left out, a third of a whole model's guards. `Parts` (calls/spec.py) checks in each call
+    that no part has a hook or a `forward` of its own. Of guards that demand the same, one is kept. That two names are
+    one object is recorded here; torch guards it for tensors alone. With `on_gpu`, torch's guard on its global state
+    goes: it has the number of threads, and `switches` has the rest.
     """
 
     def __init__(self, on_gpu: bool, salt: str) -> None:
@@ -120,7 +119,7 @@ class Recorder:
         self._refusals: list[NotPrecompilable] = []
         self._aliases: dict[str, str] = {}
         self._compared: set[str] = set()
-        self._met: set[tuple[str | int, ...]] = set()
+        self._met: set[tuple[Any, ...]] = set()
         # By the identity of a function's globals, the expression for the function.
         self._functions: dict[int, str] = {}
 
@@ -145,8 +144,8 @@ class Recorder:
                 alike[type(value)][name] = value
         for objects in alike.values():
             if len(objects) > 1:
-                self._record(f"({', '.join(objects)})", _SAME_OBJECTS, tuple(objects.values()))
-                self._compared.update(objects)
+                self._record(names := f"({', '.join(objects)})", _SAME_OBJECTS, tuple(objects.values()))
+                self._compared.update(objects if _BUILTINS not in names else ())
         return [self._is_kept(entry) for entry in entries]
 
     def _is_kept(self, entry: GuardFilterEntry) -> bool:
@@ -155,9 +154,8 @@ class Recorder:
             return False
         kinds = {kind, *entry.derived_guard_types}
         is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
-        if kind in _BY_VALUE:  # a text may be a secret, and torch takes zeros of both signs for equal
-            is_zero = type(entry.value) in (float, complex) and entry.value == 0
-            is_stored = is_stored and not is_zero and without_texts(entry.value) == entry.value
+        if kind in _BY_VALUE:  # a text may be a secret, and torch takes for equal what `==` does
+            is_stored = is_stored and not _has_equals(entry.value) and without_texts(entry.value) == entry.value
         if kind in (_OF_STORED if is_stored else _ALL):
             self._record(name, kind, entry.value, entry, is_stored)
         elif not is_stored and kind not in _SAYS_NOTHING:
@@ -167,21 +165,19 @@ class Recorder:
     def _is_checked_anyway(self, name: str, kind: str, entry: GuardFilterEntry) -> bool:
         if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
             return _HOOKS_OF_A_PART.fullmatch(name) is not None
-        if kind == "TYPE_MATCH":
-            return type(entry.value) is dict and _DICT_OF_A_PART.fullmatch(name) is not None
         if kind == "DUPLICATE_INPUT":
             other = getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b")
             return {name, getattr(other, "name", None)} <= self._compared
         if kind not in _BY_CONTENT and kind not in _BY_VALUE:
             return False
         try:
-            guard = (name, kind, _parameter(entry)) if kind in _BY_CONTENT else (name,)
+            given = _given(entry) if kind in _BY_CONTENT else None
         except NotPrecompilable:
             return False
-        is_met = guard in self._met  # torch may have several objects for one guard
-        self._met.add(guard)
-        is_own_forward = guard[1:] == ("NOT_PRESENT_IN_GENERIC_DICT", "forward")
-        return is_met or (is_own_forward and _PART.fullmatch(name) is not None)
+        demand = (name, kind, type(given), given) if kind in _BY_CONTENT else (name,)
+        is_met = demand in self._met
+        self._met.add(demand)
+        return is_met or ((kind, given) == ("NOT_PRESENT_IN_GENERIC_DICT", "forward") and bool(_PART.fullmatch(name)))
 
     def _record(
         self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
@@ -222,14 +218,25 @@ class Recorder:
         return list(self._found)
 
 
+def _has_equals(value: Any) -> bool:
+    """Whether another value is equal to this one and not the same: a zero of the other sign, or in a tuple a number of
+    another type. Tuples of integers are left to torch: a module of convolutions has hundreds."""
+    if type(value) in (tuple, list, set, frozenset):
+        return any(type(part) in (bool, float, complex) or _has_equals(part) for part in value)
+    return type(value) in (float, complex) and value == 0
+
+
 def _parameter(entry: GuardFilterEntry) -> str | int:
-    """The attribute or the key that a guard asks for."""
+    """The attribute or the key that a guard asks for, as it is stored."""
+    given = _given(entry)
+    return repr(given) if isinstance(given, bytes) else given
+
+
+def _given(entry: GuardFilterEntry) -> str | int | bytes:
     create = entry.orig_guard.create_fn
     name, _ = _BY_CONTENT[entry.guard_type]
     given = create.keywords.get(name, *create.args[:1]) if isinstance(create, functools.partial) else None
-    if isinstance(given, bytes):
-        return repr(given)
-    if not isinstance(given, str | int):
+    if not isinstance(given, str | int | bytes):
         raise NotPrecompilable(f"torch guards what {entry.orig_guard.name} contains: {given!r}")
     return given
 
