@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,30 +62,49 @@ class Block(nn.Module):
 
 
 PRECOMPILED = Settings(cold_start="block", unseen="eager")
+# The settings, the `graphs` of the block, and what serves its calls.
 STATES = {
-    "precompiled": (PRECOMPILED, 0),
-    "compiled": (PRECOMPILED, 2),
-    "compiled whole": (PRECOMPILED, 1),
-    "eager": (Settings(cold_start="background", unseen="eager"), 0),
-    "ordered": (Settings(cold_start="background", unseen="background"), 0),
+    "precompiled": (PRECOMPILED, 0, "precompiled"),
+    "compiled": (PRECOMPILED, 2, "compiled"),
+    "compiled whole": (PRECOMPILED, 1, "compiled"),
+    "eager": (Settings(cold_start="background", unseen="eager"), 0, "eager"),
+    "ordered": (Settings(cold_start="background", unseen="background"), 0, "eager"),
 }
-SERVED_BY = {"compiled whole": "compiled", "ordered": "eager"}
+Served = tuple[Block, Block, Regions]
 
 
-@pytest.fixture(params=STATES)
-def served(request, tmp_path):
+@contextlib.contextmanager
+def settled(state: str, root: Path) -> Iterator[Served]:
     """A block whose calls are settled, its twin, and its boot."""
-    settings, graphs = STATES[request.param]
-    with activated(tmp_path) as directory:
+    settings, graphs, step = STATES[state]
+    with activated(root) as directory:
         block, twin = build(Block, graphs), build(Block, graphs)
         compiler = boot(directory, block, settings=settings)
-        if request.param != "eager":  # of which the warm-up knows nothing
+        if state != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
         with prediction(compiler):
             for _ in range(3):
                 assert_right(block, twin)
-        assert step_of(compiler, block) == SERVED_BY.get(request.param, request.param)
+        assert step_of(compiler, block) == step
         yield block, twin, compiler
+
+
+@pytest.fixture(scope="module", params=STATES)
+def lasting(request, tmp_path_factory) -> Iterator[Served]:
+    """One for all tests that undo what they change."""
+    with settled(request.param, tmp_path_factory.mktemp("settled")) as served:
+        yield served
+
+
+@pytest.fixture
+def served(lasting) -> Iterator[Served]:
+    """The same, which the test leaves as it was."""
+    block, twin, compiler = lasting
+    before = step_of(compiler, block)
+    yield lasting
+    with prediction(compiler):
+        assert_right(block, twin)
+        assert step_of(compiler, block) == before
 
 
 @contextlib.contextmanager
@@ -210,23 +230,25 @@ def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(ser
     assert steps == [before] * 3
 
 
-@pytest.mark.parametrize("numbers", [(0.0, -0.0), (-0.0, 0.0), (1.0, True, 1), (math.nan, -math.nan)])
-@pytest.mark.parametrize("where", ["input", "attribute"])
-def test_numbers_that_are_equal_and_not_the_same_are_told_apart(served, numbers, where):
+@pytest.mark.parametrize("numbers", [[(0.0, -0.0), (1.0, True, 1)], [(-0.0, 0.0), (math.nan, -math.nan)]])
+@pytest.mark.parametrize("state", STATES)
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart(tmp_path, state, numbers):
     """Where torch's own graphs cannot, which take one zero of an attribute for the other, nothing else can."""
-    block, twin, compiler = served
-    if where == "attribute" and block.graphs:
-        numbers = (1.0, True, 1)
+    with settled(state, tmp_path) as (block, twin, compiler):
 
-    def call(number: float) -> None:
-        if where == "attribute":
-            block.factor = twin.factor = number
-        assert_right(block, twin, **({} if where == "attribute" else {"by": number}))
+        def call_with(input: float) -> None:
+            assert_right(block, twin, by=input)
 
-    warm_up(compiler, lambda: [call(numbers[0]) for _ in range(2)])
-    with prediction(compiler):
-        for number in (numbers[0], *numbers, *numbers):
-            call(number)
+        def call_having(attribute: float) -> None:
+            block.factor = twin.factor = attribute
+            assert_right(block, twin)
+
+        for call in (call_with, call_having):
+            for first, *others in [(1.0, True, 1)] if call is call_having and block.graphs else numbers:
+                warm_up(compiler, lambda call=call, first=first: [call(first) for _ in range(2)])
+                with prediction(compiler):
+                    for number in (first, *(first, *others) * 2):
+                        call(number)
 
 
 def strided() -> torch.Tensor:
