@@ -90,21 +90,21 @@ def settled(state: str, root: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module", params=STATES)
-def lasting(request, tmp_path_factory) -> Iterator[Served]:
-    """One for all tests that undo what they change."""
+def lasting(request, tmp_path_factory) -> Iterator[tuple[Served, str]]:
+    """One for all tests that undo what they change, and what serves its calls."""
     with settled(request.param, tmp_path_factory.mktemp("settled")) as served:
-        yield served
+        yield served, STATES[request.param][2]
 
 
 @pytest.fixture
 def served(lasting) -> Iterator[Served]:
-    """The same, which the test leaves as it was."""
-    block, twin, compiler = lasting
-    before = step_of(compiler, block)
-    yield lasting
+    """The same, which each test finds and leaves as it was."""
+    (block, twin, compiler), step = lasting
+    assert step_of(compiler, block) == step
+    yield block, twin, compiler
     with prediction(compiler):
         assert_right(block, twin)
-        assert step_of(compiler, block) == before
+        assert step_of(compiler, block) == step
 
 
 @contextlib.contextmanager
@@ -131,12 +131,10 @@ def double(module: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
     return answer * 2
 
 
-def hook(module: Block) -> Callable[[], Any]:
-    return module.register_forward_hook(double).remove
-
-
-def hook_of_a_part(module: Block) -> Callable[[], Any]:
-    return module.part.register_forward_hook(double).remove
+def patched(target: Any, name: str, value: Any) -> Callable[[], None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(target, name, value)
+    return patch.undo
 
 
 def own_forward(module: Block) -> Callable[[], Any]:
@@ -144,21 +142,7 @@ def own_forward(module: Block) -> Callable[[], Any]:
     return lambda: vars(module).pop("forward")
 
 
-def forward_of_a_class(module: Block) -> Callable[[], Any]:
-    return replaced(Block)
-
-
-def forward_of_the_class_of_a_part(module: Block) -> Callable[[], Any]:
-    return replaced(Part)
-
-
-def replaced(kind: type[nn.Module]) -> Callable[[], Any]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(kind, "forward", lambda self, x, by=1.0: x * 3)
-    return patch.undo
-
-
-def adapter(module: Block) -> Callable[[], Any]:
+def adapter(module: Block) -> Callable[[], None]:
     torch.manual_seed(5)
     module.adapter = nn.Linear(SIZE, SIZE).eval()
 
@@ -169,32 +153,31 @@ def adapter(module: Block) -> Callable[[], Any]:
     return take_out
 
 
-def train(module: Block) -> Callable[[], Any]:
-    module.train()
-    return module.eval
-
-
-def attribute(module: Block) -> Callable[[], Any]:
-    module.factor = 2.0
-    return lambda: setattr(module, "factor", 1.0)
-
-
-def other_part(module: Block) -> Callable[[], Any]:
-    part, module.part = module.part, nn.Sequential(module.part, nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float32))
-    nn.init.eye_(module.part[1].weight)
-    module.part[1].weight.data *= 2
+def other_part(module: Block) -> Callable[[], None]:
+    part, doubling = module.part, nn.Linear(SIZE, SIZE, bias=False)
+    doubling.weight.data = 2 * torch.eye(SIZE)
+    module.part = nn.Sequential(part, doubling)
     return lambda: setattr(module, "part", part)
 
 
-FORWARDS = (own_forward, forward_of_a_class, forward_of_the_class_of_a_part)
-CHANGES = (hook, hook_of_a_part, *FORWARDS, adapter, train, attribute, other_part)
+# Each changes a block, and returns what takes the change back.
+AT_ONCE: dict[str, Callable[[Block], Callable[[], Any]]] = {
+    "hook": lambda module: module.register_forward_hook(double).remove,
+    "hook of a part": lambda module: module.part.register_forward_hook(double).remove,
+    "forward of its own": own_forward,
+    "forward of its class": lambda module: patched(Block, "forward", lambda self, x, by=1.0: x * 3),
+    "forward of its part's class": lambda module: patched(Part, "forward", lambda self, x: x * 3),
+    "training": lambda module: module.train() and module.eval,
+    "attribute": lambda module: patched(module, "factor", 2.0),
+}
+CHANGES = {**AT_ONCE, "adapter": adapter, "other part": other_part}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the_way_back(served, change):
     block, twin, compiler = served
     before = step_of(compiler, block)
-    undo = [change(module) for module in (block, twin)]
+    undo = [CHANGES[change](module) for module in (block, twin)]
     for _ in range(2):
         with prediction(compiler):
             for _ in range(2):
@@ -206,12 +189,12 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
         assert step_of(compiler, block) == before
 
 
-@pytest.mark.parametrize("change", [hook, hook_of_a_part, *FORWARDS, train, attribute])
+@pytest.mark.parametrize("change", AT_ONCE)
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
     with prediction(compiler):
         assert_right(block, twin)
-        undo = [change(module) for module in (block, twin)]
+        undo = [AT_ONCE[change](module) for module in (block, twin)]
         assert_right(block, twin)
         for back in reversed(undo):
             back()
@@ -289,7 +272,7 @@ def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(tmp_path
         block = build(Block)
         compiler = boot(directory, block, settings=PRECOMPILED)
         warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        remove = hook(block)
+        remove = AT_ONCE["hook"](block)
         assert step_of(compiler, block) == "eager"
         remove()
         steps = [step_of(compiler, block) for _ in range(70)]
