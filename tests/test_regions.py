@@ -67,11 +67,11 @@ class Root(nn.Module):
         return x
 
 
-class BrokenGraph(NormBlock):
+class BrokenGraph(WideBlock):
     def forward(self, x):
         x = super().forward(x)
         torch._dynamo.graph_break()
-        return x * 2
+        return torch.mm(x, self.linear.weight)
 
 
 class NotANumber(NormBlock):
@@ -79,7 +79,7 @@ class NotANumber(NormBlock):
         return super().forward(x) * (x.sum() / x.sum())
 
 
-class Picky(NormBlock):
+class Picky(WideBlock):
     def forward(self, x):
         if x.shape[0] == 3:
             raise ValueError("three rows are one too many")
@@ -147,7 +147,7 @@ def test_instances_of_a_class_share_one_graph(compiler):
 @pytest.mark.parametrize(("is_dynamic", "graphs"), [(True, 1), (False, 2)])
 def test_dynamic_shapes_compile_one_graph_for_all_sizes_and_static_ones_one_for_each(directory, is_dynamic, graphs):
     compiler = Regions(resolve_cold_start(Settings(dynamic=is_dynamic)), directory)
-    model = Root(NormBlock).eval()
+    model = Root(WideBlock).eval()
     compiler.compile(model)
     warm_up(compiler, lambda: [run(model, 4), run(model, 8)])
     assert only_report(compiler).graphs == graphs
@@ -197,11 +197,11 @@ def test_models_own_error_passes_through_and_demotes_nothing(compiler):
 
 
 def test_regions_inside_of_another_torch_compile_are_unused_and_say_so(compiler):
-    model = Root(NormBlock)
+    model = Root(WideBlock)
     compiler.compile(model)
     served = torch.compile(model, backend="inductor")
     with torch.inference_mode():
-        assert warm_up(compiler, lambda: served(torch.ones(4, 16))) == {"NormBlock": "unused"}
+        assert warm_up(compiler, lambda: served(torch.ones(4, 16))) == {"WideBlock": "unused"}
     assert "another torch.compile compiled code. Take that away" in only_report(compiler).reason
 
 
