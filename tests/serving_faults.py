@@ -316,10 +316,10 @@ def right(*kinds: str, sources: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def released(folder: str, *sources: str) -> dict[str, Any]:
-    """The classes of a file in this folder."""
+    """The classes of files in this folder."""
     sys.path.insert(0, folder)
     names = "Changed", "Calling", "Executed"
-    globals().update((name, getattr(importlib.import_module("released"), name)) for name in names)
+    globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names)
     return right(*names, sources=sources)
 
 

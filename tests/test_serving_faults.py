@@ -109,28 +109,28 @@ def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(f
     assert counts["fxgraph_misses"] == counts["precompiled_made"] == told["waiting"] == 0
 
 
-# A class whose own file a release changes, one that calls a function which it changes, and one whose code `exec` has
-# run, which is compiled ahead of time.
-RELEASED = """
-from pathlib import Path
-
+# A class whose own file a release changes, one that calls a function which it changes, and one whose code `exec` runs
+# in a file that stays, and which is compiled ahead of time.
+CHANGED = """
 import torch
 from background_blocks import Wide
-from released_helper import combine
 
 class Changed(Wide):
     def forward(self, x):
         x = torch.addmm(x, super().forward(x), self.scale, alpha=FACTOR)
         torch._dynamo.graph_break()
         return torch.mm(x, self.scale)
+"""
+CALLING = """
+import torch
+from background_blocks import Wide
+from helper import combine
 
 class Calling(Wide):
     def forward(self, x):
         x = super().forward(x)
         torch._dynamo.graph_break()
         return combine(x, self.scale)
-
-exec(Path(__file__).with_suffix(".txt").read_text(), globals())
 """
 HELPER = """
 import torch
@@ -138,12 +138,20 @@ import torch
 def combine(x, y):
     return torch.addmm(x, x, y, alpha=FACTOR)
 """
+EXECUTING = """
+from pathlib import Path
+exec(Path(__file__).with_suffix(".txt").read_text(), globals())
+"""
 EXECUTED = """
+import torch
+from background_blocks import Wide
+
 class Executed(Wide):
     def forward(self, x):
         return torch.addmm(x, super().forward(x), self.scale, alpha=FACTOR)
 """
-FILES = {"released.py": RELEASED, "released_helper.py": HELPER, "released.txt": EXECUTED}
+FILES = {"changed.py": CHANGED, "calling.py": CALLING, "helper.py": HELPER}
+FILES |= {"executed.py": EXECUTING, "executed.txt": EXECUTED}
 STEPS = {"Changed": "compiled", "Calling": "compiled", "Executed": "precompiled"}
 
 
