@@ -315,12 +315,11 @@ def right(*kinds: str, sources: tuple[str, ...] = ()) -> dict[str, Any]:
     return told | {"pairs": {pair.name: pair.told for pair in pairs}, "report": report(boot)}
 
 
-def released(folder: str, *sources: str) -> dict[str, Any]:
+def released(folder: str, names: str, *sources: str) -> dict[str, Any]:
     """The classes of files in this folder."""
     sys.path.insert(0, folder)
-    names = "Changed", "Calling", "Executed"
-    globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names)
-    return right(*names, sources=sources)
+    globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names.split(","))
+    return right(*names.split(","), sources=sources)
 
 
 def unhooked() -> dict[str, Any]:
@@ -484,11 +483,7 @@ def unrepeated() -> dict[str, Any]:
 
 def brief() -> dict[str, Any]:
     """A server with many instances of a block that ends soon after its code arrived."""
-    with compile_cache.boot(MODEL) as boot:
-        pairs = [Pair(Wide) for _ in range(6)]
-        for pair in pairs:
-            boot.compile(pair.module, whole=True)
-        boot.warm_up(lambda: [pair.call(boot) for pair in pairs])
+    boot, pairs = begun(*["Wide"] * 6)
     told: dict[str, Any] = {"waiting": boot.waiting}
     assert boot.wait_compiled(PATIENCE_S)
     for pair in pairs:

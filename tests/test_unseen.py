@@ -472,14 +472,8 @@ class Cancelled(BaseException):
     """As Cog raises it in a cancelled prediction."""
 
 
-def cancel_next_call(monkeypatch) -> None:
-    real = trial.call_region
-
-    def cancel(*_):
-        monkeypatch.setattr(trial, "call_region", real)
-        raise Cancelled
-
-    monkeypatch.setattr(trial, "call_region", cancel)
+def cancelled(*_: object) -> None:
+    raise Cancelled
 
 
 def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
@@ -487,9 +481,10 @@ def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
         block = build(Product)
         compiler = boot(directory, block, settings=BACKGROUND)
         warm_up(compiler, lambda: block(tensor(4, 16)))
-        cancel_next_call(monkeypatch)
-        with pytest.raises(Cancelled):
-            answer(block, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(trial, "call_region", cancelled)
+            with pytest.raises(Cancelled):
+                answer(block, 5)
         answer(block, 5)
         assert compiler.policy.waiting == only_report(compiler).waiting == 2
 
