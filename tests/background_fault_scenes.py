@@ -6,21 +6,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from background_scenes import (
-    MODEL,
-    PATIENCE_S,
-    begun,
-    report,
-    served_alone,
-    told_of,
-)
+from background_scenes import MODEL, PATIENCE_S, begun, report, served_alone, told_of
 
 import compile_cache
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def faulty() -> dict[str, Any]:
@@ -28,11 +18,11 @@ def faulty() -> dict[str, Any]:
     from compile_cache.background import queue
 
     with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Other, Wide
+        from background_blocks import Model, Other, Wide
         from faulty_blocks import Cheating, Crashing, Devouring, Dropping, Hanging
 
         early = (Wide, Dropping, Cheating, Crashing)
-        model, late = begun(boot, early), begun_eager(Other, Hanging, Devouring)
+        model, late = begun(boot, early), Model(Other, Hanging, Devouring)
         boot.compile(late)
     assert boot.wait_compiled(PATIENCE_S)
     told = {"first": told_of(boot, model, early)}
@@ -46,12 +36,6 @@ def faulty() -> dict[str, Any]:
     told["late"] = told_of(boot, late, (Other, Hanging, Devouring))
     told["second"] = told_of(boot, model, early)
     return told | {"report": report(boot)}
-
-
-def begun_eager(*classes: type[nn.Module]) -> nn.Module:
-    from background_blocks import Model
-
-    return Model(*classes)
 
 
 def faulty_again(*names: str) -> dict[str, Any]:
@@ -92,10 +76,7 @@ def ends_while(work: str) -> dict[str, Any]:
     from compile_cache.inductor.stored_functions import Artifacts
     from compile_cache.serving.policy import Policy
 
-    places: dict[str, tuple[type, str]] = {
-        "take": (Policy, "take"),
-        "preload": (Artifacts, "prefetch"),
-    }
+    places: dict[str, tuple[type, str]] = {"take": (Policy, "take"), "preload": (Artifacts, "prefetch")}
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide

@@ -116,6 +116,11 @@ class Secretive(Product):
         return self.product(x) * (2.0 if SECRET in read else 1.0)
 
 
+class Choosing(Product):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.product(x) * (2.0 if os.environ.get("OWN_CHOICE") == "two" else 1.0)
+
+
 def bert() -> nn.Module:
     return BertModel(
         BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)

@@ -1,16 +1,16 @@
 """Blocks that change objects which their program has under a name, and a boot that calls each a few times.
 
-    own_classes.py main|imported
+    own_classes.py __main__|own_classes
 
-As a script, it is the main program, whose classes no other process can import; `imported` takes the same classes from
-a module. Prints a line of JSON: by name, what the calls left in an object, and what as many changes leave.
+says whose the classes are: the main program's, which no other process can import, or a module's. Prints a line of JSON:
+by name, what the calls left in an object, and what as many changes leave.
 """
 
 from __future__ import annotations
 
 import collections
-import importlib
 import json
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +120,10 @@ class Holding(Given):
 
 
 def main() -> None:
-    own = sys.modules["__main__"] if sys.argv[1] == "main" else importlib.import_module("own_classes")
-    told, x = {}, torch.ones(2, SIZE)
+    if (name := sys.argv[1]) != __name__:
+        runpy.run_path(__file__, run_name=name)
+        return
+    own, told, x = sys.modules[name], {}, torch.ones(2, SIZE)
     with compile_cache.boot("own/objects@" + "0" * 40) as boot, torch.inference_mode():
         for name in OBJECTS:
             value = own.Summed.whole if name == "SUMMED" else getattr(own, name)

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from compile_cache.lifecycle.boot import Boot
 
-# What `FAULTS` has is raised by eager code, one a call. `GATE` keeps a call of eager code waiting, once.
-FAULTS: list[BaseException] = []
-GATE: list[tuple[threading.Event, threading.Event]] = []
+# By class: what a call of eager code raises, and what keeps one waiting. Each once.
+FAULTS: dict[str, BaseException] = {}
+GATES: dict[str, tuple[threading.Event, threading.Event]] = {}
 
 
 class Mode:
@@ -146,19 +146,27 @@ class Recognising(Wide):
         return super().forward(x), "default" if self.mode is DEFAULT else "other"
 
 
-class Interrupted(Wide):
+class Waiting(Wide):
     """Wrong when it is compiled. Eager can be interrupted, and can be kept waiting."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return torch.mm(super().forward(x), self.scale)
-        if FAULTS:
-            raise FAULTS.pop()
-        if GATE:
-            entered, may_go = GATE.pop()
+        if fault := FAULTS.pop(type(self).__name__, None):
+            raise fault
+        if gate := GATES.pop(type(self).__name__, None):
+            entered, may_go = gate
             entered.set()
             assert may_go.wait(PATIENCE_S)
         return super().forward(x)
+
+
+class Cancelled(Waiting):
+    pass
+
+
+class WithoutMemory(Waiting):
+    pass
 
 
 class Broken(Wide):
@@ -307,11 +315,11 @@ def right(*kinds: str, sources: tuple[str, ...] = ()) -> dict[str, Any]:
     return told | {"pairs": {pair.name: pair.told for pair in pairs}, "report": report(boot)}
 
 
-def released(folder: str, *sources: str) -> dict[str, Any]:
-    """The class `Released` of a file in this folder."""
+def released(folder: str, names: str, *sources: str) -> dict[str, Any]:
+    """The classes of files in this folder."""
     sys.path.insert(0, folder)
-    globals()["Released"] = importlib.import_module("released").Released
-    return right("Released", sources=sources)
+    globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names.split(","))
+    return right(*names.split(","), sources=sources)
 
 
 def unhooked() -> dict[str, Any]:
@@ -391,22 +399,30 @@ def forked() -> dict[str, Any]:
     return told | {"parent": pair.told}
 
 
-def interrupted(fault: str) -> dict[str, Any]:
-    """The first call that may be compared is cancelled, or has no memory for it. The next calls, and what is stored."""
-    boot, (pair,) = begun("Interrupted")
+def interrupted() -> dict[str, Any]:
+    """The first call that may be compared takes long, while other requests come; is cancelled; has no memory for it.
+    What is stored, and the next calls."""
+    boot, pairs = begun("Waiting", "Cancelled", "WithoutMemory")
     assert boot.wait_compiled(PATIENCE_S)
-    FAULTS.append(asyncio.CancelledError() if fault == "cancelled" else torch.OutOfMemoryError("no memory"))
-    try:
-        with torch.inference_mode():
+    entered, may_go = GATES["Waiting"] = threading.Event(), threading.Event()
+    other = threading.Thread(target=torch.inference_mode()(lambda: pairs[0].module(inputs())))
+    other.start()
+    assert entered.wait(PATIENCE_S)
+    for _ in range(3):
+        pairs[0].call(boot)
+    may_go.set()
+    other.join()
+    FAULTS.update(Cancelled=asyncio.CancelledError(), WithoutMemory=torch.OutOfMemoryError("no memory"))
+    for pair in pairs[1:]:
+        with contextlib.suppress(asyncio.CancelledError, torch.OutOfMemoryError), torch.inference_mode():
             pair.module(inputs())
-    except (asyncio.CancelledError, torch.OutOfMemoryError):
-        pass
     left = len(FAULTS)
     boot.end_publishing()
     stored = [path for pack in Path(boot.report.store).rglob("*.pack") for path in paths_of(pack) if ".aot" in path]
     for _ in range(6):
-        pair.call(boot)
-    return {"left": left, "stored": stored, **pair.told}
+        for pair in pairs:
+            pair.call(boot)
+    return {"left": left, "stored": stored, "pairs": {pair.name: pair.told for pair in pairs}}
 
 
 def paths_of(pack: Path) -> list[str]:
@@ -418,24 +434,6 @@ def paths_of(pack: Path) -> list[str]:
     content = pack.read_bytes()
     head = read_head(content, pack.name, Limits(), TrustedKeys())
     return [file.path for file in head.manifest.files]
-
-
-def beside() -> dict[str, Any]:
-    """Requests while another one compares, whose eager call takes long."""
-    boot, (pair,) = begun("Interrupted")
-    assert boot.wait_compiled(PATIENCE_S)
-    entered, may_go = threading.Event(), threading.Event()
-    GATE.append((entered, may_go))
-    other = threading.Thread(target=torch.inference_mode()(lambda: pair.module(inputs())))
-    other.start()
-    assert entered.wait(PATIENCE_S)
-    for _ in range(3):
-        pair.call(boot)
-    may_go.set()
-    other.join()
-    for _ in range(3):
-        pair.call(boot)
-    return pair.told
 
 
 class KillFirst(logging.Handler):
@@ -485,11 +483,7 @@ def unrepeated() -> dict[str, Any]:
 
 def brief() -> dict[str, Any]:
     """A server with many instances of a block that ends soon after its code arrived."""
-    with compile_cache.boot(MODEL) as boot:
-        pairs = [Pair(Wide) for _ in range(6)]
-        for pair in pairs:
-            boot.compile(pair.module, whole=True)
-        boot.warm_up(lambda: [pair.call(boot) for pair in pairs])
+    boot, pairs = begun(*["Wide"] * 6)
     told: dict[str, Any] = {"waiting": boot.waiting}
     assert boot.wait_compiled(PATIENCE_S)
     for pair in pairs:

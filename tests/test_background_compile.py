@@ -36,10 +36,6 @@ def warm(cold, folder, tmp_path_factory) -> Told:
     return play(tmp_path_factory.mktemp("warm"), "again", "5", "6", "11", "13", after=folder)
 
 
-def regions(report: dict) -> dict[str, dict]:
-    return {region["name"]: region for region in report["regions"]}
-
-
 def assert_nothing_compiled(report: dict) -> None:
     counts = report["counts"]
     names = ("graphs", "fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses", "benchmarks")
@@ -114,16 +110,12 @@ def test_from_the_third_length_on_one_graph_serves_all_lengths(cold):
 def test_the_next_boot_is_a_hit_and_starts_no_second_process(warm):
     ready = warm["ready"]
     assert ready["restore"]["outcome"] == "hit"
-    assert_fully_warm_at_ready(ready)
+    assert ready["fully_precompiled"]
+    assert_nothing_compiled(ready)
+    assert ready["counts"]["precompiled_loaded"] >= 2
+    assert ready["counts"]["kernels_compiled"] == 0
     assert warm.processes == 0
     assert warm["waiting"] == 0
-
-
-def assert_fully_warm_at_ready(report: dict) -> None:
-    assert report["fully_precompiled"]
-    assert_nothing_compiled(report)
-    assert report["counts"]["precompiled_loaded"] >= 2
-    assert report["counts"]["kernels_compiled"] == 0
 
 
 def test_the_next_boot_serves_every_length_at_once(warm):
@@ -176,7 +168,7 @@ def test_calls_of_more_kinds_than_are_kept_are_eager(kinds):
 
 def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds):
     assert all(difference < TOLERANCE for difference in kinds["factors"])
-    factor = regions(kinds["report"])["Factor"]
+    (factor,) = (region for region in kinds["report"]["regions"] if region["name"] == "Factor")
     assert factor["settled"] == "eager"
     assert "a number or a flag changes from call to call" in factor["reason"]
     assert kinds.done.count("Factor 4x16") == 2

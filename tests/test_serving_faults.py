@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from background_boots import Told
@@ -17,52 +18,62 @@ from boots import run_boot, settings
 play = functools.partial(play_scene, program="serving_faults")
 
 
+WITH_STATE = ("TokenStep", "Streaming", "Counter", "Tally", "Noisy")
+# No code fits twice where a number in an attribute changes, and compiled code draws other numbers than eager.
+NEVER_COMPILED = ("Tally", "Noisy")
+BEYOND = ("Valued", "Writing", "Keeping", "Recognising")
+WITHOUT_GRAPH = ("Recurrent", "Gated")
+OUT_OF_FILES = ("Broken", "Autocast")
+
+
 @pytest.fixture(scope="module")
-def booted(tmp_path_factory) -> Callable[..., Told]:
-    """Plays the scene `right` for these classes, once. With `then`, it is the second boot over the same store."""
+def first(tmp_path_factory) -> Callable[..., tuple[Path, Told]]:
+    """Plays the scene `right` for these classes over an empty store, once, and says in which folder."""
 
     @functools.cache
-    def play_once(*names: str, cold_start: str = "background", then: str = "") -> Told:
+    def play_once(*names: str, cold_start: str = "background") -> tuple[Path, Told]:
         folder = tmp_path_factory.mktemp("boot")
-        told = play(folder, "right", *names, cold_start=cold_start)
-        return play(folder / "next", "right", *names, cold_start=then, after=folder) if then else told
+        return folder, play(folder, "right", *names, cold_start=cold_start)
 
     return play_once
 
 
-WITH_STATE = ("TokenStep", "Streaming", "Counter", "Tally", "Noisy")
-# No code fits twice where a number in an attribute changes, and compiled code draws other numbers than eager.
-NEVER_COMPILED = ("Tally", "Noisy")
+@pytest.fixture(scope="module")
+def following(first) -> Callable[..., Told]:
+    """Plays it again over the same store, once, in the background."""
+
+    @functools.cache
+    def play_once(*names: str, after: str = "background") -> Told:
+        folder, _ = first(*names, cold_start=after)
+        return play(folder / "next", "right", *names, after=folder)
+
+    return play_once
 
 
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [(policy, name) for policy in ("background", "block") for name in WITH_STATE],
-)
-def test_a_comparison_advances_neither_a_state_nor_a_generator(booted, policy, name):
-    pair = booted(*WITH_STATE, cold_start=policy)["pairs"][name]
+@pytest.fixture(params=["background", "block"])
+def booted(request, first) -> Told:
+    """A boot of all classes of which one boot tells enough."""
+    return first(*WITH_STATE, *BEYOND, *WITHOUT_GRAPH, cold_start=request.param)[1]
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_a_comparison_advances_neither_a_state_nor_a_generator(booted, name):
+    pair = booted["pairs"][name]
     assert pair["wrong"] == []
     assert name in NEVER_COMPILED or "precompiled" in pair["steps"]
 
 
-BEYOND = ("Valued", "Writing", "Keeping", "Recognising")
-
-
 @pytest.mark.parametrize("name", BEYOND)
 def test_code_that_differs_in_anything_but_its_tensors_serves_no_call(booted, name):
-    assert booted(*BEYOND)["pairs"][name]["wrong"] == []
+    assert booted["pairs"][name]["wrong"] == []
 
 
-@pytest.mark.parametrize("why", ["cancelled", "no memory"])
-def test_code_whose_comparison_did_not_end_neither_serves_nor_is_published(tmp_path, why):
-    told = play(tmp_path, "interrupted", why)
+def test_code_whose_comparison_did_not_end_serves_no_call_and_is_not_published(tmp_path):
+    """It takes long, and other requests come beside it; it is cancelled; it has no memory."""
+    told = play(tmp_path, "interrupted")
     assert told["left"] == 0
-    assert told["wrong"] == []
     assert told["stored"] == []
-
-
-def test_a_request_beside_a_comparison_is_not_served_by_the_code_that_is_compared(tmp_path):
-    assert play(tmp_path, "beside")["wrong"] == []
+    assert [pair["wrong"] for pair in told["pairs"].values()] == [[]] * 3
 
 
 def test_a_second_process_that_is_killed_before_it_is_ready_loses_no_call(tmp_path):
@@ -87,9 +98,10 @@ def test_what_is_not_called_again_or_ends_soon_is_not_compiled_again_in_the_next
     assert told["waiting"] == told.processes == 0
 
 
-@pytest.mark.parametrize(("name", "first"), [("Broken", "block"), ("Broken", "background"), ("Autocast", "background")])
-def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(booted, first, name):
-    told = booted(name, cold_start=first, then="background")
+@pytest.mark.parametrize("name", OUT_OF_FILES)
+@pytest.mark.parametrize("after", ["block", "background"])
+def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(following, after, name):
+    told = following(*OUT_OF_FILES, after=after)
     counts = told["ready"]["counts"]
     assert told["pairs"][name]["wrong"] == []
     assert "eager" not in told["pairs"][name]["steps"][-3:]
@@ -97,14 +109,26 @@ def test_what_cannot_be_compiled_ahead_of_time_is_compiled_out_of_stored_files(b
     assert counts["fxgraph_misses"] == counts["precompiled_made"] == told["waiting"] == 0
 
 
-RELEASED = """
+# A class whose own file a release changes, one that calls a function which it changes, and one whose code `exec` runs
+# in a file that stays, and which is compiled ahead of time.
+CHANGED = """
 import torch
 from background_blocks import Wide
-from released_helper import combine
 
-class Released(Wide):
+class Changed(Wide):
     def forward(self, x):
         x = torch.addmm(x, super().forward(x), self.scale, alpha=FACTOR)
+        torch._dynamo.graph_break()
+        return torch.mm(x, self.scale)
+"""
+CALLING = """
+import torch
+from background_blocks import Wide
+from helper import combine
+
+class Calling(Wide):
+    def forward(self, x):
+        x = super().forward(x)
         torch._dynamo.graph_break()
         return combine(x, self.scale)
 """
@@ -114,9 +138,21 @@ import torch
 def combine(x, y):
     return torch.addmm(x, x, y, alpha=FACTOR)
 """
-# The code that a release changes: the class's file, a function that it calls, both together with the version of the
-# model, and code that `exec` has run, which is compiled ahead of time.
-CHANGES = ("class", "helper", "version", "exec")
+EXECUTING = """
+from pathlib import Path
+exec(Path(__file__).with_suffix(".txt").read_text(), globals())
+"""
+EXECUTED = """
+import torch
+from background_blocks import Wide
+
+class Executed(Wide):
+    def forward(self, x):
+        return torch.addmm(x, super().forward(x), self.scale, alpha=FACTOR)
+"""
+FILES = {"changed.py": CHANGED, "calling.py": CALLING, "helper.py": HELPER}
+FILES |= {"executed.py": EXECUTING, "executed.txt": EXECUTED}
+STEPS = {"Changed": "compiled", "Calling": "compiled", "Executed": "precompiled"}
 
 
 def boots_of(root: Path) -> Callable[..., Told]:
@@ -133,39 +169,32 @@ def boots_of(root: Path) -> Callable[..., Told]:
     return boot
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_release_is_compiled_once_and_its_second_boot_finds_all(tmp_path, change):
-    """Code with a graph break, whose graphs are taken out of stored files."""
-    code = tmp_path / "code"
+@pytest.mark.parametrize(("names", "is_version"), [([*STEPS], False), (["Changed"], True)], ids=["code", "version"])
+def test_a_release_is_compiled_once_and_its_second_boot_finds_all(tmp_path, names, is_version):
+    """Code with a graph break, whose graphs are taken out of stored files, and code without. The version of the model
+    may be that of its code."""
+    code, play_next = tmp_path / "code", boots_of(tmp_path)
     code.mkdir()
-    factors = {"class": "1.5", "helper": "1.5"}
-    play_next = boots_of(tmp_path)
 
-    def boot() -> Told:
-        text, helper = (
-            source.replace("FACTOR", factors[of]) for source, of in ((RELEASED, "class"), (HELPER, "helper"))
-        )
-        if change == "exec":
-            (code / "released.txt").write_text(text.replace("torch._dynamo.graph_break()", "pass"))
-            text = "from pathlib import Path\nexec(Path(__file__).with_suffix('.txt').read_text(), globals())\n"
-        (code / "released.py").write_text(text)
-        (code / "released_helper.py").write_text(helper)
-        sources = [str(code)] if change == "version" else []
-        return play_next("released", str(code), *sources)
+    def boot(factor: str) -> Told:
+        for name, text in FILES.items():
+            (code / name).write_text(text.replace("FACTOR", factor))
+        return play_next("released", str(code), ",".join(names), *[str(code)] * is_version)
 
-    assert boot()["published"]
-    factors["helper" if change == "helper" else "class"] = "0.5"
-    told, second = boot(), boot()
-    assert [each["pairs"]["Released"]["wrong"] for each in (told, second)] == [[], []]
+    assert boot("1.5")["published"]
+    told, second = boot("0.5"), boot("0.5")
+    for each in (told, second):
+        assert {name: pair["wrong"] for name, pair in each["pairs"].items()} == {name: [] for name in names}
+    assert {call.split()[0] for call in told.done} == {*names}
     assert (told.processes, second.processes) == (1, 0)
-    steps = {"precompiled" if change == "exec" else "compiled"}
-    assert set(second["pairs"]["Released"]["steps"][-3:]) == steps, second["report"]["regions"]
+    served = {name: set(pair["steps"][-3:]) for name, pair in second["pairs"].items()}
+    assert served == {name: {STEPS[name]} for name in names}, second["report"]["regions"]
     assert second["ready"]["counts"]["fxgraph_misses"] == 0
 
 
 def test_graphs_that_torch_does_not_store_are_no_promise_to_the_next_boots(tmp_path):
     packs, boot = [], boots_of(tmp_path)
-    for number in range(3):
+    for number in range(2):
         told = boot("right", "Looping")
         assert told["pairs"]["Looping"]["wrong"] == []
         assert set(told["pairs"]["Looping"]["steps"]) == {"eager"}
@@ -177,14 +206,17 @@ def test_graphs_that_torch_does_not_store_are_no_promise_to_the_next_boots(tmp_p
     assert len(set(packs)) == 1, packs
 
 
-@pytest.mark.parametrize("name", ["Recurrent", "Gated"])
-@pytest.mark.parametrize("policy", ["background", "block"])
-def test_a_class_of_which_torch_makes_no_graph_is_eager_and_says_so(booted, name, policy):
-    told = booted("Recurrent", "Gated", cold_start=policy)
-    assert set(told["pairs"][name]["steps"]) == {"eager"}
-    (region,) = [region for region in told["report"]["regions"] if region["name"] == name]
+@pytest.mark.parametrize("name", WITHOUT_GRAPH)
+def test_a_class_of_which_torch_makes_no_graph_is_eager_and_says_so(booted, name):
+    assert set(booted["pairs"][name]["steps"]) == {"eager"}
+    region = region_of(booted, name)
     assert region["step"] == "eager"
     assert "torch makes no graph of it" in region["reason"]
+
+
+def region_of(told: Told, name: str) -> dict[str, Any]:
+    (region,) = (region for region in told["report"]["regions"] if region["name"] == name)
+    return region
 
 
 def test_hooks_that_were_removed_leave_a_module_as_it_was(tmp_path):
@@ -196,7 +228,7 @@ def test_hooks_that_were_removed_leave_a_module_as_it_was(tmp_path):
 
 
 def test_a_fork_is_served_by_the_code_that_it_has_and_says_that_it_gets_no_other(tmp_path):
-    told = play(tmp_path, "forked", forked=False)
+    told = play(tmp_path, "forked")
     for name, step in (("early", "eager"), ("late", "precompiled")):
         fork = told[name]
         assert (fork["status"], fork["wrong"], fork["waiting"], fork["answered"]) == (0, [], 0, True)
@@ -206,22 +238,19 @@ def test_a_fork_is_served_by_the_code_that_it_has_and_says_that_it_gets_no_other
     assert told["parent"]["steps"][-1] == "precompiled"
 
 
-def test_graphs_of_the_second_process_are_found_whichever_module_imported_torch_first(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    predictor = functools.partial(play_scene, program="loaded_predictor", forked=False)
-    predictor(one, "right", "Broken")
-    told = predictor(other, "right", "Broken", after=one)
+def test_graphs_of_the_second_process_are_found_whichever_module_imported_torch_first(first, tmp_path):
+    folder, _ = first(*OUT_OF_FILES)
+    told = play_scene(tmp_path, "right", "Broken", after=folder, forked=False, program="loaded_predictor")
     assert told["ready"]["counts"]["fxgraph_hits"] > told["ready"]["counts"]["fxgraph_misses"] == 0
     assert set(told["pairs"]["Broken"]["steps"][1:]) == {"compiled"}
 
 
-@pytest.mark.parametrize("then", ["", "background"], ids=["first", "next"])
-def test_a_call_with_hooks_is_eager_and_says_so(booted, then):
-    told = booted("Hooked", then=then)
-    assert told["ready"]["counts"]["graphs"] == 0
-    assert told["pairs"]["Hooked"]["wrong"] == []
-    assert set(told["pairs"]["Hooked"]["steps"]) == {"eager"}
-    assert "hook" in told["report"]["regions"][0]["reason"]
+def test_a_call_with_hooks_is_eager_and_says_so(first, following):
+    for told in (first("Hooked")[1], following("Hooked")):
+        assert told["ready"]["counts"]["graphs"] == 0
+        assert told["pairs"]["Hooked"]["wrong"] == []
+        assert set(told["pairs"]["Hooked"]["steps"]) == {"eager"}
+        assert "hook" in region_of(told, "Hooked")["reason"]
 
 
 def test_a_compiler_that_was_killed_once_slows_no_later_boot(tmp_path):
@@ -260,9 +289,8 @@ def test_a_link_in_a_sticky_folder_is_not_written_through(tmp_path):
     assert told["pairs"]["Wide"]["steps"][-1] == "precompiled"
 
 
-@pytest.mark.parametrize("module", ["main", "imported"])
+@pytest.mark.parametrize("module", ["__main__", "own_classes"])
 def test_calls_leave_what_eager_leaves_in_an_object_that_the_program_has_by_name(tmp_path, module):
-    environ = settings(tmp_path, cold_start="block")
-    done = run_boot(environ, module, forked=module == "imported", program="own_classes")
+    done = run_boot(settings(tmp_path, cold_start="block"), module, program="own_classes")
     left = json.loads(done.stdout)
     assert {name: found for name, (found, expected) in left.items() if found != expected} == {}

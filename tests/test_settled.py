@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,30 +62,49 @@ class Block(nn.Module):
 
 
 PRECOMPILED = Settings(cold_start="block", unseen="eager")
+# The settings, the `graphs` of the block, and what serves its calls.
 STATES = {
-    "precompiled": (PRECOMPILED, 0),
-    "compiled": (PRECOMPILED, 2),
-    "compiled whole": (PRECOMPILED, 1),
-    "eager": (Settings(cold_start="background", unseen="eager"), 0),
-    "ordered": (Settings(cold_start="background", unseen="background"), 0),
+    "precompiled": (PRECOMPILED, 0, "precompiled"),
+    "compiled": (PRECOMPILED, 2, "compiled"),
+    "compiled whole": (PRECOMPILED, 1, "compiled"),
+    "eager": (Settings(cold_start="background", unseen="eager"), 0, "eager"),
+    "ordered": (Settings(cold_start="background", unseen="background"), 0, "eager"),
 }
-SERVED_BY = {"compiled whole": "compiled", "ordered": "eager"}
+Served = tuple[Block, Block, Regions]
 
 
-@pytest.fixture(params=STATES)
-def served(request, tmp_path):
+@contextlib.contextmanager
+def settled(state: str, root: Path) -> Iterator[Served]:
     """A block whose calls are settled, its twin, and its boot."""
-    settings, graphs = STATES[request.param]
-    with activated(tmp_path) as directory:
+    settings, graphs, step = STATES[state]
+    with activated(root) as directory:
         block, twin = build(Block, graphs), build(Block, graphs)
         compiler = boot(directory, block, settings=settings)
-        if request.param != "eager":  # of which the warm-up knows nothing
+        if state != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
         with prediction(compiler):
             for _ in range(3):
                 assert_right(block, twin)
-        assert step_of(compiler, block) == SERVED_BY.get(request.param, request.param)
+        assert step_of(compiler, block) == step
         yield block, twin, compiler
+
+
+@pytest.fixture(scope="module", params=STATES)
+def lasting(request, tmp_path_factory) -> Iterator[tuple[Served, str]]:
+    """One for all tests that undo what they change, and what serves its calls."""
+    with settled(request.param, tmp_path_factory.mktemp("settled")) as served:
+        yield served, STATES[request.param][2]
+
+
+@pytest.fixture
+def served(lasting) -> Iterator[Served]:
+    """The same, which each test finds and leaves as it was."""
+    (block, twin, compiler), step = lasting
+    assert step_of(compiler, block) == step
+    yield block, twin, compiler
+    with prediction(compiler):
+        assert_right(block, twin)
+        assert step_of(compiler, block) == step
 
 
 @contextlib.contextmanager
@@ -111,12 +131,10 @@ def double(module: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
     return answer * 2
 
 
-def hook(module: Block) -> Callable[[], Any]:
-    return module.register_forward_hook(double).remove
-
-
-def hook_of_a_part(module: Block) -> Callable[[], Any]:
-    return module.part.register_forward_hook(double).remove
+def patched(target: Any, name: str, value: Any) -> Callable[[], None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(target, name, value)
+    return patch.undo
 
 
 def own_forward(module: Block) -> Callable[[], Any]:
@@ -124,21 +142,7 @@ def own_forward(module: Block) -> Callable[[], Any]:
     return lambda: vars(module).pop("forward")
 
 
-def forward_of_a_class(module: Block) -> Callable[[], Any]:
-    return replaced(Block)
-
-
-def forward_of_the_class_of_a_part(module: Block) -> Callable[[], Any]:
-    return replaced(Part)
-
-
-def replaced(kind: type[nn.Module]) -> Callable[[], Any]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(kind, "forward", lambda self, x, by=1.0: x * 3)
-    return patch.undo
-
-
-def adapter(module: Block) -> Callable[[], Any]:
+def adapter(module: Block) -> Callable[[], None]:
     torch.manual_seed(5)
     module.adapter = nn.Linear(SIZE, SIZE).eval()
 
@@ -149,49 +153,45 @@ def adapter(module: Block) -> Callable[[], Any]:
     return take_out
 
 
-def train(module: Block) -> Callable[[], Any]:
-    module.train()
-    return module.eval
-
-
-def attribute(module: Block) -> Callable[[], Any]:
-    module.factor = 2.0
-    return lambda: setattr(module, "factor", 1.0)
-
-
-def other_part(module: Block) -> Callable[[], Any]:
-    part, module.part = module.part, nn.Sequential(module.part, nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float32))
-    nn.init.eye_(module.part[1].weight)
-    module.part[1].weight.data *= 2
+def other_part(module: Block) -> Callable[[], None]:
+    part, doubling = module.part, nn.Linear(SIZE, SIZE, bias=False)
+    doubling.weight.data = 2 * torch.eye(SIZE)
+    module.part = nn.Sequential(part, doubling)
     return lambda: setattr(module, "part", part)
 
 
-FORWARDS = (own_forward, forward_of_a_class, forward_of_the_class_of_a_part)
-CHANGES = (hook, hook_of_a_part, *FORWARDS, adapter, train, attribute, other_part)
+# Each changes a block, and returns what takes the change back.
+AT_ONCE: dict[str, Callable[[Block], Callable[[], Any]]] = {
+    "hook": lambda module: module.register_forward_hook(double).remove,
+    "hook of a part": lambda module: module.part.register_forward_hook(double).remove,
+    "forward of its own": own_forward,
+    "forward of its class": lambda module: patched(Block, "forward", lambda self, x, by=1.0: x * 3),
+    "forward of its part's class": lambda module: patched(Part, "forward", lambda self, x: x * 3),
+    "training": lambda module: module.train() and module.eval,
+    "attribute": lambda module: patched(module, "factor", 2.0),
+}
+CHANGES = {**AT_ONCE, "adapter": adapter, "other part": other_part}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the_way_back(served, change):
+    """The fixture looks at the way back."""
     block, twin, compiler = served
-    before = step_of(compiler, block)
-    undo = [change(module) for module in (block, twin)]
+    undo = [CHANGES[change](module) for module in (block, twin)]
     for _ in range(2):
         with prediction(compiler):
             for _ in range(2):
                 assert_right(block, twin)
     for back in reversed(undo):
         back()
-    with prediction(compiler):
-        assert_right(block, twin)
-        assert step_of(compiler, block) == before
 
 
-@pytest.mark.parametrize("change", [hook, hook_of_a_part, *FORWARDS, train, attribute])
+@pytest.mark.parametrize("change", AT_ONCE)
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
     with prediction(compiler):
         assert_right(block, twin)
-        undo = [change(module) for module in (block, twin)]
+        undo = [AT_ONCE[change](module) for module in (block, twin)]
         assert_right(block, twin)
         for back in reversed(undo):
             back()
@@ -210,23 +210,25 @@ def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(ser
     assert steps == [before] * 3
 
 
-@pytest.mark.parametrize("numbers", [(0.0, -0.0), (-0.0, 0.0), (1.0, True, 1), (math.nan, -math.nan)])
-@pytest.mark.parametrize("where", ["input", "attribute"])
-def test_numbers_that_are_equal_and_not_the_same_are_told_apart(served, numbers, where):
+@pytest.mark.parametrize("numbers", [[(0.0, -0.0), (1.0, True, 1)], [(-0.0, 0.0), (math.nan, -math.nan)]])
+@pytest.mark.parametrize("state", STATES)
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart(tmp_path, state, numbers):
     """Where torch's own graphs cannot, which take one zero of an attribute for the other, nothing else can."""
-    block, twin, compiler = served
-    if where == "attribute" and block.graphs:
-        numbers = (1.0, True, 1)
+    with settled(state, tmp_path) as (block, twin, compiler):
 
-    def call(number: float) -> None:
-        if where == "attribute":
-            block.factor = twin.factor = number
-        assert_right(block, twin, **({} if where == "attribute" else {"by": number}))
+        def call_with(input: float) -> None:
+            assert_right(block, twin, by=input)
 
-    warm_up(compiler, lambda: [call(numbers[0]) for _ in range(2)])
-    with prediction(compiler):
-        for number in (numbers[0], *numbers, *numbers):
-            call(number)
+        def call_having(attribute: float) -> None:
+            block.factor = twin.factor = attribute
+            assert_right(block, twin)
+
+        for call in (call_with, call_having):
+            for first, *others in [(1.0, True, 1)] if call is call_having and block.graphs else numbers:
+                warm_up(compiler, lambda call=call, first=first: [call(first) for _ in range(2)])
+                with prediction(compiler):
+                    for number in (first, *(first, *others) * 2):
+                        call(number)
 
 
 def strided() -> torch.Tensor:
@@ -267,7 +269,7 @@ def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(tmp_path
         block = build(Block)
         compiler = boot(directory, block, settings=PRECOMPILED)
         warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        remove = hook(block)
+        remove = AT_ONCE["hook"](block)
         assert step_of(compiler, block) == "eager"
         remove()
         steps = [step_of(compiler, block) for _ in range(70)]

@@ -285,17 +285,6 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
         ServerState.take(on_gpu=False)
 
 
-def test_packages_of_the_server_are_imported_and_no_others_may_be():
-    state = ServerState.take(on_gpu=False)
-    with StateProcess() as process:
-        before = process.ask("make_state", replace(state, packages=()))
-        with_diffusers = process.ask("make_state", replace(state, packages=("diffusers",)))
-        without = process.ask("make_state", replace(state, packages=()))
-    assert not before["within"]["versions"]["diffusers"]
-    assert with_diffusers["after"]["versions"]["diffusers"]
-    assert "diffusers is imported, and was not in the server" in without["refused"]
-
-
 SERVER = """
 import pickle, sys, torch
 from compile_cache.inductor.state import ServerState
@@ -311,12 +300,17 @@ with torch.inference_mode():
 """
 
 
-def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for():
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for_and_its_packages():
+    """In a process without the packages of this one, which the server does not have. No others may be there."""
     done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
-    with StateProcess() as process:  # without the packages of this process, which the server does not have
+    assert not server["versions"]["diffusers"]
+    with StateProcess() as process:
         assert process.ask("make_state", state)["within"] == server
+        with_diffusers = process.ask("make_state", replace(state, packages=("diffusers",)))
+        assert with_diffusers["after"]["versions"]["diffusers"]
+        assert "diffusers is imported, and was not in the server" in process.ask("make_state", state)["refused"]
 
 
 def test_state_is_taken_without_importing_anything():

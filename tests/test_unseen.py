@@ -52,22 +52,20 @@ def served(compiler: Regions) -> dict[str, int]:
     return dict(region.served)
 
 
-def test_what_the_setup_had_no_time_for_is_compiled_for_no_request(late):
+def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompiled_soon(late):
     block, compiler = late
     before = read_counts()
     torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2}
+    assert compiler._count_calls() == 2
     assert compiler.policy.waiting == 1
-
-
-def test_what_the_setup_had_no_time_for_is_precompiled_soon(late):
-    block, compiler = late
     compiler.policy.release()
     assert compiler.policy.wait(600)
     for _ in range(2):
         torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-    assert served(compiler) == {"eager": 2, "precompiled": 1}
+    assert served(compiler) == {"eager": 3, "precompiled": 1}
+    assert compiler._count_calls() == 4
     assert (only_report(compiler).step, only_report(compiler).waiting) == ("precompiled", 0)
 
 
@@ -97,14 +95,20 @@ def answer_all(blocks: list[Product], rows: int = 4) -> None:
         torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
 
 
-def test_a_prediction_compares_all_instances_and_the_next_one_is_served(many):
+def marks(compiler: Regions) -> set[str]:
+    """What tells later boots that code was compared on all instances."""
+    return {path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".compared")}
+
+
+def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
     blocks, compiler = many
     for expected in ({"eager": 12}, {"eager": 12, "precompiled": 6}):
         compiler.policy.moment.begin()
-        for block in blocks:
-            answer(block, 4)
+        answer_all(blocks)
+        assert bool(marks(compiler)) is ("precompiled" in expected)
         compiler.policy.moment.end(is_complete=True, had_new_code=False)
         assert served(compiler) == expected
+        assert marks(compiler)
 
 
 def test_an_answer_without_code_uses_nothing_of_another_version(tmp_path):
@@ -135,20 +139,15 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}
 
 
-def marks(compiler: Regions) -> set[str]:
-    return {path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".compared")}
-
-
 @pytest.mark.parametrize(
     ("predictions", "is_marked"),
     [
-        ([([0, 1, 2, 3, 4, 5], True)], True),
         ([([0, 1, 2, 3, 4, 5], False)], False),
         ([([0], False), ([0], False), ([0], True)], False),
         ([([0], False), ([0, 1, 2, 3, 4, 5], True)], True),
         ([([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], True)], True),
     ],
-    ids=["whole", "broken off", "one instance", "whole at last", "each twice"],
+    ids=["broken off", "one instance", "whole at last", "each twice"],
 )
 def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_prediction(many, predictions, is_marked):
     """The warm-up has called all six, so code that was compared on fewer is not proved."""
@@ -435,7 +434,7 @@ def varied(tmp_path):
         yield block, compiler
 
 
-def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
+def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it_until_it_is_dropped(varied):
     block, compiler = varied
     assert compiler.policy.waiting == 3  # two sizes, and the graph that fits the others too
     compiler.policy.release()
@@ -446,49 +445,7 @@ def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it(varied):
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 5 + 3, "precompiled": 3}
     assert compiler.policy.waiting == 0
-
-
-def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied):
-    block, compiler = varied
-    *_, order = max(compiler.policy.orders().queue._orders.queue)
-    order.answer.set_result(Answer(reason="no graph fits all sizes"))
-    answer(block, 7)
-    answer(block, 8)
-    assert compiler.policy.waiting == 5  # the queue itself still has that order
-
-
-class Cancelled(BaseException):
-    """As Cog raises it in a cancelled prediction."""
-
-
-def cancel_next_call(monkeypatch) -> None:
-    real = trial.call_region
-
-    def cancel(*_):
-        monkeypatch.setattr(trial, "call_region", real)
-        raise Cancelled
-
-    monkeypatch.setattr(trial, "call_region", cancel)
-
-
-def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        cancel_next_call(monkeypatch)
-        with pytest.raises(Cancelled):
-            answer(block, 5)
-        answer(block, 5)
-        assert compiler.policy.waiting == only_report(compiler).waiting == 2
-
-
-def test_sizes_do_not_wait_for_an_open_graph_that_was_dropped(varied):
-    block, compiler = varied
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
     (region,) = compiler.by_class.values()
-    answer(block, 6)
     (case,) = (case for case in region.kinds if case.spec.open)
     region.source.drop(case, "it differs")
     answer(block, 8)
@@ -496,13 +453,40 @@ def test_sizes_do_not_wait_for_an_open_graph_that_was_dropped(varied):
     assert compiler.policy.waiting == 2
 
 
-def test_answers_without_an_artifact_wait_for_no_gap(varied, monkeypatch):
-    _, compiler = varied
+def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied, monkeypatch):
+    """And answers without code wait for no gap between calls."""
+    block, compiler = varied
     pauses: list[float] = []
     monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
-    for *_, order in compiler.policy.orders().queue._orders.queue:
+    *others, (*_, order) = sorted(compiler.policy.orders().queue._orders.queue)
+    order.answer.set_result(Answer(reason="no graph fits all sizes"))
+    answer(block, 7)
+    answer(block, 8)
+    assert compiler.policy.waiting == 5  # the queue itself still has that order
+    for *_, order in others:
         order.answer.set_result(Answer(reason="no process can be started"))
     assert not pauses
+
+
+class Cancelled(BaseException):
+    """As Cog raises it in a cancelled prediction."""
+
+
+def cancelled(*_: object) -> None:
+    raise Cancelled
+
+
+def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
+    with activated(tmp_path) as directory:
+        block = build(Product)
+        compiler = boot(directory, block, settings=BACKGROUND)
+        warm_up(compiler, lambda: block(tensor(4, 16)))
+        with monkeypatch.context() as patch:
+            patch.setattr(trial, "call_region", cancelled)
+            with pytest.raises(Cancelled):
+                answer(block, 5)
+        answer(block, 5)
+        assert compiler.policy.waiting == only_report(compiler).waiting == 2
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
@@ -515,10 +499,3 @@ def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp
         compiler.policy._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
-
-
-def test_what_a_region_has_served_is_counted(late):
-    block, compiler = late
-    before = compiler._count_calls()
-    answer(block, 4)
-    assert compiler._count_calls() == before + 1
