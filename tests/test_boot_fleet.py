@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,18 @@ def test_read_only_fleet_with_the_public_key_is_warm_and_publishes_nothing(signe
     assert booted.report["publish"]["failures"] == []
 
 
-def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_its_predecessor(tmp_path):
-    first = boot_once(settings(tmp_path, model_version="1"))
-    successor = settings(tmp_path, model_version="2")
+def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_its_predecessor(signed, tmp_path):
+    source, first, _ = signed
+    shutil.copytree(source / "store", tmp_path / "store")
+    store = LocalStore(tmp_path / "store")
+    (predecessor,) = read_catalog(store).versions
+    successor = settings(tmp_path, dir=str(source / "cache"), model_version="2")
     seeded = boot_once(successor)
     assert_fully_warm(seeded)
     assert seeded.report["restore"]["outcome"] == "seeded"
-    assert seeded.report["restore"]["seeded_from"] == "1"
+    assert seeded.report["restore"]["seeded_from"] == predecessor.key.model_version
     assert seeded.report["publish"]["files"] > 0
 
-    store = LocalStore(tmp_path / "store")
     catalog = read_catalog(store)
     in_a_month = max(version.used_s for version in catalog.versions) + 30 * DAY_S
     apply_prune(store, plan_prune(catalog, PrunePolicy(keep_versions=1), in_a_month))
