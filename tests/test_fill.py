@@ -110,7 +110,7 @@ def small_project(folder: Path, predict: str = PREDICT) -> Path:
 def demo(tmp_path_factory):
     """A folder for an image, filled with the demo model of this project's cog.yaml."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, fill(folder, "--to", str(folder / "baked"), "--json", forked=False, WARM_UP_SIZES="64x64")
+    return folder, fill(folder, "--to", str(folder / "baked"), "--json", WARM_UP_SIZES="64x64")
 
 
 @pytest.fixture(scope="module")
@@ -199,23 +199,16 @@ def test_a_fill_shows_the_setups_log_with_torchs_lines_and_the_predictors_apart_
     assert bool(re.search(pattern, done.stdout)) == (stream == "stdout")
 
 
-def test_a_fill_that_leaves_the_others_eager_is_complete(tmp_path, incomplete):
+def test_a_second_fill_that_leaves_the_others_eager_loads_what_is_stored_and_is_complete(incomplete):
     folder, _ = incomplete
+    variables = {"COMPILE_CACHE_STORE": str(folder / "store"), "COMPILE_CACHE_REPORT": str(folder / "report.json")}
     left = "Breaking,Dropping,Idle,Missing"
-    done = fill(tmp_path, project=folder, COMPILE_CACHE_STORE=str(tmp_path / "store"), COMPILE_CACHE_LEAVE_EAGER=left)
+    done = fill(folder, project=folder, COMPILE_CACHE_LEAVE_EAGER=left, **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("filled: ")
     assert "COMPILE_CACHE_LEAVE_EAGER names Missing, but this boot has no such region" in done.stderr
     assert "COMPILE_CACHE_LEAVE_EAGER names Breaking" not in done.stderr
-
-
-def test_a_second_fill_loads_what_is_stored_and_is_complete(tmp_path, incomplete):
-    folder, _ = incomplete
-    variables = {"COMPILE_CACHE_LEAVE_EAGER": "Breaking,Dropping,Idle"}
-    done = fill(folder, "--to", str(folder / "store"), "--json", project=folder, **variables)
-    answer = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
-    (good, *_) = answer["boots"][0]["regions"]
+    (good, *_) = json.loads((folder / "report.json").read_text())["regions"]
     assert (good["name"], good["step"], good["loaded"], good["made"]) == ("Good", "precompiled", 2, 0)
 
 
