@@ -17,7 +17,7 @@ from boots import python_path
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
 
 SERVER = Path(__file__).with_name("background_server.py")
-KILLS = int(os.environ.get("KILLS", "20"))  # `make soak` has more
+KILLS = int(os.environ.get("KILLS", "10"))  # `make soak` has more
 SIDE_BY_SIDE = 10
 # From before the server has imported its modules to after its process is at work, on two busy cores.
 LONGEST_LIFE_S = 4.0
@@ -104,7 +104,7 @@ def test_nothing_is_left_in_a_container_whose_first_process_lives_on(tmp_path, m
     """
     before = shared_memory()
     marked_container = Marked()
-    for index, life_s in enumerate(random.Random(KILLS).uniform(0.0, LONGEST_LIFE_S) for _ in range(4)):
+    for index, life_s in enumerate(random.Random(KILLS).uniform(0.0, LONGEST_LIFE_S) for _ in range(KILLS // 5)):
         folder = tmp_path / str(index)
         folder.mkdir()
         # The variable of `marked` is the server's alone, and not that of the processes around it.
