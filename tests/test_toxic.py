@@ -393,7 +393,7 @@ def test_a_boot_over_a_store_that_stalls_is_cold_within_its_limits(tmp_path, pro
         exit_budget_s=str(EXIT_BUDGET_S),
     )
     started = time.monotonic()
-    booted = boot_once(environ, forked=False)
+    booted = boot_once(environ)
     after_ready_s = time.monotonic() - started - booted.report["process_s"]
     assert proxy.spoiled
     assert set(booted.steps.values()) == {"cold"}
