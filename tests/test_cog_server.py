@@ -95,7 +95,11 @@ def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     with server(tmp_path, environ, in_pid_namespace()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
-    assert_fully_warm(boot_once(environ))
+    published = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())["publish"]
+    assert published["failures"] == []
+    again = boot_once(environ)
+    assert_fully_warm(again)
+    assert again.report["restore"]["stored_bytes"] == published["stored_bytes"]
 
 
 def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variables):
