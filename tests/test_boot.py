@@ -88,7 +88,7 @@ def test_what_a_prediction_compiles_later_is_published_at_exit_and_restored_boot
 def test_environment_that_torch_contradicts_discards_the_restore(cold, tmp_path):
     environ = seeded(cold, tmp_path)
     threads = int(environ["OMP_NUM_THREADS"]) + 1
-    booted = boot_once(environ, "--thread-count", str(threads))
+    booted = boot_once(environ, "--thread-count", str(threads), "--restore-alone")
     assert booted.report["restore"]["outcome"] == "discarded"
     assert f"→ {threads}" in booted.report["restore"]["reason"]
     assert booted.report["restore"]["files"] == 0
