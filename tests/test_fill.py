@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from boots import run_boot, settings, stored
 from cog_server import PROJECT
-from validating_server import ValidatingServer
 
 from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.storage.pack.signing import generate_keys
@@ -142,7 +141,7 @@ def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
     assert packs.keys() < indexed == stored(folder / "baked").keys() - {INDEX}
 
 
-def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
+def test_a_predictor_with_the_folder_as_its_layer_compiles_nothing(demo):
     folder, _ = demo
     environ = {
         **settings(folder, store="off", layers=str(folder / "baked")),
@@ -151,8 +150,8 @@ def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
         "WARM_UP_SIZES": "64x64",
         "HF_HUB_OFFLINE": "1",
     }
-    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
-        server.wait_ready()
+    done = run_boot(environ, "import predict; predict.Predictor().setup()", program="run_source", folder=PROJECT)
+    assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
     assert report["restore"]["outcome"] == "hit"
     assert report["fully_precompiled"], report
