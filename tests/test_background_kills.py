@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from boots import python_path
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
+from namespaces import in_container
 
 SERVER = Path(__file__).with_name("background_server.py")
 KILLS = int(os.environ.get("KILLS", "10"))  # `make soak` has more
@@ -120,13 +120,3 @@ def test_nothing_is_left_in_a_container_whose_first_process_lives_on(tmp_path, m
             server.wait(PATIENCE_S)
             server.stdout.close()
             marked_container.kill()
-
-
-def in_container() -> list[str]:
-    """The wrapper under which a command runs as in a container: under tini, in a PID namespace."""
-    if shutil.which("tini") is None:
-        pytest.skip("tini is not installed")
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if subprocess.run([*command, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user may not make PID namespaces")
-    return [*command, "tini", "--"]

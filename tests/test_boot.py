@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
+from namespaces import mounted
 
 
 def seeded(cold, folder: Path) -> dict[str, str]:
@@ -166,7 +166,9 @@ def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
 def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(cold, tmp_path, options, steps, words):
     environ = {**seeded(cold, tmp_path), "COMPILE_CACHE_DIR": str(tmp_path / "disk")}
     before = stored(tmp_path / "store")
-    with mounted(tmp_path / "disk", options):
+    if options is None:
+        (tmp_path / "disk").touch()
+    with mounted(tmp_path / "disk", options) if options else contextlib.nullcontext():
         booted = boot_once(environ)
     assert set(booted.steps.values()) <= steps
     assert any(words in line for line in [*booted.report["warnings"], booted.log])
@@ -179,21 +181,6 @@ def test_store_that_cannot_be_written_costs_the_publishing_and_not_the_boot(tmp_
     assert set(booted.steps.values()) == {"cold"}
     assert any("COMPILE_CACHE_STORE" in failure for failure in booted.report["publish"]["failures"])
     assert (tmp_path / "store").read_text() == "a file, not a folder"
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, options: str | None) -> Iterator[None]:
-    """A tmpfs with the given options on a folder, which needs root; or a file in the folder's place."""
-    if options is None:
-        folder.touch()
-        yield
-        return
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-    yield
-    subprocess.run(["umount", folder], check=True)
 
 
 # Owns a cache directory until its input ends, and prints the directory's path.

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from boots import assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
+from namespaces import in_container
 from web_servers import answering
 
 from compile_cache.storage.rules import Rules, verify_pack
@@ -60,16 +60,6 @@ def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: fl
     assert time.monotonic() - started < COG_LIMIT_S + margin_s
 
 
-def in_pid_namespace() -> tuple[str, ...]:
-    """The wrapper under which a command runs as in a container: under tini, in a PID namespace that ends with it."""
-    if shutil.which("tini") is None:
-        pytest.skip("tini is not installed")
-    command = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    if subprocess.run([*command, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user may not make PID namespaces")
-    return (*command, "tini", "--")
-
-
 def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(warm, toy_store):
     environ = shared(warm, toy_store)
     with server(warm, environ) as running:
@@ -92,7 +82,7 @@ def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_fi
 def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     """In a PID namespace under tini, where nothing outlives the server, all is published before it is gone."""
     environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache")
-    with server(tmp_path, environ, in_pid_namespace()) as running:
+    with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
     published = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())["publish"]
@@ -139,7 +129,7 @@ def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
 
 def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
     environ = settings(tmp_path, dir=str(toy_store / "cache"))
-    with server(tmp_path, environ, in_pid_namespace()) as running:
+    with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         running.stop(signal.SIGKILL)
     left = LocalStore(tmp_path / "store")
