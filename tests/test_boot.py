@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
+from boots import ONE_CLASS, TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
 from namespaces import mounted
 
 
@@ -128,7 +128,7 @@ def test_torch_compile_that_is_disabled_serves_eager_though_precompiled_regions_
 
 
 def test_error_of_the_callers_passes_through_and_publishes_nothing(tmp_path):
-    done = run_boot(settings(tmp_path), "--raise")
+    done = run_boot(settings(tmp_path) | ONE_CLASS, "--raise")
     assert done.returncode != 0
     assert "ValueError: the caller's own mistake" in done.stderr
     assert not (tmp_path / "store").exists()
@@ -146,7 +146,7 @@ def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
     pack = tmp_path / "store" / name
     pack.write_bytes(pack.read_bytes()[:-100])
     before = stored(tmp_path / "store")[name]
-    booted = boot_once(environ)
+    booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     (refused,) = booted.report["restore"]["refused"]
     assert refused["name"] == name
@@ -169,7 +169,7 @@ def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(co
     if options is None:
         (tmp_path / "disk").touch()
     with mounted(tmp_path / "disk", options) if options else contextlib.nullcontext():
-        booted = boot_once(environ)
+        booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) <= steps
     assert any(words in line for line in [*booted.report["warnings"], booted.log])
     assert before.items() <= stored(tmp_path / "store").items()
@@ -177,7 +177,7 @@ def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(co
 
 def test_store_that_cannot_be_written_costs_the_publishing_and_not_the_boot(tmp_path):
     (tmp_path / "store").write_text("a file, not a folder")
-    booted = boot_once(settings(tmp_path))
+    booted = boot_once(settings(tmp_path) | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     assert any("COMPILE_CACHE_STORE" in failure for failure in booted.report["publish"]["failures"])
     assert (tmp_path / "store").read_text() == "a file, not a folder"
@@ -200,10 +200,10 @@ def test_second_boot_on_the_host_has_a_directory_and_a_key_of_its_own(cold, tmp_
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=TESTS.parent, stdin=pipe, stdout=pipe, text=True) as owner:
         owned = owner.stdout.readline().strip()
-        booted = boot_once(environ)
+        booted = boot_once(environ | ONE_CLASS)
         owner.communicate()
     assert booted.report["cache_dir"] != owned
     assert Path(booted.report["cache_dir"]).parent == Path(owned).parent
     assert set(booted.steps.values()) == {"cold"}
     assert before.items() <= stored(tmp_path / "store").items()
-    assert_fully_warm(boot_once(environ))
+    assert_fully_warm(boot_once(environ | ONE_CLASS))

@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from boots import TESTS, Booted, boot_once, settings
+from boots import ONE_CLASS, TESTS, Booted, boot_once, settings
 from programs import run_program
 
 
@@ -17,7 +17,7 @@ def s3_settings(folder: Path, bucket: str) -> dict[str, str]:
 
 def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> Booted:
     """The boot succeeds cold, and one line of its report says what was wrong with the store."""
-    booted = boot_once(environ)
+    booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     assert booted.report["restore"]["outcome"] == "failed"
     for word in words:

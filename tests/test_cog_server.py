@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from boots import assert_fully_warm, boot_once, settings, stored
+from boots import ONE_CLASS, assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
 from namespaces import in_container
@@ -81,7 +81,7 @@ def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_fi
 
 def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     """In a PID namespace under tini, where nothing outlives the server, all is published before it is gone."""
-    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache")
+    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache") | ONE_CLASS
     with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
@@ -95,7 +95,7 @@ def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
 def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variables):
     with answering(None) as silent:
         environ = settings(tmp_path, store="s3://bucket", exit_budget_s="0.5", restore_timeout_s="1")
-        environ |= {"AWS_ENDPOINT_URL_S3": silent.url}
+        environ |= ONE_CLASS | {"AWS_ENDPOINT_URL_S3": silent.url}
         with server(tmp_path, environ) as running:
             running.wait_ready()
             assert_ends_in_time(running, signal.SIGTERM)
@@ -115,7 +115,7 @@ def test_term_during_setup_changes_nothing_stored(warm, toy_store):
 
 def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
     """Ctrl-C reaches the server and its worker at once; the worker leaves it to the server, and its exit hook runs."""
-    environ = settings(tmp_path, dir=str(toy_store / "cache"))
+    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
     with server(tmp_path, environ) as running:
         running.wait_ready()
         started = time.monotonic()
@@ -128,7 +128,7 @@ def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
 
 
 def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
-    environ = settings(tmp_path, dir=str(toy_store / "cache"))
+    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
     with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         running.stop(signal.SIGKILL)

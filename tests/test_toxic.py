@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import toxic_proxy
-from boots import boot_once, settings
+from boots import ONE_CLASS, boot_once, settings
 from machines import Machine, read_files
 from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
@@ -400,7 +400,7 @@ def test_a_boot_over_a_store_that_stalls_is_cold_within_its_limits(tmp_path, pro
         exit_budget_s=str(EXIT_BUDGET_S),
     )
     started = time.monotonic()
-    booted = boot_once(environ)
+    booted = boot_once(environ | ONE_CLASS)
     after_ready_s = time.monotonic() - started - booted.report["process_s"]
     assert proxy.spoiled
     assert set(booted.steps.values()) == {"cold"}
