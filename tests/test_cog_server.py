@@ -68,9 +68,9 @@ def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_fi
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
         # One pack, or one for each of the two classes: the second class's code may take seconds longer.
         wait_for(lambda: len(packs(warm)) - len(packs(toy_store)) in (1, 2))
+        before = packs(warm)
         running.predict_later(rows=16, sleep_s=2.0)
         time.sleep(1.0)
-        before = packs(warm)
         assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
     assert report["fully_precompiled"], report
     assert [prediction["status"] for prediction in predictions] == ["succeeded"] * 3
