@@ -10,7 +10,7 @@ import torch
 from boots import run_boot
 from random_modules import make_modules, source_of
 
-# One module each, under one of the policies. `make soak` has both for all.
+# One module each, under one of the policies. `make soak` has both.
 ROUNDS = 8
 FEATURES = {
     "background": [
