@@ -18,7 +18,8 @@ LORA := $(VENV)/lora
 SOAKS := "soak_publish.py --rounds 200" \
   "soak_publish.py --calm --rounds 3 --store s3" \
   "soak_predictions.py --predictions 2000" "fuzz_serving.py --sets --modules 63 --policy block" \
-  "fuzz_serving.py --sets --modules 63 --policy background"
+  "fuzz_serving.py --sets --modules 63 --policy background" \
+  "fuzz_serving.py --modules 100 --policy block" "fuzz_serving.py --modules 100 --policy background"
 
 .PHONY: setup wheel demo test examples container soak lint types clean
 .DEFAULT_GOAL := help

@@ -55,7 +55,7 @@ pytest.register_assert_rewrite("demo_servers")
 
 # The suite tries the same examples in every run: a failure then comes from a change. `make soak` tries other examples
 # each time, and many more. How fast an example runs is no property of the code on a machine that does other things.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 

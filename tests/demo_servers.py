@@ -1,5 +1,5 @@
 """The demo models in real Cog servers: a boot that finds nothing and compiles while it serves, then the next boot, in
-a new container. And what each model promises of both: a test module defines the fixtures `first` and `restored`."""
+a new container. And what each model promises of both: a test module names its `DEMO`, and has these fixtures."""
 
 from __future__ import annotations
 
@@ -110,6 +110,26 @@ def stages(log: str) -> list[str]:
     """What the log says at each of its lines, without repetitions."""
     ends = itertools.accumulate(log.splitlines(keepends=True))
     return [said for said, _ in itertools.groupby(map(stage, ends))]
+
+
+@pytest.fixture(scope="module")
+def first(request, tmp_path_factory) -> Served:
+    """The module's demo, served until all is compiled, and stopped."""
+    with serving(tmp_path_factory.mktemp("demo") / "first.log", request.module.DEMO, until_compiled=True) as served:
+        pass
+    return served
+
+
+@pytest.fixture(scope="module")
+def restored(request, first) -> Iterator[Served]:
+    """The next boot, which goes on."""
+    with serving(first.server.log.with_name("restored.log"), request.module.DEMO) as served:
+        yield served
+
+
+@pytest.fixture
+def server(restored) -> ValidatingServer:
+    return restored.server
 
 
 class DemoTests:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +14,10 @@ from pathlib import Path
 import pytest
 from boots import python_path
 from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
+from namespaces import in_container
 
 SERVER = Path(__file__).with_name("background_server.py")
-KILLS = int(os.environ.get("KILLS", "20"))  # `make soak` has more
+KILLS = int(os.environ.get("KILLS", "10"))  # `make soak` has more
 SIDE_BY_SIDE = 10
 # From before the server has imported its modules to after its process is at work, on two busy cores.
 LONGEST_LIFE_S = 4.0
@@ -104,7 +104,7 @@ def test_nothing_is_left_in_a_container_whose_first_process_lives_on(tmp_path, m
     """
     before = shared_memory()
     marked_container = Marked()
-    for index, life_s in enumerate(random.Random(KILLS).uniform(0.0, LONGEST_LIFE_S) for _ in range(4)):
+    for index, life_s in enumerate(random.Random(KILLS).uniform(0.0, LONGEST_LIFE_S) for _ in range(KILLS // 5)):
         folder = tmp_path / str(index)
         folder.mkdir()
         # The variable of `marked` is the server's alone, and not that of the processes around it.
@@ -120,13 +120,3 @@ def test_nothing_is_left_in_a_container_whose_first_process_lives_on(tmp_path, m
             server.wait(PATIENCE_S)
             server.stdout.close()
             marked_container.kill()
-
-
-def in_container() -> list[str]:
-    """The wrapper under which a command runs as in a container: under tini, in a PID namespace."""
-    if shutil.which("tini") is None:
-        pytest.skip("tini is not installed")
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if subprocess.run([*command, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user may not make PID namespaces")
-    return [*command, "tini", "--"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from boots import TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
+from boots import ONE_CLASS, TESTS, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
+from namespaces import mounted
 
 
 def seeded(cold, folder: Path) -> dict[str, str]:
@@ -28,6 +29,9 @@ def test_cold_boot_compiles_and_publishes_everything(cold):
     assert booted.report["publish"]["failures"] == []
     assert booted.report["publish"]["files"] > 0
     assert any(name.endswith(".pack") for name in stored(folder / "store"))
+    assert all(region["made"] > 0 and region["precompile_s"] > 0 for region in booted.report["regions"])
+    assert booted.report["counts"]["precompiled_made"] >= len(booted.report["regions"])
+    assert booted.report["process_s"] >= booted.report["ready_s"] > 0
 
 
 @pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="torch warns that guards run slower there")
@@ -37,37 +41,11 @@ def test_cold_boot_logs_nothing_of_other_libraries(cold):
     assert not [line for line in lines if ":compile_cache:" not in line]
 
 
-def test_restored_boot_compiles_nothing_and_computes_the_same(cold, tmp_path):
-    _, first = cold
-    again = boot_once(seeded(cold, tmp_path), forked=False)
-    assert_fully_warm(again)
-    assert again.output == first.output
-    assert again.report["publish"]["packs"] == 0
-
-
-def test_cold_boot_makes_a_precompiled_function_of_every_region(cold):
-    _, booted = cold
-    assert all(region["made"] > 0 and region["precompile_s"] > 0 for region in booted.report["regions"])
-    assert booted.report["counts"]["precompiled_made"] >= len(booted.report["regions"])
-
-
 def test_restored_boot_without_precompiled_regions_finds_every_graph(cold, tmp_path):
     _, first = cold
     again = boot_once({**seeded(cold, tmp_path), "COMPILE_CACHE_PRECOMPILE": "0"})
     assert_fully_cached(again)
     assert again.output == first.output
-
-
-def test_successor_with_the_same_code_uses_the_precompiled_regions_and_publishes_them_as_its_own(cold, tmp_path):
-    environ = {**seeded(cold, tmp_path), "COMPILE_CACHE_MODEL_VERSION": "2"}
-    before = stored(tmp_path / "store")
-    successor = boot_once(environ)
-    assert successor.report["restore"]["outcome"] == "seeded"
-    assert_fully_warm(successor)
-    assert stored(tmp_path / "store").keys() > before.keys()
-    again = boot_once(environ)
-    assert again.report["restore"]["outcome"] == "hit"
-    assert_fully_warm(again)
 
 
 def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publish_them(cold, tmp_path):
@@ -96,19 +74,21 @@ def test_scope_off_is_eager_and_touches_no_store(cold, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_what_a_prediction_compiles_later_is_published_at_exit(cold, tmp_path):
+def test_what_a_prediction_compiles_later_is_published_at_exit_and_restored_boots_compile_nothing(cold, tmp_path):
+    _, first = cold
     environ = seeded(cold, tmp_path)
     booted = boot_once(environ, "--again", "8")
     assert booted.report["publish"]["files"] > 0
     again = boot_once(environ, "--again", "8")
     assert_fully_warm(again)
+    assert again.output == booted.output == first.output
     assert again.report["publish"]["packs"] == 0, "the second boot found the later shape in the store"
 
 
 def test_environment_that_torch_contradicts_discards_the_restore(cold, tmp_path):
     environ = seeded(cold, tmp_path)
     threads = int(environ["OMP_NUM_THREADS"]) + 1
-    booted = boot_once(environ, "--thread-count", str(threads))
+    booted = boot_once(environ, "--thread-count", str(threads), "--restore-alone")
     assert booted.report["restore"]["outcome"] == "discarded"
     assert f"→ {threads}" in booted.report["restore"]["reason"]
     assert booted.report["restore"]["files"] == 0
@@ -134,7 +114,7 @@ def test_compiler_that_is_missing_leaves_those_regions_eager_that_need_one(tmp_p
 
 
 def test_dynamo_that_is_switched_off_is_not_taken_for_compiled(tmp_path):
-    booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"}, forked=False)
+    booted = boot_once({**settings(tmp_path), "TORCHDYNAMO_DISABLE": "1"})
     assert set(booted.steps.values()) == {"eager"}
     assert not booted.report["fully_cached"]
 
@@ -148,7 +128,7 @@ def test_torch_compile_that_is_disabled_serves_eager_though_precompiled_regions_
 
 
 def test_error_of_the_callers_passes_through_and_publishes_nothing(tmp_path):
-    done = run_boot(settings(tmp_path), "--raise")
+    done = run_boot(settings(tmp_path) | ONE_CLASS, "--raise")
     assert done.returncode != 0
     assert "ValueError: the caller's own mistake" in done.stderr
     assert not (tmp_path / "store").exists()
@@ -166,7 +146,7 @@ def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
     pack = tmp_path / "store" / name
     pack.write_bytes(pack.read_bytes()[:-100])
     before = stored(tmp_path / "store")[name]
-    booted = boot_once(environ)
+    booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     (refused,) = booted.report["restore"]["refused"]
     assert refused["name"] == name
@@ -174,25 +154,22 @@ def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
     assert stored(tmp_path / "store")[name] == before
 
 
-def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(cold, tmp_path):
-    environ = seeded(cold, tmp_path)
-    (tmp_path / "in-the-way").write_text("a file, not a folder")
-    before = stored(tmp_path / "store")
-    booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(tmp_path / "in-the-way")})
-    assert set(booted.steps.values()) == {"cold"}
-    assert any("Set COMPILE_CACHE_DIR to a writable folder" in warning for warning in booted.report["warnings"])
-    assert stored(tmp_path / "store") == before
-
-
 @pytest.mark.parametrize(
     ("options", "steps", "words"),
-    [("ro", {"cold"}, "Read-only file system"), ("size=16k", {"cold", "eager"}, "No space left on device")],
+    [
+        (None, {"cold"}, "Set COMPILE_CACHE_DIR to a writable folder"),
+        ("ro", {"cold"}, "Read-only file system"),
+        ("size=16k", {"cold", "eager"}, "No space left on device"),
+    ],
+    ids=["a file", "read-only", "full"],
 )
-def test_cache_directory_on_a_disk_that_is_full_or_read_only_costs_no_boot(cold, tmp_path, options, steps, words):
-    environ = seeded(cold, tmp_path)
+def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(cold, tmp_path, options, steps, words):
+    environ = {**seeded(cold, tmp_path), "COMPILE_CACHE_DIR": str(tmp_path / "disk")}
     before = stored(tmp_path / "store")
-    with Mounted(tmp_path / "disk", options) as folder:
-        booted = boot_once({**environ, "COMPILE_CACHE_DIR": str(folder)})
+    if options is None:
+        (tmp_path / "disk").touch()
+    with mounted(tmp_path / "disk", options) if options else contextlib.nullcontext():
+        booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) <= steps
     assert any(words in line for line in [*booted.report["warnings"], booted.log])
     assert before.items() <= stored(tmp_path / "store").items()
@@ -200,67 +177,33 @@ def test_cache_directory_on_a_disk_that_is_full_or_read_only_costs_no_boot(cold,
 
 def test_store_that_cannot_be_written_costs_the_publishing_and_not_the_boot(tmp_path):
     (tmp_path / "store").write_text("a file, not a folder")
-    booted = boot_once(settings(tmp_path))
+    booted = boot_once(settings(tmp_path) | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     assert any("COMPILE_CACHE_STORE" in failure for failure in booted.report["publish"]["failures"])
     assert (tmp_path / "store").read_text() == "a file, not a folder"
 
 
+# Owns a cache directory until its input ends, and prints the directory's path.
+OWNS_A_DIRECTORY = """
+import sys
+from pathlib import Path
+from compile_cache.storage.directory import CacheDirectory
+print(CacheDirectory.claim(Path(sys.argv[1])).path, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_second_boot_on_the_host_has_a_directory_and_a_key_of_its_own(cold, tmp_path):
     environ = seeded(cold, tmp_path)
     before = stored(tmp_path / "store")
-    with OwnedDirectory(environ["COMPILE_CACHE_DIR"]) as owned:
-        booted = boot_once(environ)
+    command = [sys.executable, "-c", OWNS_A_DIRECTORY, environ["COMPILE_CACHE_DIR"]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=TESTS.parent, stdin=pipe, stdout=pipe, text=True) as owner:
+        owned = owner.stdout.readline().strip()
+        booted = boot_once(environ | ONE_CLASS)
+        owner.communicate()
     assert booted.report["cache_dir"] != owned
     assert Path(booted.report["cache_dir"]).parent == Path(owned).parent
     assert set(booted.steps.values()) == {"cold"}
     assert before.items() <= stored(tmp_path / "store").items()
-    assert_fully_warm(boot_once(environ))
-
-
-class Mounted:
-    """A tmpfs with the given options, mounted on a folder while the context lasts. Needs root."""
-
-    def __init__(self, folder: Path, options: str) -> None:
-        self.folder, self.options = folder, options
-
-    def __enter__(self) -> Path:
-        self.folder.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", self.options, "tmpfs", self.folder], capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run(["umount", self.folder], check=True)
-
-
-class OwnedDirectory:
-    """Another process that owns the cache directory while the context lasts; gives its path."""
-
-    def __init__(self, root: str) -> None:
-        code = (
-            "import sys; from pathlib import Path; from compile_cache.storage.directory import CacheDirectory; "
-            "print(CacheDirectory.claim(Path(sys.argv[1])).path, flush=True); sys.stdin.read()"
-        )
-        self.command = [sys.executable, "-c", code, root]
-
-    def __enter__(self) -> str:
-        self.process = subprocess.Popen(
-            self.command, cwd=TESTS.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate()
-
-
-def test_report_is_json_that_names_the_step_of_every_region(cold):
-    folder, _ = cold
-    report = json.loads((folder / "report.json").read_text())
-    assert {region["step"] for region in report["regions"]} == {"cold"}
-    assert report["ready_s"] > 0
-    assert report["process_s"] >= report["ready_s"]
+    assert_fully_warm(boot_once(environ | ONE_CLASS))

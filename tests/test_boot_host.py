@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from boots import python_path, run_boot, settings
+from namespaces import mounted
 from programs import run_program
 
 from compile_cache.lifecycle.host import claim_workplace
@@ -98,24 +99,12 @@ def test_importing_the_library_imports_no_more_modules_than_it_did():
 # Mounts
 
 
-@pytest.fixture
-def noexec(tmp_path) -> Path:
-    """A folder from which nothing may be executed."""
-    folder = tmp_path / "noexec"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "noexec", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 @needs_root
-def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_setting(noexec, tmp_path):
+def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_setting(tmp_path):
     program = "import compile_cache\nwith compile_cache.boot('my-model') as boot: boot.compile(None)"
-    run(program, **settings(tmp_path, dir=str(noexec)))
+    noexec = tmp_path / "noexec"
+    with mounted(noexec, "noexec"):
+        run(program, **settings(tmp_path, dir=str(noexec)))
     report = json.loads((tmp_path / "report.json").read_text())
     (warning,) = report["warnings"]
     assert f"{noexec}/0 is mounted noexec" in warning

@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from boots import TESTS, Booted, assert_fully_warm, boot_once, settings
+from boots import ONE_CLASS, TESTS, Booted, boot_once, settings
 from programs import run_program
 
 
@@ -17,7 +17,7 @@ def s3_settings(folder: Path, bucket: str) -> dict[str, str]:
 
 def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> Booted:
     """The boot succeeds cold, and one line of its report says what was wrong with the store."""
-    booted = boot_once(environ)
+    booted = boot_once(environ | ONE_CLASS)
     assert set(booted.steps.values()) == {"cold"}
     assert booted.report["restore"]["outcome"] == "failed"
     for word in words:
@@ -25,16 +25,6 @@ def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> Booted:
     assert booted.report["publish"]["packs"] == 0
     assert len(set(booted.report["publish"]["failures"])) == 1
     return booted
-
-
-def test_boot_restored_from_s3_is_fully_warm(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, s3_bucket.name)
-    first = boot_once(environ)
-    assert first.report["publish"]["failures"] == []
-    again = boot_once(environ)
-    assert_fully_warm(again)
-    assert again.output == first.output
-    assert again.report["restore"]["stored_bytes"] == first.report["publish"]["stored_bytes"]
 
 
 def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
@@ -67,19 +57,24 @@ def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, 
     assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
 
 
-@pytest.mark.parametrize(
-    ("variables", "is_stored"),
-    [({}, True), ({"store": "s3://bucket"}, False), ({"publish": "false"}, False), ({"scope": "off"}, True)],
-    ids=str,
-)
-def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, closed_port, variables, is_stored):
-    code = (
-        "import compile_cache\nwith compile_cache.boot('toy') as boot: assert not boot.wait_published(0) or "
-        f"{variables.get('scope') == 'off'}\nprint(boot.wait_published(60))"
-    )
-    environ = {**settings(tmp_path, **variables), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
-    done = run_program(code, **environ)
-    assert done.stdout == f"{is_stored}\n", done.stderr
+WAITS_PUBLISHED = """
+import json, os, sys
+import compile_cache
+for variables in json.loads(sys.argv[1]):
+    environ = {**os.environ, **variables}
+    with compile_cache.boot("toy", environ=environ) as boot:
+        told = [boot.wait_published(0)]
+    print(json.dumps([*told, boot.wait_published(60)]))
+"""
+
+
+def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, closed_port):
+    given = [({}, [False, True]), ({"STORE": "s3://bucket"}, [False, False])]
+    given += [({"PUBLISH": "false"}, [False, False]), ({"SCOPE": "off"}, [True, True])]
+    variables = [{f"COMPILE_CACHE_{name}": value for name, value in each.items()} for each, _ in given]
+    environ = {**settings(tmp_path), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    done = run_program(WAITS_PUBLISHED, json.dumps(variables), **environ)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [told for _, told in given], done.stderr
 
 
 def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):

@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from boots import assert_fully_warm, boot_once, settings, stored
+from boots import ONE_CLASS, assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
+from namespaces import in_container
 from web_servers import answering
 
 from compile_cache.storage.rules import Rules, verify_pack
@@ -60,57 +60,46 @@ def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: fl
     assert time.monotonic() - started < COG_LIMIT_S + margin_s
 
 
-def in_pid_namespace() -> tuple[str, ...]:
-    """The wrapper under which a command runs as in a container: under tini, in a PID namespace that ends with it."""
-    if shutil.which("tini") is None:
-        pytest.skip("tini is not installed")
-    command = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    if subprocess.run([*command, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user may not make PID namespaces")
-    return (*command, "tini", "--")
-
-
-def test_the_first_prediction_compiles_nothing_and_another_shape_is_compiled_once_and_published(warm, toy_store):
+def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(warm, toy_store):
     environ = shared(warm, toy_store)
     with server(warm, environ) as running:
         running.wait_ready()
         report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
+        # One pack, or one for each of the two classes: the second class's code may take seconds longer.
+        wait_for(lambda: len(packs(warm)) - len(packs(toy_store)) in (1, 2))
+        before = packs(warm)
+        running.predict_later(rows=16, sleep_s=2.0)
+        time.sleep(1.0)
+        assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
     assert report["fully_precompiled"], report
     assert [prediction["status"] for prediction in predictions] == ["succeeded"] * 3
     assert [prediction["metrics"]["compiled_now"] > 0 for prediction in predictions] == [False, True, False]
-    # One pack, or one for each of the two classes: the second class's code may take seconds longer.
-    assert len(packs(warm)) - len(packs(toy_store)) in (1, 2)
+    assert before.items() < packs(warm).items()
+    assert_fully_warm(boot_once(environ))
 
 
 def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
     """In a PID namespace under tini, where nothing outlives the server, all is published before it is gone."""
-    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache")
-    with server(tmp_path, environ, in_pid_namespace()) as running:
+    environ = settings(tmp_path, store=f"s3://{s3_bucket.name}/cache") | ONE_CLASS
+    with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         assert_ends_in_time(running, signal.SIGTERM)
-    assert_fully_warm(boot_once(environ))
+    published = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())["publish"]
+    assert published["failures"] == []
+    again = boot_once(environ)
+    assert_fully_warm(again)
+    assert again.report["restore"]["stored_bytes"] == published["stored_bytes"]
 
 
 def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variables):
     with answering(None) as silent:
         environ = settings(tmp_path, store="s3://bucket", exit_budget_s="0.5", restore_timeout_s="1")
-        environ |= {"AWS_ENDPOINT_URL_S3": silent.url}
+        environ |= ONE_CLASS | {"AWS_ENDPOINT_URL_S3": silent.url}
         with server(tmp_path, environ) as running:
             running.wait_ready()
             assert_ends_in_time(running, signal.SIGTERM)
     assert (tmp_path / "server.log").read_text().count("publish.failed") == 1
-
-
-def test_term_while_a_prediction_runs_lets_it_finish_and_flushes(warm, toy_store):
-    environ = shared(warm, toy_store)
-    with server(warm, environ) as running:
-        running.wait_ready()
-        running.predict_later(rows=8, sleep_s=2.0)
-        time.sleep(1.0)
-        assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
-    assert packs(toy_store).items() <= packs(warm).items()
-    assert_fully_warm(boot_once(environ))
 
 
 def test_term_during_setup_changes_nothing_stored(warm, toy_store):
@@ -126,7 +115,7 @@ def test_term_during_setup_changes_nothing_stored(warm, toy_store):
 
 def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
     """Ctrl-C reaches the server and its worker at once; the worker leaves it to the server, and its exit hook runs."""
-    environ = settings(tmp_path, dir=str(toy_store / "cache"))
+    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
     with server(tmp_path, environ) as running:
         running.wait_ready()
         started = time.monotonic()
@@ -139,8 +128,8 @@ def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
 
 
 def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
-    environ = settings(tmp_path, dir=str(toy_store / "cache"))
-    with server(tmp_path, environ, in_pid_namespace()) as running:
+    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
+    with server(tmp_path, environ, in_container()) as running:
         running.wait_ready()
         running.stop(signal.SIGKILL)
     left = LocalStore(tmp_path / "store")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from boots import run_boot, settings, stored
 from cog_server import PROJECT
-from validating_server import ValidatingServer
 
 from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.storage.pack.signing import generate_keys
@@ -110,7 +109,7 @@ def small_project(folder: Path, predict: str = PREDICT) -> Path:
 def demo(tmp_path_factory):
     """A folder for an image, filled with the demo model of this project's cog.yaml."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, fill(folder, "--to", str(folder / "baked"), "--json", forked=False, WARM_UP_SIZES="64x64")
+    return folder, fill(folder, "--to", str(folder / "baked"), "--json", WARM_UP_SIZES="64x64")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
     assert packs.keys() < indexed == stored(folder / "baked").keys() - {INDEX}
 
 
-def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
+def test_a_predictor_with_the_folder_as_its_layer_compiles_nothing(demo):
     folder, _ = demo
     environ = {
         **settings(folder, store="off", layers=str(folder / "baked")),
@@ -151,8 +150,8 @@ def test_a_server_with_the_folder_as_its_layer_compiles_nothing(demo):
         "WARM_UP_SIZES": "64x64",
         "HF_HUB_OFFLINE": "1",
     }
-    with ValidatingServer("predict.py:Predictor", folder / "server.log", environ) as server:
-        server.wait_ready()
+    done = run_boot(environ, "import predict; predict.Predictor().setup()", program="run_source", folder=PROJECT)
+    assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
     assert report["restore"]["outcome"] == "hit"
     assert report["fully_precompiled"], report
@@ -199,23 +198,16 @@ def test_a_fill_shows_the_setups_log_with_torchs_lines_and_the_predictors_apart_
     assert bool(re.search(pattern, done.stdout)) == (stream == "stdout")
 
 
-def test_a_fill_that_leaves_the_others_eager_is_complete(tmp_path, incomplete):
+def test_a_second_fill_that_leaves_the_others_eager_loads_what_is_stored_and_is_complete(incomplete):
     folder, _ = incomplete
+    variables = {"COMPILE_CACHE_STORE": str(folder / "store"), "COMPILE_CACHE_REPORT": str(folder / "report.json")}
     left = "Breaking,Dropping,Idle,Missing"
-    done = fill(tmp_path, project=folder, COMPILE_CACHE_STORE=str(tmp_path / "store"), COMPILE_CACHE_LEAVE_EAGER=left)
+    done = fill(folder, project=folder, COMPILE_CACHE_LEAVE_EAGER=left, **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("filled: ")
     assert "COMPILE_CACHE_LEAVE_EAGER names Missing, but this boot has no such region" in done.stderr
     assert "COMPILE_CACHE_LEAVE_EAGER names Breaking" not in done.stderr
-
-
-def test_a_second_fill_loads_what_is_stored_and_is_complete(tmp_path, incomplete):
-    folder, _ = incomplete
-    variables = {"COMPILE_CACHE_LEAVE_EAGER": "Breaking,Dropping,Idle"}
-    done = fill(folder, "--to", str(folder / "store"), "--json", project=folder, **variables)
-    answer = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
-    (good, *_) = answer["boots"][0]["regions"]
+    (good, *_) = json.loads((folder / "report.json").read_text())["regions"]
     assert (good["name"], good["step"], good["loaded"], good["made"]) == ("Good", "precompiled", 2, 0)
 
 

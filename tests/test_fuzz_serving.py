@@ -10,14 +10,15 @@ import torch
 from boots import run_boot
 from random_modules import make_modules, source_of
 
-# One module each, by policy.
+# One module each, under one of the policies. `make soak` has both.
+ROUNDS = 8
 FEATURES = {
     "background": [
-        *("none", "count", "attribute", "draw", "write", "alias", "views", "own view", "dictionary", "plain"),
-        *("sentinel", "enumeration", "hook", "autocast", "break", "set flag", "set partial"),
+        *("none", "count", "attribute", "draw", "write", "alias", "views", "own view", "dictionary", "sentinel"),
+        *("enumeration", "hook", "autocast", "break", "set flag", "set partial"),
     ],
     "block": [
-        *("attribute", "plain", "own hook", "break", "set zero", "set dictionary", "set sentinel", "set global list"),
+        *("plain", "own hook", "set zero", "set dictionary", "set sentinel", "set global list"),
         "set forward of a part",
     ],
 }
@@ -37,7 +38,7 @@ def tallies(request) -> dict[str, fuzz_serving.Tally]:
     """What a policy's modules have met in two boots, by feature."""
     features = FEATURES[request.param]
     only = [part for name in features for part in ("--only", name)]
-    command = ["--seed", "1", "--calls", "12", "--policy", request.param, *only]
+    command = ["--seed", "1", "--calls", str(ROUNDS), "--policy", request.param, *only]
     count = str(len(features))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuzz_serving, "_boot", boot)
@@ -50,7 +51,7 @@ def tallies(request) -> dict[str, fuzz_serving.Tally]:
 
 def test_modules_with_a_feature_are_served_as_eager_would(tallies):
     assert {name: tally.wrong for name, tally in tallies.items() if tally.wrong} == {}
-    assert {name: tally.calls for name, tally in tallies.items() if tally.calls < 24} == {}
+    assert {name: tally.calls for name, tally in tallies.items() if tally.calls < 2 * ROUNDS} == {}
     assert {name for name, tally in tallies.items() if not tally.compiled} <= {*EAGER}
 
 

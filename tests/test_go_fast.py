@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ SEVEN = ImageInputs("a handwritten seven", Size(64, 64), seed=7, num_inference_s
 QUERY = "transformer_blocks.0.attn.to_q"
 
 
+@functools.cache
 def load(go_fast: str) -> DiffusionModel:
+    """The demo model with this setting, the same one for all tests."""
     return DiffusionModel.load(str(DEMO), None, [SEVEN.size], go_fast)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> DiffusionModel:
     return load("on")
 

@@ -166,7 +166,7 @@ def test_a_compiled_step_has_them_joined_and_finds_the_same_tokens():
 
 
 def test_a_step_with_joined_operators_is_cached_and_precompiled():
-    model = make("llama", num_hidden_layers=2)
+    model = make("llama", num_hidden_layers=1)
     use_token_layers(model)
     step = Generator(model, 64, (48,)).decode
     with torch.inference_mode(), fresh_cache(), config.patch(post_grad_custom_pre_pass=JoinOperators()):

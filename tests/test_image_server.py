@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cog_server import files
-from demo_servers import Demo, DemoTests, is_compiled, metrics, serving
+from demo_servers import Demo, DemoTests, is_compiled, metrics
 from families import LORA
 from PIL import Image, ImageChops, ImageStat
 from read_digits import DIGIT_WORDS, share_read
+
+pytest_plugins = ["demo_servers"]  # its fixtures
 
 SKETCH = {
     "prompt": "a handwritten seven",
@@ -51,24 +53,6 @@ DEMO = Demo(
     },
     (PICTURE, OTHER_SIZE),
 )
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("image") / "first.log", DEMO, until_compiled=True) as served:
-        pass
-    return served
-
-
-@pytest.fixture(scope="module")
-def restored(first):
-    with serving(first.server.log.with_name("restored.log"), DEMO) as served:
-        yield served
-
-
-@pytest.fixture
-def server(restored):
-    return restored.server
 
 
 @pytest.fixture

@@ -621,16 +621,16 @@ def test_a_region_or_a_bucket_name_that_cannot_be_is_named(s3_bucket, monkeypatc
 
 
 @pytest.mark.parametrize("secret", ["user:SECRET", "SECRET", "u:a/SECRET", "u:p@SECRET", "u:a?SECRET", "u:%40SECRET"])
-@pytest.mark.parametrize("action", ACTIONS)
 def test_a_password_in_the_endpoint_is_in_no_location_message_nor_cause(
-    aws_variables, monkeypatch, closed_port, secret, action
+    aws_variables, monkeypatch, closed_port, secret
 ):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{secret}@127.0.0.1:{closed_port}")
     store = open_url("s3://bucket/prefix")
     assert store.location == f"s3://bucket/prefix/ at http://127.0.0.1:{closed_port}"
-    with pytest.raises(StoreError) as caught:
-        ACTIONS[action](store)
-    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+    for act in ACTIONS.values():
+        with pytest.raises(StoreError) as caught:
+            act(store)
+        assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-import subprocess
-import sys
 import urllib.error
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_servers import Demo, DemoTests, environment, is_compiled, metrics, serving
+from boots import run_boot
+from demo_servers import Demo, DemoTests, environment, is_compiled, metrics
 from sums import answer, prompt, unseen_sums
 
 from models.text.model import TextInputs, TextModel
 from models.text.settings import TextSettings
+
+pytest_plugins = ["demo_servers"]  # its fixtures
 
 ROOT = Path(__file__).parents[1]
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
@@ -67,33 +68,15 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("text") / "first.log", DEMO, until_compiled=True) as served:
-        pass
-    return served
-
-
 def test_functions_load_before_there_is_a_model(first):
     """They need its class registered with transformers. A function that fails would be loaded again in the warm-up.
 
     Comes first: the restored server has the same cache directory.
     """
     environ = environment(first.server.log.with_name("late.log"), DEMO)
-    done = subprocess.run([sys.executable, "-c", LATE_WEIGHTS], cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = run_boot(environ, LATE_WEIGHTS, program="run_source", folder=ROOT)
     assert done.stdout.endswith("True\n"), done.stderr
     assert "precompiled.not_loaded_ahead" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def restored(first):
-    with serving(first.server.log.with_name("restored.log"), DEMO) as served:
-        yield served
-
-
-@pytest.fixture
-def server(restored):
-    return restored.server
 
 
 @pytest.fixture

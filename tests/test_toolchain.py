@@ -1,4 +1,7 @@
-"""What torch asks about the processor before it loads C++ code: a warm boot knows it, and compiles no test of it."""
+"""What torch asks about the processor before it loads C++ code: a warm boot knows it, and compiles no test of it.
+
+And what of torch's compiler each of its threads imports.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,18 @@ from compile_cache.storage.directory import CacheDirectory
 # Not the one of conftest.py, which compiles nothing twice.
 COMPILER = shutil.which("g++", path="/usr/local/bin:/usr/bin:/bin")
 
-# Runs a script, and writes each process that it starts to the log.
+# Runs a script, and writes to the log each process that it starts, and each module of torch's compiler that the thread
+# imports which preloads.
 AUDITED = """
-import runpy, sys
+import runpy, sys, threading
 started = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"}
+compiler = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 def hook(event, args):
     if event in started:
         print("STARTED", event, *args[:2], file=sys.stderr)
+    if event == "import" and args[0].startswith(compiler):
+        if threading.current_thread().name == "compile-cache-preload":
+            print("STARTED an import of", args[0], file=sys.stderr)
 sys.addaudithook(hook)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -32,7 +40,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def started_by_boot(environ: dict[str, str]) -> list[str]:
-    """The processes that a boot of the toy model starts, but for questions to the compiler, which take milliseconds."""
+    """What a boot of the toy model starts that it should not, but for questions to the compiler, which take
+    milliseconds: processes, and imports in the thread that only loads."""
     command = [sys.executable, "-c", AUDITED, str(TESTS / "boot_once.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -41,7 +50,7 @@ def started_by_boot(environ: dict[str, str]) -> list[str]:
     return [line for line in started if not any(word in line for word in ("ldconfig", "'--version']", "'-v']"))]
 
 
-def test_warm_boot_on_a_cpu_compiles_nothing(tmp_path):
+def test_warm_boot_on_a_cpu_compiles_nothing_and_the_thread_that_loads_imports_nothing_of_torchs_compiler(tmp_path):
     environ = settings(tmp_path)
     environ.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
     cold = started_by_boot(environ)
@@ -50,6 +59,8 @@ def test_warm_boot_on_a_cpu_compiles_nothing(tmp_path):
     assert started_by_boot(environ) == []
     report = json.loads((tmp_path / "report.json").read_text())
     assert {region["step"] for region in report["regions"]} == {"precompiled"}
+    names = [span["name"] for span in report["spans"] if span["lane"] == "preload"]
+    assert names == ["import torch's loader", "load"]
     # Nor does one that looks graphs up, whose store is the same.
     assert started_by_boot({**environ, "COMPILE_CACHE_PRECOMPILE": "false"}) == []
 

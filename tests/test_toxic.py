@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import toxic_proxy
-from boots import boot_once, settings
+from boots import ONE_CLASS, boot_once, settings
 from machines import Machine, read_files
 from marked_processes import wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
@@ -82,9 +82,9 @@ def half_a_second(monkeypatch) -> None:
 
 
 @pytest.fixture
-def proxy(s3_bucket, monkeypatch) -> Iterator[ToxicProxy]:
+def proxy(s3_server, s3_variables, monkeypatch) -> Iterator[ToxicProxy]:
     """Before the S3 server, for stores that are opened from now on."""
-    with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
+    with toxic_proxy.toxic_proxy(s3_server) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         yield proxy
         proxy.heal()
@@ -178,12 +178,19 @@ class Host:
         return restored
 
 
-@pytest.fixture
-def host(packs, proxy, s3_bucket, s3_client) -> Host:
+@pytest.fixture(scope="module")
+def filled(packs, s3_client) -> str:
+    """A bucket with the packs, which nothing is published to."""
+    s3_client.create_bucket(Bucket="toxic")
     for name, content in packs.objects.items():
-        s3_client.put_object(Bucket=s3_bucket.name, Key=f"models/{name}", Body=content)
-    s3_client.put_object(Bucket=s3_bucket.name, Key=DECOY, Body=os.urandom(5 << 20))
-    return Host(packs.root, proxy, f"s3://{s3_bucket.name}/models")
+        s3_client.put_object(Bucket="toxic", Key=f"models/{name}", Body=content)
+    s3_client.put_object(Bucket="toxic", Key=DECOY, Body=os.urandom(5 << 20))
+    return "toxic"
+
+
+@pytest.fixture
+def host(packs, proxy, filled) -> Host:
+    return Host(packs.root, proxy, f"s3://{filled}/models")
 
 
 def every_read_of(pack: str) -> Callable[[Request], bool]:
@@ -214,9 +221,9 @@ def assert_full_hit(restored: Restored) -> None:
 
 @pytest.mark.parametrize("part", ["head", "frames"])
 @pytest.mark.parametrize("toxin", SPOILING)
-def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs, s3_bucket, toxin, part):
+def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs, filled, toxin, part):
     applies, bad, others = spoiled_part(part, packs)
-    host.proxy.poison(toxin_of(toxin, s3_bucket.name), applies)
+    host.proxy.poison(toxin_of(toxin, filled), applies)
     restored = host.boot()
     assert host.proxy.spoiled
     assert restored.report.outcome == "hit"
@@ -253,8 +260,8 @@ def test_a_store_that_hangs_costs_the_boot_its_time_limit_and_no_more(host, pack
 
 
 @pytest.mark.parametrize("toxin", [*SPOILING, "a page"])
-def test_a_listing_that_cannot_be_read_fails_the_restore_and_is_no_empty_store(host, s3_bucket, toxin):
-    host.proxy.poison(toxin_of(toxin, s3_bucket.name), listing)
+def test_a_listing_that_cannot_be_read_fails_the_restore_and_is_no_empty_store(host, filled, toxin):
+    host.proxy.poison(toxin_of(toxin, filled), listing)
     restored = host.boot()
     assert host.proxy.spoiled
     assert restored.report.outcome == "failed", restored.report
@@ -393,7 +400,7 @@ def test_a_boot_over_a_store_that_stalls_is_cold_within_its_limits(tmp_path, pro
         exit_budget_s=str(EXIT_BUDGET_S),
     )
     started = time.monotonic()
-    booted = boot_once(environ, forked=False)
+    booted = boot_once(environ | ONE_CLASS)
     after_ready_s = time.monotonic() - started - booted.report["process_s"]
     assert proxy.spoiled
     assert set(booted.steps.values()) == {"cold"}
