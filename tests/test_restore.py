@@ -39,6 +39,19 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         assert restore.join().report.outcome == outcome
 
 
+def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
+    restore, prefix = prepare(tmp_path, store=str(tmp_path / "store"), layers=(str(tmp_path / "layer"),))
+    environment, model, version = prefix.removeprefix("v2/").rstrip("/").split("/")
+    put_pack(LocalStore(tmp_path / "layer"), CacheKey(environment, model, version))
+    (pack,) = (tmp_path / "layer").rglob("*.pack")
+    os.truncate(pack, pack.stat().st_size - 1)
+    (tmp_path / "store").write_text("no folder")
+    restore.start()
+    report = restore.join().report
+    assert report.outcome == "failed"
+    assert [refused.name for refused in report.refused] == [f"{prefix}{pack.name}"]
+
+
 def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch):
     over = threading.Event()
 

@@ -333,7 +333,17 @@ def test_a_first_input_without_a_shape_fails_no_call(tmp_path, first):
             torch.testing.assert_close(eager(block, given, tensor()), eager(twin, tensor()))
 
 
-@pytest.mark.parametrize("pair", [(State.NEW, State.EAGER), (torch.float32, torch.float64), (len, max), (int, str)])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (State.NEW, State.EAGER),
+        (torch.float32, torch.float64),
+        (len, max),
+        (int, str),
+        (torch.ones(2), torch.ones(2).requires_grad_()),
+        (torch.ones(2), tensor(2)),  # made in inference mode
+    ],
+)
 def test_objects_of_one_class_that_are_other_kinds_are_not_alike(pair):
     one, other = (CallSpec.of(nn.Identity(), (tensor(), given), {}) for given in pair)
     assert one != other

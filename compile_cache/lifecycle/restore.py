@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compile_cache.errors import RefusedPack, StoreUnavailable
+from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
@@ -232,16 +232,18 @@ class Restore:
     def _fetch(self, known: _Known, fetching: _Fetching) -> None:
         """Fetch what a boot takes. If there is nothing, find out why."""
         own = fetching.packs = known.packs()
-        refused: tuple[RefusedPack, ...] = ()
-        seconds = 0.0
         for packs in candidates(own, known.stores.writing):
+            before = fetching.fetched
             with noted("restore", "fetch" if packs is own else "other versions"):
                 fetched = fetch(packs, self._directory, self._abandoned)
-            refused, seconds = refused + fetched.refused, seconds + fetched.seconds
+            fetching.fetched = replace(
+                fetched,
+                refused=before.refused + fetched.refused,
+                seconds=before.seconds + fetched.seconds,
+                seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
+            )
             if fetched.files:
                 break
-        seeded_from = packs.key.model_version if fetched.files and packs is not own else ""
-        fetching.fetched = replace(fetched, refused=refused, seconds=seconds, seeded_from=seeded_from)
         if not (own.known or fetched.files or self._abandoned.is_set()):
             fetching.done.set()  # nobody has to wait for the explanation
             fetching.explanation = explain_miss(known.stores.reading, known.key, known.environment)
