@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import io
+import json
+import os
 import re
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 import pytest
 import yaml
+from boots import python_path
 from run_examples import CASES, EXAMPLES, main
 from tiny_models import MODELS
 
@@ -65,3 +70,16 @@ def test_a_readme_is_short(folder: Path):
 
 def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_library(tmp_path):
     main(["embeddings/siglip", "--work", str(tmp_path)])
+
+
+def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path):
+    command = [sys.executable, Path(__file__).with_name("fused_loras.py"), tmp_path]
+    environ = {**os.environ, "PYTHONPATH": python_path(EXAMPLES, EXAMPLES / "flux-lora", Path(sys.prefix, "lora"))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for name in ("alpha in the header", "a bias"):
+        assert told[name]["from diffusers"] < 1e-4 < 1e-3 < told[name]["from none"], told
+    assert "for another pipeline" in told["another model's"]["refused"]
+    assert "control" in told["control"]["refused"]
+    assert {each["left"] for each in told.values()} == {0.0}

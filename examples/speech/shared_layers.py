@@ -7,8 +7,8 @@ from transformers import EncoderDecoderCache
 
 
 class OneLayer(nn.Module):
-    """Whisper's layers find their keys and values by a number, so the code of one would fit no other. Here all have the
-    number 0."""
+    """A layer with `self_attn` and `encoder_attn`, as of Whisper or Moonshine. Layers find their keys and values by a
+    number, so the code of one would fit no other. Here all have the number 0."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
@@ -22,7 +22,8 @@ class OneLayer(nn.Module):
                 part.self_attention_cache = self.part(cache.self_attention_cache)
                 part.cross_attention_cache = self.part(cache.cross_attention_cache)
                 part.is_updated = {0: cache.is_updated[self.number]}
-                states = self.layer(*args, **kwargs)
+                # A prompt of one token has a token's sizes, and needs code of its own.
+                states = self.layer(*args, **kwargs, is_prompt=not part.is_updated[0])
                 cache.is_updated[self.number] = part.is_updated[0]
                 return states
         return self.layer(*args, **kwargs)

@@ -8,11 +8,12 @@ import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
 
-from videos import rounded, tell, write_mp4
+from videos import read_videos, rounded, tell, write_mp4
 
 MODEL = os.environ.get("MODEL", "Lightricks/LTX-Video")
-# Width x height x frames of the videos that are warmed up: each has code of its own. The first is the default.
-VIDEOS = [tuple(map(int, video.split("x"))) for video in os.environ.get("VIDEOS", "704x512x161").split(",")]
+# Width x height x frames of the videos that are warmed up: each has code of its own. The first is the default, also in
+# cog.yaml.
+VIDEOS = read_videos(os.environ.get("VIDEOS", "704x512x161"))
 # The pipeline for a first picture, the frames of one latent, frames per second, and whether the VAE needs fp32.
 KINDS = {
     "LTXPipeline": ("LTXImageToVideoPipeline", 8, 25, False),

@@ -6,6 +6,18 @@ import av
 from cog import Path
 
 
+def read_videos(text: str) -> list[tuple[int, ...]]:
+    """Width, height and frames of each video that is named as in `704x512x161,512x704x161`.
+
+    Raises:
+        ValueError: a side is no multiple of 32, so no request could ask for it.
+    """
+    videos = [tuple(map(int, video.split("x"))) for video in text.split(",")]
+    if any(side % 32 for width, height, _ in videos for side in (width, height)):
+        raise ValueError(f"VIDEOS={text}: give multiples of 32 for width and height")
+    return videos
+
+
 def rounded(asked: tuple[int | None, ...], default: tuple[int, ...], frames_a_latent: int) -> tuple[int, int, int]:
     """Width, height and frames as the models make them.
 
