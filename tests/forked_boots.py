@@ -1,7 +1,8 @@
 """Fork a process for each boot that a line of stdin asks for; boots.py starts this and writes the lines.
 
-Importing torch and its compiler takes longer than everything else in a boot of the toy model. Both are imported here,
-and nothing of compile_cache. A boot still has a process of its own: its environment, its locks, its exit hooks.
+To import torch and its compiler, and to compile for the first time, takes longer than everything else in a boot of the
+toy model. Both are done here, without anything of compile_cache. A boot still has a process of its own: its
+environment, its locks, its exit hooks.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import sys
 from typing import Any
 
 import second_processes
-import torch._inductor.compile_fx
 
 
 def requested_boot() -> dict[str, Any]:
     """Return in each forked process, with its request; in the parent, answer with the exit status of each boot."""
-    assert torch.get_num_threads() == 1, "threads do not survive a fork"
-    torch._inductor.codecache.torch_key()  # the digest of torch's source, which every boot needs
+    second_processes.use_compiler()
     gc.freeze()  # else each child's collections copy the memory of all imported modules
     for line in sys.stdin:
         if (child := os.fork()) == 0:
