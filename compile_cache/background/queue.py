@@ -163,7 +163,9 @@ class OrderQueue:
         """
         try:
             content = pickle.dumps((order.call, order.state, order.dynamic))
-            answer: Answer = pickle.loads(self._ensure_process().answer(content, self._limit_s))
+            process = self._ensure_process()
+            log.info("background.begin call=%s waiting=%d", order.name, self.waiting)
+            answer: Answer = pickle.loads(process.answer(content, self._limit_s))
             return answer
         except (OrderFailed, OrderTimedOut, ProcessDied) as error:
             if not self._is_closed:  # `close` stopped the process
