@@ -312,8 +312,8 @@ class Parts:
     """The parts of a module that had neither hooks nor a `forward` of their own, and the `forwards` of their classes.
     Every call checks them again.
 
-    torch has guards for each part instead, which would take half of a function's loading time. Its graphs ignore a hook
-    that is added later, and a class's new `forward`.
+    torch has guards for each part instead, which take longer to load. Its graphs ignore a hook that is added later, and
+    a class's new `forward`.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -32,7 +32,7 @@ class Predictor(BasePredictor):
         self.pipe.transformer.requires_grad_(False)
         with self.boot:
             self.boot.compile(self.pipe.transformer)
-            # FLUX.1 takes guidance as an input. Other pipelines make a batch of two of it above 1: warm up both.
+            # With most other pipelines, guidance above 1 makes batches of two: warm up both kinds.
             for ratio in SIZES:
                 self.boot.warm_up(self.predict, prompt="a warm-up", aspect_ratio=ratio, num_inference_steps=2)
 
