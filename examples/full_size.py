@@ -1,22 +1,31 @@
-"""Measure an example on a GPU with random weights of the published shapes: without the library, and restored.
+"""Measure an example on a GPU with random weights of the published sizes: without the library, and restored.
 
     python examples/full_size.py speech --work /tmp/speech
-    python examples/full_size.py embeddings --work /tmp/embeddings
-    python examples/full_size.py speech --work /tmp/tiny --tiny        # as a trial, also on a CPU
+    LENGTHS=128,512 BATCHES=1,32 python examples/full_size.py embeddings --work /tmp/embeddings
+    VIDEOS=1280x704x121 python examples/full_size.py video/wan --work /tmp/wan
+    VIDEOS=64x64x9 python examples/full_size.py video/ltx --work /tmp/tiny --tiny    # as a trial, also on a CPU
 
 Each boot is a process of its own that prints a JSON line: `off` has COMPILE_CACHE_SCOPE=off, `first` compiles before
-READY and fills the store, `second` restores. `speech` hears 30 s of noise, which is 444 tokens. `embeddings` embeds
-seeded texts of 1 to 512 tokens in batches of 1 and of 32, and also asks sentence-transformers, if it is installed.
+READY and fills the store, `second` restores.
+
+- `speech` hears 30 s of noise, which is 444 tokens. `off` also asks transformers without the example's code.
+- `embeddings` embeds seeded texts of 3 to 512 tokens, one a request and all in one, which makes batches of 32. It also
+  asks sentence-transformers, if it is installed.
+- `edit`, `flux-lora` and `video` time the first request, and a step as the difference of requests of two and of six
+  steps. A video is decoded in its first request only, and never encoded.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -24,151 +33,234 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BOOTS = ("off", "first", "second")
-_TIMES = 2
-_BASE = {"hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
-_TOWERS = {"layers": 32, "attention_heads": 20}
-_LARGE = {"d_model": 1280, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120, "max_target_positions": 448}
-_LARGE |= {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in _TOWERS.items()}
+# The function in tiny_models.py that writes an example's model.
+MODELS = {"speech": "whisper", "embeddings": "modernbert", "edit": "kontext", "flux-lora": "flux"}
+MODELS |= {"video/ltx": "ltx", "video/wan": "wan"}
+_TEXTS = 256
+_FEW, _MORE = 2, 6
 
 
 def write(example: str, folder: Path, is_tiny: bool) -> None:
-    """The model of an example, with its published widths and depth, but the tokens of the tiny one."""
+    """The tiny model of an example, with its published widths and depth."""
     import torch
-    import transformers
 
     import tiny_models
 
+    model = MODELS[example]
+    sizes = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["flux" if model == "kontext" else model]
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     if example == "embeddings":
-        if not is_tiny:
-            tiny_models._SIZES.update(_BASE)
-        tiny_models.modernbert(folder)
-    else:
-        tiny_models.whisper(folder)
-        if not is_tiny:
-            config = transformers.WhisperConfig.from_pretrained(folder)
-            config.update(_LARGE)
-            with torch.device("cuda"):
-                model = transformers.WhisperForConditionalGeneration(config).half()
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-            model.generation_config.max_length = 448
-            model.save_pretrained(folder)
+        tiny_models._SIZES.update({} if is_tiny else sizes)
+    tiny_models.MODELS[model](folder)
+    if not is_tiny and example != "embeddings":
+        for part, changes in sizes.items():
+            enlarge(folder / part, **changes)
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """The median seconds of a few calls, after one that is not measured."""
+def enlarge(folder: Path, dtype: str = "bfloat16", **sizes: Any) -> None:
+    """Write a network again, with other sizes. Its weights are made on the GPU."""
+    import diffusers
+    import torch
+    import transformers
+
+    config = {**json.loads((folder / "config.json").read_text()), **sizes}
+    kind = config.get("_class_name") or config["architectures"][0]
+    generation = folder / "generation_config.json"
+    kept = json.loads(generation.read_text()) if generation.exists() else None
+    is_diffusers = "_class_name" in config
+    made = getattr(diffusers if is_diffusers else transformers, kind)
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda"):
+        network = made.from_config(config) if is_diffusers else made(made.config_class(**{**config, "dtype": dtype}))
+    network.save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    if kept is not None:
+        generation.write_text(json.dumps({**kept, "max_length": sizes["max_target_positions"]}))
+
+
+def timed(work: Callable[[], Any], times: int) -> float:
+    """The median seconds of the calls."""
     import torch
 
     seconds = []
-    for _ in range(_TIMES + 1):
+    for _ in range(times):
         began = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return median(seconds[1:])
+    return median(seconds)
 
 
-def speech(predictor: Any) -> dict[str, Any]:
+def speech(predictor: Any, times: int) -> dict[str, Any]:
     """Seconds for 30 s of noise, whatever the random model would say."""
     import numpy
-    import torch
 
-    model = predictor.model
     sound = numpy.random.default_rng(0).standard_normal(30 * 16000).astype("f4")
     features = predictor.processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-    features = features.to(model.device, model.dtype)
-    end = model.generation_config.eos_token_id
-    options = {
-        "cache_implementation": "static",
-        "disable_compile": True,
-        "suppress_tokens": [end],
-    }
+    said = {"suppress_tokens": [predictor.model.generation_config.eos_token_id], "return_timestamps": False}
+    said |= {"task": "transcribe", "language": "en"}
 
-    def hear() -> Any:
-        with predictor.boot.prediction(), torch.inference_mode():
-            return model.generate(features, **options, task="transcribe", language="en", return_timestamps=False)
+    def hear(model: Any, **options: Any) -> Any:
+        with predictor.boot.prediction() as prediction:
+            tokens = model.generate(features.to(model.device, model.dtype), **said, **options)
+        for name, value in prediction.metrics().items():
+            predictor.record_metric(name, value)
+        return tokens.shape[-1]
 
-    tokens = hear()
-    return {"seconds": timed(hear), "tokens": tokens.shape[-1]}
+    own = {"cache_implementation": "static", "disable_compile": True}
+    found: dict[str, Any] = {"tokens": hear(predictor.model, **own)}
+    found["seconds"] = timed(lambda: hear(predictor.model, **own), times)
+    if os.environ.get("COMPILE_CACHE_SCOPE") == "off":
+        plain = type(predictor.model).from_pretrained(os.environ["MODEL"], dtype=predictor.model.dtype)
+        plain.to(predictor.model.device).eval()
+        found["theirs"] = timed(lambda: hear(plain), times)
+    return found
 
 
-def embeddings(predictor: Any) -> dict[str, Any]:
-    """Seconds for the same texts in batches of 1 and of 32; those of sentence-transformers beside them."""
+def embeddings(predictor: Any, times: int) -> dict[str, Any]:
+    """Seconds for the same texts, one a request and all in one; those of sentence-transformers beside them."""
     import numpy
-    import torch
 
-    lengths = numpy.random.default_rng(0).integers(1, 500, 64)
-    texts = ["x" * int(length) for length in lengths]
-    tokenize = predictor.tokenizer
-
-    def ours(size: int) -> None:
-        with predictor.boot.prediction():
-            for start in range(0, len(texts), size):
-                predictor.embed(tokenize(texts[start : start + size], truncation=True, max_length=512)["input_ids"])
-
-    found: dict[str, Any] = {f"seconds_{size}": timed(lambda size=size: ours(size)) for size in (1, 32)}
+    texts = ["x" * int(length) for length in numpy.random.default_rng(0).integers(1, 511, _TEXTS)]
+    ours = {1: lambda: [predictor.run([text]) for text in texts], 32: lambda: predictor.run(texts)}
+    vectors = numpy.stack([numpy.frombuffer(base64.b64decode(vector), "<f4") for vector in ours[32]()])
+    found: dict[str, Any] = {f"seconds_{size}": timed(work, times) for size, work in ours.items()}
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         return found
-    kind = {"dtype": predictor.model.dtype, "attn_implementation": predictor.model.config._attn_implementation}
-    theirs = SentenceTransformer(os.environ["MODEL"], model_kwargs=kind, device=str(predictor.model.device))
-    with torch.inference_mode():
-        for size in (1, 32):
-            found[f"theirs_{size}"] = timed(lambda size=size: theirs.encode(texts, batch_size=size))
-    return found
+    config = predictor.model.config
+    kind = {"dtype": predictor.model.dtype, "attn_implementation": config._attn_implementation}
+    model = SentenceTransformer(os.environ["MODEL"], model_kwargs=kind, device=str(predictor.model.device))
+    found["apart"] = float(abs(model.encode(texts, batch_size=32) - vectors).max())
+    theirs = {1: lambda: [model.encode([text]) for text in texts], 32: lambda: model.encode(texts, batch_size=32)}
+    return found | {f"theirs_{size}": timed(work, times) for size, work in theirs.items()}
 
 
-WORK: dict[str, Callable[[Any], dict[str, Any]]] = {"speech": speech, "embeddings": embeddings}
+def edit(predictor: Any, times: int) -> dict[str, Any]:
+    """An edit of a picture, of four steps."""
+    from PIL import Image
+
+    picture = Path(os.environ["MODEL"]).with_name("picture.png")
+    Image.effect_noise((640, 640), 64).save(picture)
+
+    def ask(count: int) -> None:
+        predictor.run(picture, "make it blue", count, 0)
+
+    return {"request_s": timed(lambda: ask(4), 1), "step_s": step_seconds(ask, times)}
 
 
-def measure(example: str) -> dict[str, Any]:
+def flux_lora(predictor: Any, times: int) -> dict[str, Any]:
+    """A square picture of 28 steps, without a LoRA."""
+
+    def ask(count: int) -> None:
+        predictor.predict("a lighthouse", None, 1.0, "1:1", count, 3.5, 0)
+
+    return {"request_s": timed(lambda: ask(28), 1), "step_s": step_seconds(ask, times)}
+
+
+def video(predictor: Any, times: int) -> dict[str, Any]:
+    """A video of the first size, from text, with guidance, of four steps."""
+    predict: Any = sys.modules["predict"]
+    predict.write_mp4 = lambda *_: None
+    text = {"prompt": "an otter swims", "negative_prompt": ""}
+    size = dict.fromkeys(("width", "height", "num_frames"))
+
+    def whole() -> None:
+        predictor.run(**text, **size, image=None, num_inference_steps=4, guidance_scale=5.0, crf=18, seed=0)
+
+    def ask(count: int) -> None:
+        rest = {"num_inference_steps": count, "output_type": "latent", "generator": predictor.noise.manual_seed(0)}
+        with predictor.boot.prediction():
+            predictor.draw(predict.VIDEOS[0], None, 5.0, **text, **rest)
+
+    return {"request_s": timed(whole, 1), "step_s": step_seconds(ask, times)}
+
+
+def step_seconds(ask: Callable[[int], None], times: int) -> float:
+    """Seconds of a step."""
+    few, more = (timed(lambda count=count: ask(count), times) for count in (_FEW, _MORE))
+    return (more - few) / (_MORE - _FEW)
+
+
+WORK: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "speech": speech,
+    "embeddings": embeddings,
+    "edit": edit,
+    "flux-lora": flux_lora,
+    "video": video,
+}
+
+
+def measure(example: str, times: int, is_exact: bool) -> dict[str, Any]:
     """One boot in this process, as Cog's worker makes it, and what it serves."""
     began = time.perf_counter()
     sys.path[:0] = [str(ROOT / "examples" / example), str(ROOT)]
-    if example == "speech":
-        sys.modules["sound"] = types.SimpleNamespace(read=None)  # type: ignore[assignment]
+    if example in ("speech", "video"):
+        sys.modules["av"] = types.ModuleType("av")  # nothing is decoded or encoded
     from predict import Predictor  # the example's
 
+    sys.modules.pop("av", None)
+
+    if is_exact:
+        import torch
+        from transformers import AutoModel
+
+        load = AutoModel.from_pretrained
+        AutoModel.from_pretrained = lambda *args, **options: load(*args, **{**options, "dtype": torch.float32})
     predictor = Predictor()
+    metrics: dict[str, Any] = {}
+    predictor.record_metric = metrics.setdefault  # those of the first request
     predictor.setup()
     import torch
 
-    found = {"ready_s": time.perf_counter() - began, **WORK[example](predictor)}
-    regions = json.loads(predictor.boot.report.to_json())["regions"]
-    found["steps"] = {one["name"]: one["step"] for one in regions}
-    found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+    found = {"ready_s": time.perf_counter() - began, "ready_gb": peak_gb()}
+    if times:
+        found |= WORK[example](predictor, times)
+        found["request_gb"] = peak_gb()
+        found |= {name: metrics[f"compile_cache.{name}"] for name in ("served", "compiled_now", "waited_s")}
     predictor.boot.wait_published(120.0)
     return found
 
 
+def peak_gb() -> float | None:
+    """The GPU memory that was taken at most since the last time that this was asked."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
 def main() -> None:
-    """Write the model, and boot three times."""
+    """Write the model, and boot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", choices=("speech", "embeddings"))
+    parser.add_argument("example", choices=MODELS)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--boot", choices=BOOTS, help="this boot alone, in this process")
+    parser.add_argument("--fp32", action="store_true", help="the embeddings' weights in fp32")
+    parser.add_argument("--boots", default="off,first,second")
+    parser.add_argument("--times", type=int, default=3, help="how often requests are measured; 0: only READY")
+    parser.add_argument("--boot", help="this boot alone, in this process")
     args = parser.parse_args()
     if args.boot:
-        print(json.dumps({"example": args.example, "boot": args.boot, **measure(args.example)}), flush=True)
+        found = measure(args.example.partition("/")[0], args.times, args.fp32)
+        print(json.dumps({"example": args.example, "boot": args.boot, **found}), flush=True)
         return
     model = args.work.resolve() / "model"
     if not model.exists():
         write(args.example, model, args.tiny)
-    for boot in BOOTS:
-        scope = {"COMPILE_CACHE_SCOPE": "off"} if boot == "off" else {}
-        environ = {**os.environ, **scope, "MODEL": str(model), "COMPILE_CACHE_COLD_START": "block"}
-        environ |= {
-            "COMPILE_CACHE_STORE": str(model.parent / "store"),
-            "COMPILE_CACHE_DIR": str(model.parent / "directory"),
-        }
-        subprocess.run(
-            [sys.executable, __file__, args.example, "--work", str(args.work), "--boot", boot], env=environ, check=True
-        )
+    for boot in args.boots.split(","):
+        directory = model.with_name("directory")
+        shutil.rmtree(directory, ignore_errors=True)
+        environ = {**os.environ, "MODEL": str(model), "COMPILE_CACHE_COLD_START": "block"}
+        environ |= {"COMPILE_CACHE_STORE": str(model.with_name("store")), "COMPILE_CACHE_DIR": str(directory)}
+        environ |= {"COMPILE_CACHE_SCOPE": "off"} if boot == "off" else {}
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--boot", boot], env=environ, check=True)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,15 @@ class Predictor(BaseRunner):
     ) -> list[str]:
         """The vector of each text: float32 as base64."""
         tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1])["input_ids"]
+        order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))  # so that little is padded
+        vectors = {}
         with self.boot.prediction() as prediction:
-            batches = [tokens[start : start + BATCHES[-1]] for start in range(0, len(tokens), BATCHES[-1])]
-            vectors = [vector for batch in batches for vector in self.embed(batch)]
-        self.record_metric("token_input_count", sum(map(len, tokens)))
-        for name, value in prediction.metrics().items():
+            for start in range(0, len(order), BATCHES[-1]):
+                batch = order[start : start + BATCHES[-1]]
+                vectors |= zip(batch, self.embed([tokens[number] for number in batch]), strict=True)
+        for name, value in {"token_input_count": sum(map(len, tokens)), **prediction.metrics()}.items():
             self.record_metric(name, value)
-        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+        return [base64.b64encode(vectors[number].tobytes()).decode() for number in range(len(tokens))]
 
     def embed(self, batch: list[list[int]]) -> list:
         """A vector for each list of tokens. Copies of the last one fill the batch."""
