@@ -8,9 +8,9 @@
 Each boot is a process of its own that prints a JSON line: `off` has COMPILE_CACHE_SCOPE=off, `first` compiles before
 READY and fills the store, `second` restores.
 
-- `speech` hears 30 s of noise, which is 445 tokens. `off` also asks transformers without the example's code.
+- `speech` hears 30 s of noise, which is 445 tokens, in turn with transformers without the example's code.
 - `embeddings` embeds 256 seeded texts of 3 to 512 tokens in one request, which makes batches of 32, and 64 of them in a
-  request each. It also asks sentence-transformers, if it is installed.
+  request each, in turn with sentence-transformers, if it is installed.
 - `edit`, `flux-lora` and `video` time the first request, and a step as the difference of requests of two and of six
   steps. A video is decoded in its first request only, and never encoded.
 """
@@ -79,46 +79,44 @@ def enlarge(folder: Path, dtype: str = "bfloat16", **sizes: Any) -> None:
         generation.write_text(json.dumps({**kept, "max_length": sizes["max_target_positions"]}))
 
 
-def timed(work: Callable[[], Any], times: int) -> float:
-    """The median seconds of the calls."""
+def timed(times: int, **works: Callable[[], Any]) -> dict[str, float]:
+    """The median seconds of each. They take turns."""
     import torch
 
-    seconds = []
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(times):
-        began = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: median(found) for name, found in seconds.items()}
 
 
 def speech(predictor: Any, times: int) -> dict[str, Any]:
-    """Seconds for 30 s of noise, whatever the random model would say."""
+    """Seconds for 30 s of noise, whatever the random model would say; those of transformers alone beside them."""
     import numpy
 
+    model = predictor.model
     sound = numpy.random.default_rng(0).standard_normal(30 * 16000).astype("f4")
     features = predictor.processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-    known, words = predictor.model.generation_config, predictor.model.config.vocab_size
+    features = features.to(model.device, model.dtype)
     # Neither an end nor a time, which would begin another pass.
-    never = [known.eos_token_id, *range(known.no_timestamps_token_id + 1, words)]
+    known = model.generation_config
+    never = [known.eos_token_id, *range(known.no_timestamps_token_id + 1, model.config.vocab_size)]
     said = {"suppress_tokens": never, "return_timestamps": True, "task": "transcribe", "language": "en"}
 
-    def hear(model: Any, **options: Any) -> Any:
+    def ours() -> int:
         with predictor.boot.prediction() as prediction:
-            tokens = model.generate(features.to(model.device, model.dtype), **said, **options)
+            tokens = model.generate(features, **said, cache_implementation="static", disable_compile=True)
         for name, value in prediction.metrics().items():
             predictor.record_metric(name, value)
-        return tokens.shape[-1]
+        return int(tokens.shape[-1])
 
-    own = {"cache_implementation": "static", "disable_compile": True}
-    found: dict[str, Any] = {"tokens": hear(predictor.model, **own)}
-    found["seconds"] = timed(lambda: hear(predictor.model, **own), times)
-    if os.environ.get("COMPILE_CACHE_SCOPE") == "off":
-        plain = type(predictor.model).from_pretrained(os.environ["MODEL"], dtype=predictor.model.dtype)
-        plain.to(predictor.model.device).eval()
-        found["theirs"] = timed(lambda: hear(plain), times)
-    return found
+    plain = type(model).from_pretrained(os.environ["MODEL"], dtype=model.dtype).to(model.device).eval()
+    found = {"tokens": ours(), "their_tokens": int(plain.generate(features, **said).shape[-1])}
+    return found | timed(times, seconds=ours, theirs=lambda: plain.generate(features, **said))
 
 
 def embeddings(predictor: Any, times: int) -> dict[str, Any]:
@@ -126,22 +124,22 @@ def embeddings(predictor: Any, times: int) -> dict[str, Any]:
     import numpy
 
     texts = ["x" * int(length) for length in numpy.random.default_rng(0).integers(1, 511, _TEXTS)]
-    ours = {1: lambda: [predictor.run([text]) for text in texts[:_SINGLE]], 32: lambda: predictor.run(texts)}
-    vectors = numpy.stack([numpy.frombuffer(base64.b64decode(vector), "<f4") for vector in ours[32]()])
-    found: dict[str, Any] = {f"seconds_{size}": timed(work, times) for size, work in ours.items()}
+    vectors = numpy.stack([numpy.frombuffer(base64.b64decode(vector), "<f4") for vector in predictor.run(texts)])
+    works: dict[str, Callable[[], Any]] = {
+        "seconds_1": lambda: [predictor.run([text]) for text in texts[:_SINGLE]],
+        "seconds_32": lambda: predictor.run(texts),
+    }
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        return found
+        return timed(times, **works)
     config = predictor.model.config
     kind = {"dtype": predictor.model.dtype, "attn_implementation": config._attn_implementation}
     model = SentenceTransformer(os.environ["MODEL"], model_kwargs=kind, device=str(predictor.model.device))
-    found["apart"] = float(abs(model.encode(texts, batch_size=32) - vectors).max())
-    theirs = {
-        1: lambda: [model.encode([text]) for text in texts[:_SINGLE]],
-        32: lambda: model.encode(texts, batch_size=32),
-    }
-    return found | {f"theirs_{size}": timed(work, times) for size, work in theirs.items()}
+    works["theirs_1"] = lambda: [model.encode([text]) for text in texts[:_SINGLE]]
+    works["theirs_32"] = lambda: model.encode(texts, batch_size=32)
+    apart = float(abs(model.encode(texts, batch_size=32) - vectors).max())
+    return {"apart": apart, **timed(times, **works)}
 
 
 def edit(predictor: Any, times: int) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def edit(predictor: Any, times: int) -> dict[str, Any]:
     def ask(count: int) -> None:
         predictor.run(picture, "make it blue", count, 0)
 
-    return {"request_s": timed(lambda: ask(4), 1), "step_s": step_seconds(ask, times)}
+    return timed(1, request_s=lambda: ask(4)) | step_seconds(ask, times)
 
 
 def flux_lora(predictor: Any, times: int) -> dict[str, Any]:
@@ -163,7 +161,7 @@ def flux_lora(predictor: Any, times: int) -> dict[str, Any]:
     def ask(count: int) -> None:
         predictor.predict("a lighthouse", None, 1.0, "1:1", count, 3.5, 0)
 
-    return {"request_s": timed(lambda: ask(28), 1), "step_s": step_seconds(ask, times)}
+    return timed(1, request_s=lambda: ask(28)) | step_seconds(ask, times)
 
 
 def video(predictor: Any, times: int) -> dict[str, Any]:
@@ -181,13 +179,13 @@ def video(predictor: Any, times: int) -> dict[str, Any]:
         with predictor.boot.prediction():
             predictor.draw(predict.VIDEOS[0], None, 5.0, **text, **rest)
 
-    return {"request_s": timed(whole, 1), "step_s": step_seconds(ask, times)}
+    return timed(1, request_s=whole) | step_seconds(ask, times)
 
 
-def step_seconds(ask: Callable[[int], None], times: int) -> float:
+def step_seconds(ask: Callable[[int], None], times: int) -> dict[str, float]:
     """Seconds of a step."""
-    few, more = (timed(lambda count=count: ask(count), times) for count in (_FEW, _MORE))
-    return (more - few) / (_MORE - _FEW)
+    found = timed(times, few=lambda: ask(_FEW), more=lambda: ask(_MORE))
+    return {"step_s": (found["more"] - found["few"]) / (_MORE - _FEW)}
 
 
 WORK: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -219,6 +217,7 @@ def measure(example: str, times: int, is_exact: bool) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     predictor.record_metric = metrics.setdefault  # those of the first request
     predictor.setup()
+    metrics.clear()  # the warm-up's
     import torch
 
     found = {"ready_s": time.perf_counter() - began, "ready_gb": peak_gb()}

@@ -4,14 +4,16 @@ import base64
 import json
 import os
 from pathlib import Path as Folder
+from typing import Any
 
 import compile_cache  # before torch
+import numpy
 from cog import BaseRunner, Input
 
 MODEL = os.environ.get("MODEL", "nomic-ai/modernbert-embed-base")
 # Texts are padded to one of these lengths, and batches to one of these sizes. Each pair is compiled.
-LENGTHS = [int(length) for length in os.environ.get("LENGTHS", "32,64,128,256,512").split(",")]
-BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]
+LENGTHS = [int(length) for length in os.environ.get("LENGTHS", "128,256,384,512").split(",")]
+BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,32").split(",")]
 
 
 class Predictor(BaseRunner):
@@ -29,39 +31,36 @@ class Predictor(BaseRunner):
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.has_mean, self.has_norm = pooling(folder)
             self.boot.compile(self.model)
-            sizes = [(length, size) for length in LENGTHS for size in BATCHES]
-            # The model leaves out the mask of texts that all have the full length.
-            self.boot.warm_up(lambda: [self.embed([[0] * (n - less)] * size) for n, size in sizes for less in (0, 1)])
+            self.boot.warm_up(lambda: [self.embed([[0] * (n - 1)] * size) for n in LENGTHS for size in BATCHES])
 
-    def run(
-        self, texts: list[str] = Input(description="Texts, each with the prefix that the model wants")
-    ) -> list[str]:
+    def run(self, texts: list[str] = Input(description="Texts, with the prefix that the model wants")) -> list[str]:
         """The vector of each text: float32 as base64."""
-        tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1])["input_ids"]
+        tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1] - 1)["input_ids"]
         order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))  # so that little is padded
-        vectors = {}
         with self.boot.prediction() as prediction:
-            for start in range(0, len(order), BATCHES[-1]):
-                batch = order[start : start + BATCHES[-1]]
-                vectors |= zip(batch, self.embed([tokens[number] for number in batch]), strict=True)
+            batches = [order[start : start + BATCHES[-1]] for start in range(0, len(order), BATCHES[-1])]
+            found = [self.embed([tokens[number] for number in batch]) for batch in batches]
+            vectors = dict(zip(order, [vector for part in found for vector in part.cpu().numpy()], strict=True))
         for name, value in {"token_input_count": sum(map(len, tokens)), **prediction.metrics()}.items():
             self.record_metric(name, value)
         return [base64.b64encode(vectors[number].tobytes()).decode() for number in range(len(tokens))]
 
-    def embed(self, batch: list[list[int]]) -> list:
-        """A vector for each list of tokens. Copies of the last one fill the batch."""
+    def embed(self, batch: list[list[int]]) -> Any:
+        """The vectors of lists of tokens, [batch, width], on the GPU. Copies of the last one fill the batch."""
         import torch
 
-        length = next(length for length in LENGTHS if length >= max(map(len, batch)))
+        # Longer than all, so that each call has a mask: models leave out one of ones alone, which needs other code.
+        length = next(length for length in LENGTHS if length > max(map(len, batch)))
         size = next(size for size in BATCHES if size >= len(batch))
-        filled = {"input_ids": batch + batch[-1:] * (size - len(batch))}
-        tokens = self.tokenizer.pad(filled, padding="max_length", max_length=length, return_tensors="pt")
+        ids, mask = (numpy.full((size, length), value) for value in (self.tokenizer.pad_token_id, 0))
+        for row, seen, tokens in zip(ids, mask, batch + batch[-1:] * (size - len(batch)), strict=True):
+            row[: len(tokens)], seen[: len(tokens)] = tokens, 1
+        ids, mask = (torch.from_numpy(numbers).to(self.model.device) for numbers in (ids, mask))
         with torch.inference_mode():
-            states = self.model(**tokens.to(self.model.device)).last_hidden_state.float()
-            mask = tokens["attention_mask"].unsqueeze(-1)
+            states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+            mask = mask.unsqueeze(-1)
             vectors = (states * mask).sum(1) / mask.sum(1) if self.has_mean else states[:, 0]
-            vectors = torch.nn.functional.normalize(vectors) if self.has_norm else vectors
-        return list(vectors[: len(batch)].cpu().numpy())
+            return (torch.nn.functional.normalize(vectors) if self.has_norm else vectors)[: len(batch)]
 
 
 def pooling(folder: Folder) -> tuple[bool, bool]:
@@ -73,8 +72,7 @@ def pooling(folder: Folder) -> tuple[bool, bool]:
     config = json.loads((folder / modules["Pooling"] / "config.json").read_text())
     modes = {mode for mode, is_on in config.items() if is_on is True} | {config.get("pooling_mode")}
     has_mean = bool(modes & {"pooling_mode_mean_tokens", "mean"})
-    if set(modules) - {"Transformer", "Pooling", "Normalize"} or has_mean == bool(
-        modes & {"pooling_mode_cls_token", "cls"}
-    ):
+    has_first = bool(modes & {"pooling_mode_cls_token", "cls"})
+    if set(modules) - {"Transformer", "Pooling", "Normalize"} or has_mean == has_first:
         raise ValueError(f"{MODEL} needs more than the mean or the first token: {modules}, {modes}")
     return has_mean, "Normalize" in modules
