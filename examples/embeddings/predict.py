@@ -46,7 +46,7 @@ class Predictor(BaseRunner):
         return [base64.b64encode(vectors[number].tobytes()).decode() for number in range(len(tokens))]
 
     def embed(self, batch: list[list[int]]) -> Any:
-        """The vectors of lists of tokens, [batch, width], on the GPU. Copies of the last one fill the batch."""
+        """The vectors of lists of tokens, [batch, width], on its device. Copies of the last one fill the batch."""
         import torch
 
         # Longer than all, so that each call has a mask: models leave out one of ones alone, which needs other code.
