@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, cycle
+from itertools import chain
 
 import numpy
 import torch
@@ -19,7 +19,8 @@ from transformers.utils.logging import set_tqdm_hook
 
 from models.early_weights import SPARE_BYTES, is_plain
 
-# 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
+# 64 MB of pinned memory in all. Fewer threads are slower; more threads, larger pieces or a second piece of each thread
+# are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
 
@@ -77,36 +78,20 @@ def _copy_pieces(
     callers: torch.cuda.Stream | None,
     piece_bytes: int,
 ) -> None:
-    """Copy pieces behind the work of the caller's stream. Reading and copying release the GIL."""
+    """Copy pieces behind the work of the caller's stream, through pinned memory. Reading and copying release the GIL.
+    While the GPU copies a piece of one thread, others read."""
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(callers)
-    buffers = [_Buffer(piece_bytes, stream), _Buffer(piece_bytes, stream)]
-    for buffer, (source, target) in zip(cycle(buffers), pieces, strict=False):
-        buffer.copy(source, target)
-    if stream is not None:
-        stream.synchronize()
-
-
-class _Buffer:
-    """Pinned memory between a file and the GPU. One buffer is filled while the GPU copies from the other."""
-
-    def __init__(self, size_bytes: int, stream: torch.cuda.Stream | None) -> None:
-        self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=stream is not None)
-        self._stream = stream
-        self._copied = torch.cuda.Event() if stream is not None else None
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Read `source` and start to copy it to `target`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        part = self._memory[: source.nbytes]
-        numpy.copyto(part.numpy(), source.numpy())  # torch would start more threads
-        with torch.cuda.stream(self._stream):
+    memory = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=stream is not None)
+    with torch.cuda.stream(stream):
+        for source, target in pieces:
+            part = memory[: source.nbytes]
+            numpy.copyto(part.numpy(), source.numpy())  # torch would start more threads
             target.copy_(part, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(self._stream)
+            if stream is not None:
+                stream.synchronize()
 
 
 def gpu_has_room(size_bytes: int) -> bool:
