@@ -86,18 +86,15 @@ def read_pieces(
     name: str,
     start: int,
     sizes: Sequence[int],
-    beginning: bytes = b"",
     abandoned: threading.Event | None = None,
 ) -> Iterator[bytes]:
     """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
-
-    `beginning` has the object's first bytes, if they were read already.
 
     Raises:
         StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
     """
     end = start + sum(sizes)
-    buffer = memoryview(beginning)[start:end]
+    buffer = memoryview(b"")
     for size_bytes in sizes:
         while len(buffer) < size_bytes:
             position = start + len(buffer)
