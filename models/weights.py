@@ -37,10 +37,8 @@ def leave_out_foreign_lines() -> None:
     imports.addFilter(lambda record: unwanted not in record.getMessage())
 
 
-def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
-
-    Weights are copied in pieces of at most `piece_bytes`.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
@@ -51,7 +49,13 @@ def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = 
     # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.
     torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
     there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
-    _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device, piece_bytes)
+    sides = [[piece for tensor in one for piece in _bytes(tensor).split(_PIECE_BYTES)] for one in (plain, there)]
+    pieces = list(zip(*sides, strict=True))
+    callers = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(_THREADS, "weights") as executor:
+        shares = [pieces[first::_THREADS] for first in range(_THREADS)]
+        for worker in [executor.submit(_copy, share, device, callers) for share in shares]:
+            worker.result()
     for weight, target in zip(plain, there, strict=True):
         weight.data = target
     for module in modules:
@@ -62,29 +66,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten().view(torch.uint8)
 
 
-def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, piece_bytes: int) -> None:
-    """Copy each first tensor, on the CPU, to the second, on `device`. Both hold bytes."""
-    pieces = [piece for pair in pairs for piece in zip(*(side.split(piece_bytes) for side in pair), strict=True)]
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(_THREADS, "weights") as executor:
-        shares = [pieces[first::_THREADS] for first in range(_THREADS)]
-        for worker in [executor.submit(_copy_pieces, share, device, stream, piece_bytes) for share in shares]:
-            worker.result()
-
-
-def _copy_pieces(
-    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    device: torch.device,
-    callers: torch.cuda.Stream | None,
-    piece_bytes: int,
+def _copy(
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
 ) -> None:
-    """Copy pieces behind the work of the caller's stream, through pinned memory. Reading and copying release the GIL.
-    While the GPU copies a piece of one thread, others read."""
+    """Copy pieces of the CPU's memory to the device, through pinned memory, behind the work of the caller's stream.
+
+    Reading and copying release the GIL. While the GPU copies a piece of one thread, others read.
+    """
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(callers)
-    memory = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=stream is not None)
+    memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
     with torch.cuda.stream(stream):
         for source, target in pieces:
             part = memory[: source.nbytes]

@@ -89,7 +89,7 @@ class Orders:
         self.workshop.mkdir(mode=0o700)
         _copy(self._directory.scan(), self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
-        return CompilingProcess.start(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
+        return CompilingProcess(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
