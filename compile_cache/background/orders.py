@@ -89,6 +89,8 @@ class Orders:
         self.workshop.mkdir(mode=0o700)
         _copy(self._directory.scan(), self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
+        # A killed compiler leaves its temporary files. The next boot empties this folder.
+        environ["TMPDIR"] = str(self._directory.compilers)
         return CompilingProcess(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
 
 

@@ -131,7 +131,7 @@ class TensorDescriber:
         return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
 
     def _use(self, tensor: torch.Tensor) -> UsedStorage:
-        low, high = _span(tensor)
+        low, high = span(tensor)
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
@@ -186,7 +186,7 @@ def _check(tensor: torch.Tensor) -> None:
         raise NotHandedOver(f"a tensor of the type {tensor.dtype} cannot be handed over")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
     first = int(tensor.storage_offset())
     shape = tensor.shape

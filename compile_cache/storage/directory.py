@@ -106,6 +106,7 @@ class CacheDirectory:
         self.inbox = root / f"{number}.inbox"
         self.outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
+        self.compilers = root / f"{number}.compilers"
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
         self.outgoing = Outgoing(self)
@@ -130,7 +131,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    beside = directory.inbox, directory.outbox, directory.logs, compilers_folder(directory.path)
+                    beside = directory.inbox, directory.outbox, directory.logs, directory.compilers
                     for folder in (directory.path, *beside):
                         make_empty(folder)
                 except OSError:
@@ -174,11 +175,6 @@ class CacheDirectory:
         directory. Reads no file, and follows no link: if a link has replaced the directory, there are none."""
         files = _walk(self.path, "") if self.path.resolve() == self._place else ()
         return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns}
-
-
-def compilers_folder(path: Path) -> Path:
-    """The folder for temporary files of the compilers of the second process, which compiles in the folder `path`."""
-    return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
 
 
 def scan_folder(root: Path) -> set[str]:
@@ -232,7 +228,6 @@ def _own(root: Path) -> None:
 
 
 _OURS = re.compile(r"\d+(\.\w+)?|[a-j]+")  # letters: folders of the compiling process
-_DIGITS = str.maketrans("abcdefghij", "0123456789")
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
