@@ -55,7 +55,7 @@ class Orders:
         Raises:
             NotHandedOver: no other process can build this call.
         """
-        content = hand_over(*call, _is_shared if shares_weights else None)
+        content = hand_over(call, _is_shared if shares_weights else None)
         return Order(name, rank, content, on_gpu(*call), dynamic)
 
     def submit(self, order: Order) -> None:
