@@ -27,6 +27,7 @@ from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.transfer import Abandoned
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -387,7 +388,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 
     booted, another = machine(Watched(local, read=read)), machine(Watched(local, read=read))
     for one in (booted, another):
-        with pytest.raises(StoreError, match="the time is up"):
+        with pytest.raises(Abandoned, match="the time is up"):
             one.fetch(abandoned=abandoned)
         assert one.files() == {}
         assert len(reads) == 3, "one that was abandoned before it begins reads nothing"

@@ -37,7 +37,7 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
-from compile_cache.inductor.aot import Compilation, compile_function, load_function
+from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.switches import changed_switches, switches
@@ -155,7 +155,7 @@ def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tup
     """
     recorder = Recorder(on_gpu(*call), salt)
     try:
-        compilation = compile_function(call_region, call, mode, dynamic, recorder, recorder.alias_guard)
+        compilation = compile_call(call, mode, dynamic, recorder, recorder.alias_guard)
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time

@@ -20,7 +20,7 @@ from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_h
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
 from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, in_daemon_threads, read_pieces
+from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
 
 _MOST_LISTINGS = 5
 USED = "used-"
@@ -93,7 +93,8 @@ class PacksOfKey:
         merged into another one: then list again.
 
         Raises:
-            StoreError: the store cannot be listed, or `abandoned` was set.
+            StoreError: the store cannot be listed.
+            Abandoned: `abandoned` was set.
         """
         vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
@@ -113,14 +114,10 @@ class PacksOfKey:
         reader = HeadReader(self.store, self.rules, found.values())
 
         def look(entry: StoredObject) -> None:
-            if abandoned is not None and abandoned.is_set():
-                raise Abandoned(f"{entry.name} was not read: the time is up")
             try:
                 found[entry.name] = reader.read(entry, abandoned)
             except ObjectNotFound:
                 vanished.append(entry.name)
-            except Abandoned:
-                raise
             except (PackError, StoreError) as error:
                 self._refuse(entry.name, error)
 
@@ -266,7 +263,8 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
 
     Raises:
-        StoreError: the store cannot be listed, or `abandoned` was set.
+        StoreError: the store cannot be listed.
+        Abandoned: `abandoned` was set.
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
@@ -334,8 +332,6 @@ class _Unpacking:
                 return
             try:
                 self._unpack_group(pack, group)
-            except Abandoned:
-                raise
             except (PackError, StoreError) as error:
                 failures[pack.entry.name] = pack, error
 
