@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import operator
 import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from compile_cache.calls.description import OPERATORS
 from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line
-from compile_cache.importable import find, named_objects, why_not
+from compile_cache.importable import named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
@@ -176,7 +176,7 @@ class CallPickler(pickle.Pickler):
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
         elif name := self.name(value):
-            return find, (name,)
+            return resolve_name, (name,)
         return NotImplemented
 
 
@@ -230,17 +230,13 @@ def _reduce_by_kind(value: Any) -> Any:
         return importlib.import_module, (value.__name__,)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
-    if isinstance(value, OPERATORS):  # "aten.silu.default"
-        return _operator, (str(value),)
+    if isinstance(value, OPERATORS):
+        return resolve_name, (f"torch:ops.{value}",)  # "torch:ops.aten.silu.default"
     raise NotHandedOver(f"a {type(value).__module__}.{type(value).__qualname__} cannot be handed over")
 
 
 def _method(function: Any, owner: Any) -> Any:
     return types.MethodType(function, owner)  # pickle cannot find this class by its name
-
-
-def _operator(name: str) -> Any:
-    return operator.attrgetter(name)(torch.ops)
 
 
 def _obstacle(call: Call, error: Exception) -> str:

@@ -101,7 +101,7 @@ class Compilation:
     """A compiled function: torch's stored form, and the facts about it.
 
     `traced` has the module and the first line of each traced function. `modules` has the names of the modules in the
-    compiled function's global scope. `externals` has the names, for `find`, of what else the function reads there.
+    compiled function's global scope. `externals` has the `importable.reference` of what else the function reads there.
     """
 
     payload: bytes
