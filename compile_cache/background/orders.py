@@ -27,7 +27,7 @@ from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artif
 from compile_cache.inductor.make import Answer, Dimensions
 from compile_cache.inductor.state import ServerState
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, make_empty
 
 _HANDLER = "compile_cache.background.child_work:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
@@ -85,8 +85,7 @@ class Orders:
             OSError: the folder cannot be written, or no process can be started.
         """
         path = str(self.workshop)
-        shutil.rmtree(path, ignore_errors=True)
-        self.workshop.mkdir(mode=0o700)
+        make_empty(self.workshop)
         _copy(self._directory.scan(), self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         # A killed compiler leaves its temporary files. The next boot empties this folder.
