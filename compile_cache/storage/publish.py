@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from compile_cache.errors import ObjectNotFound, PackError, StoreError
+from compile_cache.errors import ObjectNotFound, PackError
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
 from compile_cache.storage.fetch import USED, PacksOfKey, choose
@@ -38,7 +39,7 @@ class Merged:
 class Publication:
     """Publishes files of `directory` under the key of `packs`. For one thread at a time.
 
-    Without a store to write, each method raises StoreError.
+    Without a store to write, nothing may be published: see `Settings.may_publish`.
     """
 
     def __init__(
@@ -46,16 +47,10 @@ class Publication:
     ) -> None:
         self.packs = packs
         self.directory = directory
-        self._store = store
+        self._writing = cast(ObjectStore, store)
         self._environment = environment
         # Files that the last `stage` left out, because no boot could restore them: why, by path.
         self.left_out: dict[str, str] = {}
-
-    @property
-    def _writing(self) -> ObjectStore:
-        if self._store is None:
-            raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
-        return self._store
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
