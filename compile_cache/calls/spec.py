@@ -31,18 +31,10 @@ pytree = _pytree
 # image sizes and input strides needs more.
 RECOMPILE_LIMIT = 64
 _OWN_TENSORS = (torch.Tensor, nn.Parameter)
-# A module's call runs these (torch/nn/modules/module.py, _call_impl).
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
-    getattr(module_hooks, name, {})
-    for name in (
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-    )
-)
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Those of all modules (torch/nn/modules/module.py, _call_impl).
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(module_hooks, f"_global{kind}", {}) for kind in HOOKS)
 _DICTS = operator.itemgetter("_modules", *HOOKS)
 # Of a class. torch's code does not see that it was replaced.
 _FORWARD = operator.attrgetter("forward")
