@@ -68,7 +68,6 @@ class PacksOfKey:
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
-        self.is_listed = False
         # Packs that count as absent, by name, with the kind of error.
         self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
 
@@ -103,7 +102,6 @@ class PacksOfKey:
                 break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
             self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
-        self.is_listed = True
 
     def _look(self, abandoned: threading.Event | None) -> Sequence[str]:
         """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
