@@ -120,7 +120,7 @@ class ServerState:
         _run_once(self.preparations)
         with contextlib.ExitStack() as stack:
             for option in self.options:
-                stack.enter_context(_option_made(option))
+                _make_option(option, stack)
             if self.device is not None:
                 with _making("the CUDA device"):
                     stack.enter_context(torch.cuda.device(self.device))
@@ -168,17 +168,14 @@ def _options() -> tuple[Option, ...]:
     return tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
-@contextlib.contextmanager
-def _option_made(option: Option) -> Iterator[None]:
-    """Give the option its value in this thread while the context lasts."""
-    with contextlib.ExitStack() as stack:
-        with _making(str(option)):
-            config, value = importlib.import_module(option.module), pickle.loads(option.value)
-            if getattr(config, option.name) != value:
-                stack.enter_context(config.patch({option.name: value}))
-            if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
-                raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
-        yield
+def _make_option(option: Option, stack: contextlib.ExitStack) -> None:
+    """Give the option its value in this thread, and let the stack reset it."""
+    with _making(str(option)):
+        config, value = importlib.import_module(option.module), pickle.loads(option.value)
+        if getattr(config, option.name) != value:
+            stack.enter_context(config.patch({option.name: value}))
+        if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
+            raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
 
 
 @contextlib.contextmanager
