@@ -111,21 +111,9 @@ def _describe_callable(value: Any) -> Description:
 @functools.cache
 def code_digest(code: types.CodeType) -> str:
     """The digest of what the code does, equal in two processes with the same code."""
-    return digest(_code_parts(code))
-
-
-def _code_parts(code: types.CodeType) -> Description:
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return [code.co_code.hex(), [*counts], [[*group] for group in names], [_constant(part) for part in code.co_consts]]
-
-
-def _constant(value: Any) -> Description:
-    if isinstance(value, types.CodeType):
-        return _code_parts(value)
-    if isinstance(value, tuple):
-        return [_constant(part) for part in value]
-    return describe(value)
+    return digest([code.co_code.hex(), counts, names, [describe(part) for part in code.co_consts]])
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
