@@ -328,9 +328,6 @@ def _decompress(stored: bytes, size_bytes: int) -> bytes:
     try:
         if zstandard.frame_content_size(stored) != size_bytes:
             raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
-        data = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PackError(f"its frame is damaged: {error}") from error
-    except MemoryError as error:
-        raise PackError(f"its frame of {size_bytes} bytes does not fit into memory") from error
-    return data
