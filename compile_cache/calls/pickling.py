@@ -9,7 +9,6 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import pickle
 import types
@@ -227,7 +226,7 @@ def _reduce_by_kind(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         if reason := why_not(value.__name__):
             raise NotHandedOver(f"the module {value.__name__} cannot be handed over: {reason}")
-        return importlib.import_module, (value.__name__,)
+        return resolve_name, (f"{value.__name__}:",)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
     if isinstance(value, OPERATORS):
