@@ -88,5 +88,5 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     with local.open("wb") as file:
         for start in range(0, pack.size_bytes, READ_BYTES):
             file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
-    verify_pack(LocalStore(folder), pack.name, pack.size_bytes, rules)
+    verify_pack(LocalStore(folder), pack, rules)
     return local

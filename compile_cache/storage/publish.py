@@ -146,7 +146,7 @@ class Publication:
         store.put(name, pack.local)
         pack.local.unlink()
         try:
-            verify_pack(store, name, pack.stored_bytes, rules)
+            verify_pack(store, StoredObject(name, pack.stored_bytes, pack.manifest.created_s), rules)
         except ObjectNotFound:  # somebody else has merged it already
             return Merged()
         except PackError:

@@ -4,7 +4,6 @@ whole packs are verified.
 
 from __future__ import annotations
 
-import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -162,16 +161,16 @@ class VerifiedPack:
     signed_by: str | None = None
 
 
-def verify_pack(store: ReadableStore, name: str, size_bytes: int, rules: Rules) -> Head:
+def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head:
     """Read a whole pack from `store`, verify everything in it, and keep nothing.
 
     Raises:
         PackError: the pack is damaged or forbidden. The message says why.
         StoreError: the pack cannot be read.
     """
-    head = HeadReader(store, rules).read(StoredObject(name, size_bytes, 0.0)).head
+    head = HeadReader(store, rules).read(entry).head
     in_daemon_threads(
-        lambda run: unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, None),
+        lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None),
         runs(head),
     )
     return head
@@ -179,29 +178,22 @@ def verify_pack(store: ReadableStore, name: str, size_bytes: int, rules: Rules) 
 
 def verify_all(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    found = (
-        _verify(store, entry, rules, functools.partial(verify_pack, store, entry.name, entry.size_bytes, rules))
-        for entry in entries
-    )
+    found = (_verify(store, entry, rules, lambda pack: verify_pack(store, pack, rules)) for entry in entries)
     return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 
 def verify_heads(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
-    """Verify the heads of one key's packs, several at a time, and return them in order. Packs that no longer exist are
-    left out."""
-    found: dict[str, VerifiedPack | None] = {}
+    """Verify the heads of one key's packs, one after the other. Packs that no longer exist are left out."""
     reader = HeadReader(store, rules)
-
-    def look(entry: StoredObject) -> None:
-        found[entry.name] = _verify(store, entry, rules, lambda: reader.read(entry).head)
-
-    in_daemon_threads(look, entries)
-    return [pack for entry in entries if (pack := found[entry.name])]
+    found = (_verify(store, entry, rules, lambda pack: reader.read(pack).head) for entry in entries)
+    return [pack for pack in found if pack]
 
 
-def _verify(store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
+def _verify(
+    store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[StoredObject], Head]
+) -> VerifiedPack | None:
     try:
-        head = read()
+        head = read(entry)
         sound = VerifiedPack(entry, PackState.SOUND, "", head, head.signed_by)
         return sound if rules.trusted or head.signed_by is None else _verify_own_signature(store, sound, rules)
     except ObjectNotFound:
