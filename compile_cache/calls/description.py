@@ -32,8 +32,8 @@ _SPECIAL_FORM = type(typing.ClassVar)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
+_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, *_DESCRIPTORS)
 
 
 class NotDescribedError(TypeError):
@@ -86,8 +86,6 @@ def _describe_callable(value: Any) -> Description:
     if isinstance(value, types.MethodType):
         owner = value.__self__
         return ["method", describe(value.__func__), class_name(owner if isinstance(owner, type) else type(owner))]
-    if isinstance(value, _DESCRIPTORS):
-        return ["descriptor", class_name(value.__objclass__), value.__name__]
     if isinstance(value, property):
         return ["property", *(describe(part) for part in (value.fget, value.fset))]
     if isinstance(value, staticmethod | classmethod):
