@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +58,18 @@ class CachedRecord:
     path: str
     seconds: float
     reason: str
+
+
+class _Group(NamedTuple):
+    """The path of a group's folder inside the cache directory, and the group's key, whose digest names the folder."""
+
+    path: str
+    key: dict[str, Description]
+
+    @classmethod
+    def of(cls, key: dict[str, Description]) -> _Group:
+        """The group with this key."""
+        return cls(f"{PRECOMPILED}/{digest(key)}", key)
 
 
 class Artifacts:
@@ -129,10 +141,10 @@ class Artifacts:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            key = self._key(spec, (module, args, kwargs), self._dynamic)
-            path = self._paths(_folder_of(key), CACHED)[-1]
+            group = self._group(spec, (module, args, kwargs), self._dynamic)
+            path = self._paths(group.path, CACHED)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
+            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
                 return None
             return CachedRecord(path, float(found["seconds"]), str(found["reason"]))
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
@@ -145,13 +157,12 @@ class Artifacts:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        key = self._key(CallSpec.of(*call), call, self._dynamic)
-        folder = _folder_of(key)
-        number = len(self._paths(folder, CACHED))  # each came after one that did not hold
+        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
-        path = f"{folder}/{number}{CACHED}"
-        record = {"key": key, "seconds": seconds, "reason": reason}
+        path = f"{group.path}/{number}{CACHED}"
+        record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         return path
@@ -168,11 +179,11 @@ class Artifacts:
             if reason := why_not_ahead(module):
                 return reason
             dynamics = dict.fromkeys((self._dynamic, None))
-            folders = [_folder_of(self._key(spec, (module, args, kwargs), dynamic)) for dynamic in dynamics]
+            groups = [self._group(spec, (module, args, kwargs), dynamic) for dynamic in dynamics]
         except ArtifactError as error:
             return str(error)
-        for folder in folders:
-            for path in self._paths(folder, SUFFIX)[:RECOMPILE_LIMIT]:
+        for group in groups:
+            for path in self._paths(group.path, SUFFIX)[:RECOMPILE_LIMIT]:
                 found = self._found(path)
                 if isinstance(found, str):
                     reasons.append(found)
@@ -180,7 +191,7 @@ class Artifacts:
                     reasons.append(misfit)
                 else:
                     return found
-            reasons += filter(None, (self._not_precompilable.get(folder),))
+            reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
     def _found(self, path: str) -> Precompiled | str:
@@ -205,19 +216,18 @@ class Artifacts:
         """
         if reason := why_not_ahead(call[0]):
             raise NotPrecompilable(reason)
-        key = self._key(CallSpec.of(*call), call, self._dynamic)
-        folder = _folder_of(key)
-        if len(self._paths(folder, SUFFIX)) >= RECOMPILE_LIMIT:
+        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
-        if folder in self._not_precompilable:
-            raise NotPrecompilable(self._not_precompilable[folder])
+        if group.path in self._not_precompilable:
+            raise NotPrecompilable(self._not_precompilable[group.path])
         try:
             with self._without_leftovers():
-                record, payload = compile_ahead(call, self._mode, self._dynamic, folder)
+                record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
         except NotPrecompilable as error:
-            self._not_precompilable[folder] = str(error)
+            self._not_precompilable[group.path] = str(error)
             raise
-        path = f"{folder}/{write_artifact(self._directory / folder, key, asdict(record), payload)}"
+        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
         if path in self._functions:
             raise NotPrecompilable("this call has an artifact, which does not fit it")
         self._functions[path] = function = Precompiled(path, record, payload)
@@ -241,23 +251,25 @@ class Artifacts:
         self._functions.pop(path, None)
         (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
 
-    def _key(self, spec: CallSpec, call: Call, dynamic: bool | None) -> dict[str, Description]:
-        """The key of a call's group. `dynamic` has torch.compile's meaning: with False, the key has the tensors' sizes.
+    def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:
+        """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
             ArtifactError: the inputs or the options cannot be described.
         """
         try:
             self._options = self._options or options_digest()
-            return {
-                **self._fixed_key(dynamic),
-                "options": self._options,
-                "class": class_name(type(call[0])),
-                "code": sources_digest(call[0]),
-                "structure": structure_digest(spec.structure),
-                "inputs": spec.stored(with_sizes=dynamic is False),
-                "switches": describe_switches(switches(on_gpu(*call))),
-            }
+            return _Group.of(
+                {
+                    **self._fixed_key(dynamic),
+                    "options": self._options,
+                    "class": class_name(type(call[0])),
+                    "code": sources_digest(call[0]),
+                    "structure": structure_digest(spec.structure),
+                    "inputs": spec.stored(with_sizes=dynamic is False),
+                    "switches": describe_switches(switches(on_gpu(*call))),
+                }
+            )
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
 
@@ -278,14 +290,9 @@ class Artifacts:
             OSError: it cannot be read.
         """
         key, record, payload = read_artifact(self._directory / path)
-        if not path.startswith(f"{_folder_of(key)}/"):
+        if not path.startswith(f"{_Group.of(dict(key)).path}/"):
             raise ArtifactError("it belongs to another group")
         return key, Record.from_json(record), payload
-
-
-def _folder_of(key: Mapping[str, Description]) -> str:
-    """The folder inside the cache directory of the group with this key."""
-    return f"{PRECOMPILED}/{digest(key)}"
 
 
 def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> Precompiled:
