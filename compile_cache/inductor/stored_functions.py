@@ -84,7 +84,8 @@ class Artifacts:
         self._dynamic = settings.dynamic
         self._directory = directory
         self._options: str | None = None
-        # By path: loaded functions, and why others are not used.
+        # By path: functions that are loaded ahead; functions of this boot's calls; and why others are not used.
+        self._ahead: dict[str, Precompiled] = {}
         self._functions: dict[str, Precompiled] = {}
         self._refused: dict[str, str] = {}
         # By a group's path, why torch compiles no function for its calls.
@@ -106,20 +107,22 @@ class Artifacts:
             try:
                 key, record, payload = self._read(path)
                 if any(key.items() >= fixed for fixed in present) and record.is_imported:
-                    self._functions[path] = _load(path, key, record, payload)
+                    self._ahead[path] = _load(path, key, record, payload)
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
     def arrive(self, path: str) -> Precompiled:
-        """A function in the cache directory, which is loaded once.
+        """Load a function that has just arrived in the cache directory. `find` finds it from now on.
 
         Raises:
             ArtifactError: the artifact is damaged, or does not belong here.
             OSError: the artifact cannot be read.
         """
-        function = self._functions.get(path) or _load(path, *self._read(path))
-        if difference := function.outdated():  # it may have changed since it was loaded
+        if known := self._functions.get(path):
+            return known
+        function = self._ahead.pop(path, None) or _load(path, *self._read(path))
+        if difference := function.outdated():  # one that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
         return self._functions.setdefault(path, function)  # another thread may have been first
 
@@ -248,6 +251,7 @@ class Artifacts:
     def reject(self, path: str, reason: str) -> None:
         """Stop using a record in this process, and remove its mark."""
         self._refused[path] = reason
+        self._ahead.pop(path, None)
         self._functions.pop(path, None)
         (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
 
