@@ -144,7 +144,7 @@ def test_code_made_there_serves_the_module_here(kind, tmp_path: Path):
     with activated(tmp_path) as directory:
         made, x = handed(module, tensor())
         with torch.inference_mode():
-            loaded(directory).make((made, (x,), {}))
+            loaded(directory).make(made, (x,), {})
         function = find(directory, module, tensor())
         assert not isinstance(function, str), function
         with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_code_made_there_serves_the_module_on_a_gpu(buffer_bytes, tmp_path: Path
         assert span_bytes(*weights) <= buffer_bytes
         assert all(0 < weight.std() < 1 for weight in weights), "tuning needs random bits"
         with torch.inference_mode():
-            assert not isinstance(made_there := loaded(directory).make((made, (there,), {})), str), made_there
+            assert not isinstance(made_there := loaded(directory).make(made, (there,), {}), str), made_there
         function = find(directory, module, x)
         assert not isinstance(function, str), function
         with torch.inference_mode():

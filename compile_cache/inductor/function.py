@@ -28,7 +28,6 @@ from compile_cache.calls.description import class_name, code_digest
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     HOOKS,
-    Call,
     Parts,
     call_region,
     on_gpu,
@@ -146,16 +145,18 @@ class Precompiled:
     try_out = __call__
 
 
-def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tuple[Record, bytes]:
-    """Compile a call. This traces the call, and runs nothing. `salt` names its group.
+def compile_ahead(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None, salt: str
+) -> tuple[Record, bytes]:
+    """Compile a call of `module` with these inputs. This traces the call, and runs nothing. `salt` names its group.
 
     Raises:
         NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
-    recorder = Recorder(on_gpu(*call), salt)
+    recorder = Recorder(on_gpu(module, args, kwargs), salt)
     try:
-        compilation = compile_call(call, mode, dynamic, recorder, recorder.alias_guard)
+        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder, recorder.alias_guard)
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time

@@ -196,7 +196,7 @@ def make(
         return Answer(traced=traced)
     try:
         with uncounted():
-            path, function = artifacts.make(_left_open(dynamic, copies()))
+            path, function = artifacts.make(*_left_open(dynamic, copies()))
             if misfit := function.misfit(*copies()):
                 artifacts.reject(path, misfit)
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
@@ -229,7 +229,7 @@ def _graphs_made(
                 found = trace(Graphs(*graphs.given), copies)
         if not why:
             seconds = traced.tracing_s if serves else found.tracing_s
-            return Answer(artifacts.write_cached(copies(), seconds, reason), reason, traced=traced)
+            return Answer(artifacts.write_cached(*copies(), seconds, reason), reason, traced=traced)
     except (GraphNotStored, ArtifactError) as error:
         why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
     return Answer(reason=f"{reason}; {why}", traced=traced)

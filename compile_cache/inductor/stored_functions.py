@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
@@ -144,7 +144,7 @@ class Artifacts:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            group = self._group(spec, (module, args, kwargs), self._dynamic)
+            group = self._group(spec, module, args, kwargs, self._dynamic)
             path = self._paths(group.path, CACHED)[-1]
             found = json.loads((self._directory / path).read_bytes())
             if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
@@ -153,14 +153,16 @@ class Artifacts:
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def write_cached(self, call: Call, seconds: float, reason: str) -> str:
+    def write_cached(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float, reason: str
+    ) -> str:
         """Write the record of graphs for calls like this, which take `seconds` to trace. Returns its path.
 
         Raises:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
@@ -182,7 +184,7 @@ class Artifacts:
             if reason := why_not_ahead(module):
                 return reason
             dynamics = dict.fromkeys((self._dynamic, None))
-            groups = [self._group(spec, (module, args, kwargs), dynamic) for dynamic in dynamics]
+            groups = [self._group(spec, module, args, kwargs, dynamic) for dynamic in dynamics]
         except ArtifactError as error:
             return str(error)
         for group in groups:
@@ -207,7 +209,7 @@ class Artifacts:
                 log.info("precompiled.refused artifact=%s reason=%s", path, error)
         return self._refused[path]
 
-    def make(self, call: Call) -> tuple[str, Precompiled]:
+    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Precompiled]:
         """Compile a call ahead of time, write the artifact, and load it as another boot would. Returns its path too.
         This traces, and runs nothing.
 
@@ -217,16 +219,16 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
-        if reason := why_not_ahead(call[0]):
+        if reason := why_not_ahead(module):
             raise NotPrecompilable(reason)
-        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
             raise NotPrecompilable(self._not_precompilable[group.path])
         try:
             with self._without_leftovers():
-                record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
+                record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic, group.path)
         except NotPrecompilable as error:
             self._not_precompilable[group.path] = str(error)
             raise
@@ -255,7 +257,9 @@ class Artifacts:
         self._functions.pop(path, None)
         (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
 
-    def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:
+    def _group(
+        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None
+    ) -> _Group:
         """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
@@ -267,11 +271,11 @@ class Artifacts:
                 {
                     **self._fixed_key(dynamic),
                     "options": self._options,
-                    "class": class_name(type(call[0])),
-                    "code": sources_digest(call[0]),
+                    "class": class_name(type(module)),
+                    "code": sources_digest(module),
                     "structure": structure_digest(spec.structure),
                     "inputs": spec.stored(with_sizes=dynamic is False),
-                    "switches": describe_switches(switches(on_gpu(*call))),
+                    "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
                 }
             )
         except NotDescribedError as error:
