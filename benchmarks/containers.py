@@ -228,7 +228,7 @@ def damaged(store: ObjectStore, packs: Iterable[StoredObject]) -> list[str]:
     found = []
     for entry in packs:
         try:
-            verify_pack(store, entry.name, entry.size_bytes, Rules())
+            verify_pack(store, entry, Rules())
         except (PackError, StoreError) as error:
             found.append(f"{entry.name} does not verify: {error}")
     return found
@@ -242,7 +242,7 @@ def check_store(folder: Path, promised: set[tuple[str, str]]) -> list[str]:
     problems = damaged(store, packs)
     for entry in packs:
         with suppress(PackError, StoreError):
-            manifest = verify_pack(store, entry.name, entry.size_bytes, Rules()).manifest
+            manifest = verify_pack(store, entry, Rules()).manifest
             found |= {(entry.name.rpartition("/")[0], file.key) for file in manifest.files}
     problems += [f"{path} was published, and is gone" for _, path in sorted(promised - found)]
     promised |= found

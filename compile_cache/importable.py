@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 import types
+from pkgutil import resolve_name
 from typing import Any
 
 # Modules that are missing in another process, or are others there.
@@ -13,17 +13,8 @@ _OWN_MODULES = ("__main__", "__mp_main__")
 _BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
 
 
-def find(reference: str) -> Any:
-    """The object of `module:qualified.name`, or a module's own of `module:`.
-
-    Raises:
-        Exception: any, if the module cannot be imported or has no such name.
-    """
-    return pkgutil.resolve_name(reference)
-
-
 def reference(value: Any) -> str:
-    """The name under which `find` gives the same object.
+    """The name under which `pkgutil.resolve_name` gives the same object: `module:qualified.name`, or `module:`.
 
     Raises:
         LookupError: the object has no such name.
@@ -32,7 +23,7 @@ def reference(value: Any) -> str:
         return f"{value.__name__}:"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     try:
-        found = find(f"{module}:{name}") if module and name else None
+        found = resolve_name(f"{module}:{name}") if module and name else None
     except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
         found = None
     if found is not value:
@@ -41,7 +32,7 @@ def reference(value: Any) -> str:
 
 
 def named_objects(module: str) -> dict[int, str]:
-    """The objects that a module or one of its classes has under a name, by identity: for each, the name for `find`.
+    """The objects that a module or one of its classes has under a name, by identity, with this name.
 
     Only objects that are compared by identity: no class, function or plain value. torch's own modules have none.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, cycle
+from itertools import chain
 
 import numpy
 import torch
@@ -19,7 +19,8 @@ from transformers.utils.logging import set_tqdm_hook
 
 from models.early_weights import SPARE_BYTES, is_plain
 
-# 128 MB of pinned memory in all. Fewer threads are slower; more threads or larger pieces are no faster.
+# 64 MB of pinned memory in all. Fewer threads are slower; more threads, larger pieces or a second piece of each thread
+# are no faster.
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
 
@@ -36,10 +37,8 @@ def leave_out_foreign_lines() -> None:
     imports.addFilter(lambda record: unwanted not in record.getMessage())
 
 
-def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = _PIECE_BYTES) -> None:
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
-
-    Weights are copied in pieces of at most `piece_bytes`.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
@@ -50,7 +49,13 @@ def move(modules: Iterable[nn.Module], device: torch.device, piece_bytes: int = 
     # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.
     torch.empty(sum(weight.nbytes for weight in plain), dtype=torch.uint8, device=device)
     there = [torch.empty_like(weight, device=device, requires_grad=False) for weight in plain]
-    _copy([(_bytes(weight), _bytes(target)) for weight, target in zip(plain, there, strict=True)], device, piece_bytes)
+    sides = [[piece for tensor in one for piece in _bytes(tensor).split(_PIECE_BYTES)] for one in (plain, there)]
+    pieces = list(zip(*sides, strict=True))
+    callers = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(_THREADS, "weights") as executor:
+        shares = [pieces[first::_THREADS] for first in range(_THREADS)]
+        for worker in [executor.submit(_copy, share, device, callers) for share in shares]:
+            worker.result()
     for weight, target in zip(plain, there, strict=True):
         weight.data = target
     for module in modules:
@@ -61,52 +66,25 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten().view(torch.uint8)
 
 
-def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, piece_bytes: int) -> None:
-    """Copy each first tensor, on the CPU, to the second, on `device`. Both hold bytes."""
-    pieces = [piece for pair in pairs for piece in zip(*(side.split(piece_bytes) for side in pair), strict=True)]
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(_THREADS, "weights") as executor:
-        shares = [pieces[first::_THREADS] for first in range(_THREADS)]
-        for worker in [executor.submit(_copy_pieces, share, device, stream, piece_bytes) for share in shares]:
-            worker.result()
-
-
-def _copy_pieces(
-    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    device: torch.device,
-    callers: torch.cuda.Stream | None,
-    piece_bytes: int,
+def _copy(
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
 ) -> None:
-    """Copy pieces behind the work of the caller's stream. Reading and copying release the GIL."""
+    """Copy pieces of the CPU's memory to the device, through pinned memory, behind the work of the caller's stream.
+
+    Reading and copying release the GIL. While the GPU copies a piece of one thread, others read.
+    """
     stream = None
     if callers is not None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(callers)
-    buffers = [_Buffer(piece_bytes, stream), _Buffer(piece_bytes, stream)]
-    for buffer, (source, target) in zip(cycle(buffers), pieces, strict=False):
-        buffer.copy(source, target)
-    if stream is not None:
-        stream.synchronize()
-
-
-class _Buffer:
-    """Pinned memory between a file and the GPU. One buffer is filled while the GPU copies from the other."""
-
-    def __init__(self, size_bytes: int, stream: torch.cuda.Stream | None) -> None:
-        self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=stream is not None)
-        self._stream = stream
-        self._copied = torch.cuda.Event() if stream is not None else None
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Read `source` and start to copy it to `target`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        part = self._memory[: source.nbytes]
-        numpy.copyto(part.numpy(), source.numpy())  # torch would start more threads
-        with torch.cuda.stream(self._stream):
+    memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
+    with torch.cuda.stream(stream):
+        for source, target in pieces:
+            part = memory[: source.nbytes]
+            numpy.copyto(part.numpy(), source.numpy())  # torch would start more threads
             target.copy_(part, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(self._stream)
+            if stream is not None:
+                stream.synchronize()
 
 
 def gpu_has_room(size_bytes: int) -> bool:

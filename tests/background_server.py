@@ -27,7 +27,7 @@ HOUR_S = 3600.0
 
 def work(folder: Path, order_name: str, **arguments: int) -> CompilingProcess:
     """Hand over a job that never ends, on another thread, and wait until it has begun."""
-    process = CompilingProcess.start("background_handlers:make", b"", folder / "log", os.environ)
+    process = CompilingProcess("background_handlers:make", b"", folder / "log", os.environ)
     content = order(order_name, folder=str(folder), **arguments)
     threading.Thread(target=attempt, args=(process, content), daemon=True).start()
     while not (folder / "hangs").exists():

@@ -185,7 +185,7 @@ def restore(
     if head.manifest.key != KEY:
         raise PackError(f"it is for {head.manifest.key.prefix}")
     for run in runs(head):
-        unpack_run(read_pieces(store, name, run.start, run.frame_sizes, beginning), run, folder)
+        unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, folder)
     return head
 
 

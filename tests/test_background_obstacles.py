@@ -69,7 +69,7 @@ def test_what_belongs_to_this_process_is_named_and_refused(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))
     make_it, reason = NOT_HANDED_OVER[kind]
     with pytest.raises(NotHandedOver) as caught:
-        hand_over(*with_attribute(make_it()))
+        hand_over(with_attribute(make_it()))
     assert re.fullmatch(rf"1\.held: {reason}", str(caught.value)), caught.value
 
 
@@ -82,14 +82,14 @@ def test_an_attribute_or_input_that_holds_it_is_named(hold):
     calls = {"1.held": with_attribute(lock), "input 1": (nn.Identity(), (1, lock), {})}
     for name, call in {**calls, "input mask": (nn.Identity(), (1,), {"mask": lock})}.items():
         with pytest.raises(NotHandedOver, match=rf"^{name}: {words}$"):
-            hand_over(*call)
+            hand_over(call)
 
 
 def test_what_cannot_be_imported_there_is_an_error_of_the_call(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("class Late: pass\n")
     with monkeypatch.context() as here:
         here.syspath_prepend(tmp_path)
-        content = hand_over(*with_attribute(importlib.import_module("only_here").Late()))
+        content = hand_over(with_attribute(importlib.import_module("only_here").Late()))
     del sys.modules["only_here"]
     with pytest.raises(NotHandedOver, match="cannot be rebuilt: ModuleNotFoundError: No module named 'only_here'"):
         receive(content)

@@ -47,7 +47,6 @@ def making(request, monkeypatch, tmp_path) -> Iterator[Callable[[bytes], bytes]]
     set_hook = getattr(benchmarking, HOOK, lambda _: None)
     if request.param:
         monkeypatch.delattr(benchmarking, HOOK, raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the work sets another one, for good
     # torch's other way to measure asks CUDA for the device's cache first.
     monkeypatch.setattr(benchmarking, "benchmarker", benchmarking.TritonBenchmarker())
     yield start_making(pickle.dumps((Settings(), str(tmp_path))))

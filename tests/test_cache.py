@@ -27,6 +27,7 @@ from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
+from compile_cache.storage.stores.transfer import Abandoned
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -375,7 +376,7 @@ def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machi
 
 
 def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 100)
+    monkeypatch.setattr("compile_cache.storage.rules.HEAD_READ_BYTES", 100)
     monkeypatch.setattr("compile_cache.storage.stores.transfer.READ_BYTES", 100)
     first = filled(machine(local), {"kernel.so": os.urandom(1000)})
     abandoned, reads = threading.Event(), []
@@ -387,7 +388,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
 
     booted, another = machine(Watched(local, read=read)), machine(Watched(local, read=read))
     for one in (booted, another):
-        with pytest.raises(StoreError, match="the time is up"):
+        with pytest.raises(Abandoned, match="the time is up"):
             one.fetch(abandoned=abandoned)
         assert one.files() == {}
         assert len(reads) == 3, "one that was abandoned before it begins reads nothing"
@@ -414,7 +415,7 @@ OTHER_GRAPH = "fxgraph/ab/fabc/other"
 
 
 def test_only_the_frames_that_are_needed_are_read(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.fetch.WHOLE_PACK_BYTES", 4096)
+    monkeypatch.setattr("compile_cache.storage.rules.HEAD_READ_BYTES", 4096)
     files = {**{f"{number}.so": os.urandom(MIB) for number in range(3)}, OTHER_GRAPH: b"other"}
     first, _ = published_late(local, machine, files)
     booted = machine(local)

@@ -36,7 +36,7 @@ def start(tmp_path, marked) -> Iterator[Callable[..., CompilingProcess]]:
 
     def start(factory: str = "make", setup: bytes = b"") -> CompilingProcess:
         handler = f"background_handlers:{factory}"
-        started.append(CompilingProcess.start(handler, setup, tmp_path / "log", marked.environ))
+        started.append(CompilingProcess(handler, setup, tmp_path / "log", marked.environ))
         return started[-1]
 
     yield start
@@ -96,7 +96,7 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     sys.path[:0] = ["library", {str(handlers.parent)!r}]
     from pathlib import Path
     from compile_cache.background.child import CompilingProcess
-    process = CompilingProcess.start("handlers_of_predictor:make", b"", Path("log"), {{}})
+    process = CompilingProcess("handlers_of_predictor:make", b"", Path("log"), {{}})
     print(process.answer(b"", {PATIENCE_S}).decode())
     """
     server = [sys.executable, "-P", "-c", textwrap.dedent(program)]
@@ -123,7 +123,7 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     from pathlib import Path
     from compile_cache.background.child import CompilingProcess
     {told}
-    process = CompilingProcess.start("flags_of_process:make", b"", Path("log"), {{}})
+    process = CompilingProcess("flags_of_process:make", b"", Path("log"), {{}})
     print(json.dumps([{own}, json.loads(process.answer(b"", {PATIENCE_S}))]))
     """
     server = [sys.executable, *flags.split(), "-c", textwrap.dedent(program)]
@@ -248,7 +248,7 @@ def test_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatc
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     with pytest.raises(FileNotFoundError):
-        CompilingProcess.start("background_handlers:make", b"", tmp_path / "log", {})
+        CompilingProcess("background_handlers:make", b"", tmp_path / "log", {})
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -273,7 +273,7 @@ import json, os, sys
 from pathlib import Path
 from background_handlers import order
 from compile_cache.background.child import CompilingProcess
-process = CompilingProcess.start("background_handlers:make", b"", Path(sys.argv[1]), os.environ)
+process = CompilingProcess("background_handlers:make", b"", Path(sys.argv[1]), os.environ)
 print(json.loads(process.answer(order("describe"), 60.0))["flags"])
 process.stop()
 """

@@ -135,7 +135,7 @@ def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
     left = LocalStore(tmp_path / "store")
     for entry in left.list("v2/"):
         if entry.name.endswith(".pack"):
-            verify_pack(left, entry.name, entry.size_bytes, Rules())
+            verify_pack(left, entry, Rules())
     assert boot_once(environ).compiled_now == 0
     assert_fully_warm(boot_once(environ))
 

@@ -62,7 +62,7 @@ def test_a_quota_counts_on_a_host_with_more_cpus_alone(monkeypatch, cgroup, cpus
 @pytest.mark.parametrize("given", ["", "7"])
 def test_second_process_has_that_number_of_workers_unless_the_user_gave_one(tmp_path, given):
     environ = {name: value for name, value in {**os.environ, THREADS: given}.items() if value}
-    process = CompilingProcess.start("background_handlers:make", b"", tmp_path / "log", environ)
+    process = CompilingProcess("background_handlers:make", b"", tmp_path / "log", environ)
     try:
         described = json.loads(process.answer(order("describe"), PATIENCE_S))
     finally:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
+from pkgutil import resolve_name
 
 import blocks
 import pytest
 
-from compile_cache.importable import find, reference, why_not
+from compile_cache.importable import reference, why_not
 
 
 def test_what_can_be_imported_is_found_again():
     for value in (blocks, blocks.combine, blocks.Block, blocks.Block.factor):
-        assert find(reference(value)) is value
+        assert resolve_name(reference(value)) is value
 
 
 @pytest.mark.parametrize("value", [lambda: None, 5, type("Made", (), {"__module__": "blocks"})])

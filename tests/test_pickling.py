@@ -42,7 +42,7 @@ def received(calls, tmp_path_factory) -> dict[str, list[Any]]:
     """What another process found and computed, by the name of the case."""
     folder = tmp_path_factory.mktemp("calls")
     for name, call in calls.items():
-        (folder / f"{name}.call").write_bytes(hand_over(*call))
+        (folder / f"{name}.call").write_bytes(hand_over(call))
     path = python_path(PROJECT, PROJECT / "tests")
     done = subprocess.run(
         [sys.executable, handed_over.__file__, folder],
@@ -93,7 +93,7 @@ def test_handing_over_changes_nothing(calls, name):
         return [(t.data_ptr(), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
 
     before, contents, seeds = state(), [tensor.clone() for tensor in tensors], torch.get_rng_state()
-    hand_over(*calls[name])
+    hand_over(calls[name])
     assert state() == before
     assert all(torch.equal(tensor, content) for tensor, content in zip(tensors, contents, strict=True))
     assert not any(tensor.is_shared() for tensor in tensors)
@@ -104,14 +104,14 @@ def test_no_contents_travel():
     module = nn.Linear(64, 64)
     secret = torch.frombuffer(bytearray(b"secret weights.." * 1024), dtype=torch.uint8)
     module.weight.data.view(torch.uint8).view(-1).copy_(secret)
-    assert b"secret" not in hand_over(module, (), {})
-    assert not receive(hand_over(module, (), {}))[0].weight.any()
+    assert b"secret" not in hand_over((module, (), {}))
+    assert not receive(hand_over((module, (), {})))[0].weight.any()
 
 
 def test_what_is_one_object_stays_one_object():
     module, _, kwargs = attributed()
     x = torch.randn(4, SIZE)
-    made, args, made_kwargs = receive(hand_over(module, (x, [x, x[1:]]), {"more": module.first.bias, **kwargs}))
+    made, args, made_kwargs = receive(hand_over((module, (x, [x, x[1:]]), {"more": module.first.bias, **kwargs})))
     assert made.tied.weight is made.first.weight
     assert made.tied.bias is not made.first.bias
     assert args[0] is args[1][0]
@@ -122,7 +122,7 @@ def test_what_is_one_object_stays_one_object():
 
 def test_received_tensors_are_written_here_alone():
     module, args, kwargs = layers()
-    made, made_args, _ = receive(hand_over(module, args, kwargs))
+    made, made_args, _ = receive(hand_over((module, args, kwargs)))
     before = [cache.clone() for cache in module.cache]
     made.cache[0].fill_(1)
     made_args[0].fill_(9)
@@ -151,7 +151,7 @@ def views(draw: st.DrawFn) -> list[torch.Tensor]:
 @given(views())
 def test_views_keep_their_places(tensors):
     """Type, shape, strides, alignment, and which bytes two tensors have in common."""
-    _, args, _ = receive(hand_over(nn.Identity(), tuple(tensors), {}))
+    _, args, _ = receive(hand_over((nn.Identity(), tuple(tensors), {})))
     for there, here in zip(args, tensors, strict=True):
         assert (there.dtype, there.shape, there.stride()) == (here.dtype, here.shape, here.stride())
         assert (there.data_ptr() - here.data_ptr()) % 64 == 0
@@ -167,7 +167,7 @@ def test_views_keep_their_places(tensors):
 
 def test_only_the_used_part_of_a_storage_is_allocated():
     memory = torch.zeros(100_000)
-    _, (made,), _ = receive(hand_over(nn.Identity(), (memory[50_000:50_100],), {}))
+    _, (made,), _ = receive(hand_over((nn.Identity(), (memory[50_000:50_100],), {})))
     assert made.untyped_storage().nbytes() < 600
 
 
@@ -177,7 +177,7 @@ def test_weights_on_a_cpu_take_no_memory_until_they_are_written():
 
     weight = torch.empty(1 << 30, dtype=torch.uint8)
     before = resident_mb()
-    _, (made,), _ = receive(hand_over(nn.Identity(), (weight,), {}))
+    _, (made,), _ = receive(hand_over((nn.Identity(), (weight,), {})))
     assert resident_mb() - before < 200
     assert made[::4096].sum() == 0
     assert resident_mb() - before < 200
@@ -188,7 +188,7 @@ def test_flags_of_tensors_are_kept():
     with torch.inference_mode():
         fast = torch.randn(3)
     for is_inference in (False, True):
-        content = hand_over(nn.Identity(), (x, fast, x * 2, nn.Parameter(torch.ones(2).int(), False)), {})
+        content = hand_over((nn.Identity(), (x, fast, x * 2, nn.Parameter(torch.ones(2).int(), False)), {}))
         with torch.inference_mode(is_inference):
             _, (made, made_fast, computed, integers), _ = receive(content)
         assert [made.is_inference(), made_fast.is_inference()] == [False, True]
@@ -200,14 +200,14 @@ def test_attributes_travel_and_the_compiled_call_does_not():
     for module in (nn.Linear(2, 2), Forgetful(2, 2)):
         serve_by(module, lambda module: None)
         module.note = {"kept": [1, 2]}
-        made, _, _ = receive(hand_over(module, (), {}))
+        made, _, _ = receive(hand_over((module, (), {})))
         assert made._compiled_call_impl is None
         assert made.note == {"kept": [1, 2]}
         assert hasattr(made, "was_pickled") == isinstance(module, Forgetful)
 
 
 def test_a_buffer_stays_one_that_is_not_saved():
-    made, _, _ = receive(hand_over(*attributed()))
+    made, _, _ = receive(hand_over(attributed()))
     assert "table" in dict(made.named_buffers())
     assert "table" not in made.state_dict()
 
@@ -215,7 +215,7 @@ def test_a_buffer_stays_one_that_is_not_saved():
 def test_memory_of_a_cpu_is_not_shared_and_the_log_says_so(caplog):
     caplog.set_level("INFO", "compile_cache")
     module = nn.Linear(4, 4)
-    content = hand_over(module, (), {}, lambda tensor: isinstance(tensor, nn.Parameter))
+    content = hand_over((module, (), {}), lambda tensor: isinstance(tensor, nn.Parameter))
     assert "background.unshared reason=it is on the device cpu" in caplog.text
     assert not receive(content)[0].weight.any()
     assert module.weight.all()
@@ -230,7 +230,7 @@ from compile_cache.calls.pickling import hand_over, receive
 module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).bfloat16()
 quantize_(module, Int8WeightOnlyConfig(set_inductor_config=False))
 call = module, (torch.randn(2, 32, dtype=torch.bfloat16),), {}
-made, args, _ = receive(hand_over(*call))
+made, args, _ = receive(hand_over(call))
 print(description(*call) == description(made, args, {}))
 print(type(made[0].weight) is type(module[0].weight) is not nn.Parameter, isinstance(made[0].weight, nn.Parameter))
 print(made(*args).shape)
@@ -260,7 +260,7 @@ def test_weights_on_a_gpu_can_be_shared_and_the_rest_is_random():
     nn.init.constant_(module.bias, 1.0)
     before = module.weight.data_ptr()
     inputs = (torch.ones(2, 16, device="cuda"),)
-    content = hand_over(module, inputs, {}, lambda tensor: tensor is module.weight)
+    content = hand_over((module, inputs, {}), lambda tensor: tensor is module.weight)
     done = subprocess.run([sys.executable, "-c", _RECEIVE_SHARED], input=content, capture_output=True, cwd=PROJECT)
     assert done.stdout.split() == [b"256.0", b"True", b"True", b"True"], done.stderr
     assert module.weight.data_ptr() == before
@@ -273,7 +273,7 @@ def test_a_call_on_a_gpu_is_the_same_and_draws_from_no_global_generator():
     module = nn.Linear(16, 8, device="cuda", dtype=torch.bfloat16)
     call = module, (torch.ones(3, 17, device="cuda", dtype=torch.bfloat16)[1:, 1:],), {}
     seeds = torch.cuda.get_rng_state()
-    made = receive(hand_over(*call))
+    made = receive(hand_over(call))
     assert description(*made) == description(*call)
     assert torch.equal(torch.cuda.get_rng_state(), seeds)
     assert 0 < made[0].weight.abs().max().item() <= 0.05

@@ -38,7 +38,7 @@ class Started:
         if self.fault is not None:
             raise self.fault
         handler = f"background_handlers:{self.factory}"
-        self.processes.append(CompilingProcess.start(handler, self.setup, self._folder / "log", os.environ))
+        self.processes.append(CompilingProcess(handler, self.setup, self._folder / "log", os.environ))
         self.begun.set()
         assert self.may_end.wait(PATIENCE_S)
         return self.processes[-1]

@@ -61,7 +61,7 @@ def buffer_bytes(monkeypatch) -> int:
 def handed(module: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
     """The module and input that another process makes."""
     with torch.inference_mode():
-        made, (there,), _ = receive(hand_over(module, (x,), {}))
+        made, (there,), _ = receive(hand_over((module, (x,), {})))
     return made, there
 
 

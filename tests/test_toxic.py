@@ -206,8 +206,8 @@ def listing(request: Request) -> bool:
 
 
 def spoiled_part(part: str, packs: Packs) -> tuple[Callable[[Request], bool], str, Mapping[str, bytes]]:
-    """Which requests are spoiled, the pack that suffers, and the files that the other pack has. The small one is read
-    whole with its head; the first read of the large one gets its head, and the other reads its frames."""
+    """Which requests are spoiled, the pack that suffers, and the files that the other pack has. The first
+    read of each gets its head, and the other reads its frames."""
     if part == "head":
         return every_read_of(packs.small), packs.small, LARGE
     return frames_of(packs.large), packs.large, SMALL

@@ -44,8 +44,7 @@ class CompilingProcess:
     thread that started it may end earlier. Thread-safe: a second `answer` waits for the first.
     """
 
-    @classmethod
-    def start(cls, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> CompilingProcess:
+    def __init__(self, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> None:
         """Start the process and return at once, before its imports are done.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
@@ -54,27 +53,20 @@ class CompilingProcess:
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
         with ExitStack() as theirs, ExitStack() as ours:
-            channel, its_channel = socket.socketpair()
-            ours.enter_context(channel)
+            self._channel, its_channel = socket.socketpair()
+            ours.enter_context(self._channel)
             theirs.enter_context(its_channel)
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
             output = theirs.enter_context(log.open("ab"))
-            first = encode(handler.encode() + b"\0" + setup)
-            child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
-            return cls(child, channel, ours.pop_all(), log, first)
-
-    def __init__(
-        self, child: subprocess.Popen[bytes], channel: socket.socket, held: ExitStack, log: Path, first: bytes
-    ) -> None:
-        self._child = child
-        self._channel = channel
-        self._held = held
+            self._child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
+            self._held = ours.pop_all()
         self._log = log
         self._log_start = _bound(log)
         self._server = os.getpid()
-        self._unsent = first  # sent with the first order, which follows at once
+        # Sent with the first order, which follows at once.
+        self._unsent = encode(handler.encode() + b"\0" + setup)
         self._is_ready = False
         self._is_stopped = False
         self._answering = threading.RLock()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pickle
 import threading
 import time
@@ -28,7 +27,7 @@ from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.toolchain import configure_torch, remember_toolchain
 from compile_cache.inductor.tuning import surround_measurements, unread_files
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import compilers_folder, scan_folder
+from compile_cache.storage.directory import scan_folder
 
 # The length of a pause, in lengths of the measurement before it.
 _PAUSE = 2.0
@@ -51,8 +50,6 @@ class _Maker:
         self._pace = Pace()
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
-        # A killed compiler leaves its temporary files. The next boot empties this folder.
-        os.environ["TMPDIR"] = str(compilers_folder(self._path))
         remember_toolchain(self._path)
         self._settings = settings
         self._told = set(scan_folder(self._path))

@@ -27,7 +27,7 @@ from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artif
 from compile_cache.inductor.make import Answer, Dimensions
 from compile_cache.inductor.state import ServerState
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, make_empty
 
 _HANDLER = "compile_cache.background.child_work:start_making"
 # A whole transformer with tuning takes two minutes on a fast machine.
@@ -55,7 +55,7 @@ class Orders:
         Raises:
             NotHandedOver: no other process can build this call.
         """
-        content = hand_over(*call, _is_shared if shares_weights else None)
+        content = hand_over(call, _is_shared if shares_weights else None)
         return Order(name, rank, content, on_gpu(*call), dynamic)
 
     def submit(self, order: Order) -> None:
@@ -85,11 +85,12 @@ class Orders:
             OSError: the folder cannot be written, or no process can be started.
         """
         path = str(self.workshop)
-        shutil.rmtree(path, ignore_errors=True)
-        self.workshop.mkdir(mode=0o700)
+        make_empty(self.workshop)
         _copy(self._directory.scan(), self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
-        return CompilingProcess.start(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
+        # A killed compiler leaves its temporary files. The next boot empties this folder.
+        environ["TMPDIR"] = str(self._directory.compilers)
+        return CompilingProcess(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

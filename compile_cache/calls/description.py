@@ -32,8 +32,8 @@ _SPECIAL_FORM = type(typing.ClassVar)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes)
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
+_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, *_DESCRIPTORS)
 
 
 class NotDescribedError(TypeError):
@@ -86,8 +86,6 @@ def _describe_callable(value: Any) -> Description:
     if isinstance(value, types.MethodType):
         owner = value.__self__
         return ["method", describe(value.__func__), class_name(owner if isinstance(owner, type) else type(owner))]
-    if isinstance(value, _DESCRIPTORS):
-        return ["descriptor", class_name(value.__objclass__), value.__name__]
     if isinstance(value, property):
         return ["property", *(describe(part) for part in (value.fget, value.fset))]
     if isinstance(value, staticmethod | classmethod):
@@ -111,21 +109,9 @@ def _describe_callable(value: Any) -> Description:
 @functools.cache
 def code_digest(code: types.CodeType) -> str:
     """The digest of what the code does, equal in two processes with the same code."""
-    return digest(_code_parts(code))
-
-
-def _code_parts(code: types.CodeType) -> Description:
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return [code.co_code.hex(), [*counts], [[*group] for group in names], [_constant(part) for part in code.co_consts]]
-
-
-def _constant(value: Any) -> Description:
-    if isinstance(value, types.CodeType):
-        return _code_parts(value)
-    if isinstance(value, tuple):
-        return [_constant(part) for part in value]
-    return describe(value)
+    return digest([code.co_code.hex(), counts, names, [describe(part) for part in code.co_consts]])
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:

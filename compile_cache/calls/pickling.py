@@ -9,14 +9,13 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import operator
 import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
@@ -25,15 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
 from compile_cache.calls.spec import Call
-from compile_cache.calls.tensors import (
-    Handle,
-    TensorDescriber,
-    UsedStorage,
-    layout,
-    make_storages,
-)
+from compile_cache.calls.tensors import Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line
-from compile_cache.importable import find, named_objects, why_not
+from compile_cache.importable import named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
@@ -48,12 +41,7 @@ _shared: dict[int, tuple[StorageWeakRef, Handle]] = {}
 _INNER = ("_parameters", "_buffers", "_modules")
 
 
-def hand_over(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shared: Callable[[torch.Tensor], bool] | None = None,
-) -> bytes:
+def hand_over(call: Call, shared: Chosen = None) -> bytes:
     """A call in bytes, for `receive` in another process. It does not read or change the call's tensors.
 
     The receiver maps the memory of the CUDA tensors for which `shared` returns true. Nobody may write to these tensors,
@@ -66,9 +54,9 @@ def hand_over(
         NotHandedOver: names the attribute that cannot travel, and says why.
     """
     try:
-        file, pickler = pickled(CallPickler, (module, args, kwargs), shared)
+        file, pickler = pickled(CallPickler, call, shared)
     except Exception as error:
-        raise NotHandedOver(_obstacle(module, args, kwargs, error)) from error
+        raise NotHandedOver(_obstacle(call, error)) from error
     storages = pickler.tensors.storages
     handles = _handles([used for used in storages if used.is_shared])
     layouts = [layout(used, handles.get(used.index)) for used in storages]
@@ -128,9 +116,7 @@ def receive(content: bytes) -> Call:
     return call
 
 
-def pickled(
-    kind: type[_Kind], call: Call, shared: Callable[[torch.Tensor], bool] | None = None
-) -> tuple[BytesIO, _Kind]:
+def pickled(kind: type[_Kind], call: Call, shared: Chosen = None) -> tuple[BytesIO, _Kind]:
     """A call in bytes, and the pickler that wrote it. If tensors overlap, views are pickled as views of their bases.
 
     Raises:
@@ -138,8 +124,7 @@ def pickled(
     """
     for keeps_bases in (False, True):
         file = BytesIO()
-        pickler = kind(file, pickle.HIGHEST_PROTOCOL)
-        pickler.begin(call[0], shared, keeps_bases)
+        pickler = kind(file, call[0], shared, keeps_bases)
         pickler.dump(call)
         if not pickler.tensors.has_overlapping_views:
             break
@@ -148,12 +133,11 @@ def pickled(
 
 class CallPickler(pickle.Pickler):
     """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
-    although the model may ask which object they are. `begin` comes first."""
+    although the model may ask which object they are."""
 
-    def begin(
-        self, module: nn.Module, shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False
-    ) -> None:
-        """Begin with a call of `module`. `shared` is for `hand_over`. With `keeps_bases`, views stay views."""
+    def __init__(self, file: BytesIO, module: nn.Module, shared: Chosen = None, keeps_bases: bool = False) -> None:
+        """For a call of `module`. `shared` is for `hand_over`. With `keeps_bases`, views stay views."""
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors = TensorDescriber(shared, keeps_bases)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()
@@ -191,7 +175,7 @@ class CallPickler(pickle.Pickler):
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
         elif name := self.name(value):
-            return find, (name,)
+            return resolve_name, (name,)
         return NotImplemented
 
 
@@ -242,11 +226,11 @@ def _reduce_by_kind(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         if reason := why_not(value.__name__):
             raise NotHandedOver(f"the module {value.__name__} cannot be handed over: {reason}")
-        return importlib.import_module, (value.__name__,)
+        return resolve_name, (f"{value.__name__}:",)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
-    if isinstance(value, OPERATORS):  # "aten.silu.default"
-        return _operator, (str(value),)
+    if isinstance(value, OPERATORS):
+        return resolve_name, (f"torch:ops.{value}",)  # "torch:ops.aten.silu.default"
     raise NotHandedOver(f"a {type(value).__module__}.{type(value).__qualname__} cannot be handed over")
 
 
@@ -254,15 +238,12 @@ def _method(function: Any, owner: Any) -> Any:
     return types.MethodType(function, owner)  # pickle cannot find this class by its name
 
 
-def _operator(name: str) -> Any:
-    return operator.attrgetter(name)(torch.ops)
-
-
-def _obstacle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+def _obstacle(call: Call, error: Exception) -> str:
     """The attribute or input that cannot be handed over, and why: "attention.lock: it cannot be pickled: …".
 
     They are pickled one by one until one fails. If none does, the module itself cannot be handed over.
     """
+    module, args, kwargs = call
     parts = [
         (f"{path}.{name}".lstrip("."), value)
         for path, part in module.named_modules()
@@ -270,10 +251,8 @@ def _obstacle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         if name not in _INNER
     ]
     for name, value in [*parts, *((f"input {name}", value) for name, value in (*enumerate(args), *kwargs.items()))]:
-        pickler = CallPickler(BytesIO(), pickle.HIGHEST_PROTOCOL)
-        pickler.begin(module)
         try:
-            pickler.dump(value)
+            CallPickler(BytesIO(), module).dump(value)
         except Exception as failed:
             return f"{name}: {_words(failed)}"
     return _words(error)

@@ -10,6 +10,7 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -91,9 +92,8 @@ def state_of(value: Any) -> list[Any]:
 class _Pickler(CallPickler):
     """Pickles a call. `shared` has what is not pickled."""
 
-    def begin(self, module: nn.Module, *options: Any) -> None:
-        """Begin with a call of `module`."""
-        super().begin(module, *options)
+    def __init__(self, file: BytesIO, module: nn.Module, *options: Any) -> None:
+        super().__init__(file, module, *options)
         self.shared: list[Any] = []
         self._inside = {id(part) for part in module.modules()}
 

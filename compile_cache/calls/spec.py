@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.tensors import base_of, storage_key
+from compile_cache.calls.tensors import base_of, span, storage_key
 from compile_cache.errors import NoGraph
 
 # The module, args and kwargs of a call.
@@ -31,18 +31,10 @@ pytree = _pytree
 # image sizes and input strides needs more.
 RECOMPILE_LIMIT = 64
 _OWN_TENSORS = (torch.Tensor, nn.Parameter)
-# A module's call runs these (torch/nn/modules/module.py, _call_impl).
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
-    getattr(module_hooks, name, {})
-    for name in (
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-    )
-)
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Those of all modules (torch/nn/modules/module.py, _call_impl).
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(module_hooks, f"_global{kind}", {}) for kind in HOOKS)
 _DICTS = operator.itemgetter("_modules", *HOOKS)
 # Of a class. torch's code does not see that it was replaced.
 _FORWARD = operator.attrgetter("forward")
@@ -229,8 +221,11 @@ def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
     storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return tuple(range(len(storages)))
-    spans = [(storage, *_span(tensor)) for storage, tensor in zip(storages, tensors, strict=True)]
-    numbers = [next(number for number, other in enumerate(spans) if _is_overlap(span, other)) for span in spans]
+    spans = [
+        (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
+        for storage, tensor in zip(storages, tensors, strict=True)
+    ]
+    numbers = [next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
     return tuple(
         _with_base(number, tensor) if numbers.count(number) > 1 else number
         for number, tensor in zip(numbers, tensors, strict=True)
@@ -254,17 +249,8 @@ def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and the last byte of a tensor in its storage."""
-    if not _is_strided(tensor):
-        return 0, 0
-    items = sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
-    return start * tensor.itemsize, (start + items) * tensor.itemsize
-
-
 def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return one[0] == other[0] and one[1] <= other[2] and other[1] <= one[2]
+    return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
 
 
 def why_eager(module: nn.Module) -> str:

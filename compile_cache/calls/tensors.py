@@ -41,6 +41,8 @@ _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
+# For which tensors something is done; None: for none.
+Chosen = Callable[[torch.Tensor], bool] | None
 # The result of `UntypedStorage._share_cuda_`, and the arguments of `UntypedStorage._new_shared_cuda`.
 Handle = tuple[Any, ...]
 
@@ -87,7 +89,7 @@ class StorageLayout:
 class TensorDescriber:
     """Describes the tensors of one call for a pickler, and collects their storages."""
 
-    def __init__(self, is_shared: Callable[[torch.Tensor], bool] | None = None, keeps_bases: bool = False) -> None:
+    def __init__(self, is_shared: Chosen = None, keeps_bases: bool = False) -> None:
         self._is_shared = is_shared
         self._keeps_bases = keeps_bases
         # By storage, the first and last byte of each tensor, and whether it is a view.
@@ -131,7 +133,7 @@ class TensorDescriber:
         return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
 
     def _use(self, tensor: torch.Tensor) -> UsedStorage:
-        low, high = _span(tensor)
+        low, high = span(tensor)
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
@@ -186,7 +188,7 @@ def _check(tensor: torch.Tensor) -> None:
         raise NotHandedOver(f"a tensor of the type {tensor.dtype} cannot be handed over")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
     first = int(tensor.storage_offset())
     shape = tensor.shape

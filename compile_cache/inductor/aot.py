@@ -31,6 +31,7 @@ from torch import nn
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
+from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
@@ -100,7 +101,7 @@ class Compilation:
     """A compiled function: torch's stored form, and the facts about it.
 
     `traced` has the module and the first line of each traced function. `modules` has the names of the modules in the
-    compiled function's global scope. `externals` has the names, for `find`, of what else the function reads there.
+    compiled function's global scope. `externals` has the `importable.reference` of what else the function reads there.
     """
 
     payload: bytes
@@ -109,16 +110,11 @@ class Compilation:
     externals: list[str]
 
 
-def compile_function(
-    function: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    mode: str,
-    dynamic: bool | None,
-    guard_filter: Callable[..., Any],
-    alias_guard: Callable[..., Any],
+def compile_call(
+    call: Call, mode: str, dynamic: bool | None, guard_filter: Callable[..., Any], alias_guard: Callable[..., Any]
 ) -> Compilation:
-    """Trace and compile `function` with `inputs`. Runs nothing. `alias_guard` gets torch's function that makes a guard
-    on an object which it meets twice, and the object's two sources.
+    """Trace and compile a call. Runs nothing. `alias_guard` gets torch's function that makes a guard on an object which
+    it meets twice, and the object's two sources.
 
     Raises:
         NotPrecompilable: the function uses an object that another process cannot find.
@@ -128,7 +124,7 @@ def compile_function(
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     for name, value in vars(builtins).items():  # torch 2.11 looks for them among the function's globals alone
-        function.__globals__.setdefault(name, value)
+        call_region.__globals__.setdefault(name, value)
     with (
         _alone,
         _configured(),
@@ -137,8 +133,8 @@ def compile_function(
         # Of an object with two sources, the guards that `guard_filter` gets name the first source alone.
         mock.patch.object(builder, "make_dupe_guard", functools.partial(alias_guard, builder.make_dupe_guard)),
     ):
-        compiled: Any = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
-        compiled = compiled.aot_compile((inputs, {}))
+        compiled: Any = torch.compile(call_region, fullgraph=True, dynamic=dynamic, options=options)
+        compiled = compiled.aot_compile((call, {}))
         artifacts, environment = compiled._artifacts, compiled._artifacts.runtime_env
         traced = frozenset((each.module, each.firstlineno) for each in compiled.source_info().inlined_sources)
         provided = {artifacts.backend_id, *environment.import_sources, *vars(builtins)}

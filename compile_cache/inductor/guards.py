@@ -253,9 +253,7 @@ def _description(kind: str, value: Any, key: Any) -> Description:
         return _numbers(value)
     if kind == "TYPE_MATCH":
         return class_name(type(value))
-    if kind in _BY_IDENTITY or kind in _BY_VALUE:
-        return describe(value)
-    raise NotPrecompilable(f"a guard of the kind {kind} cannot be stored")
+    return describe(value)
 
 
 def _numbers(values: tuple[Any, ...]) -> list[int]:

@@ -114,9 +114,7 @@ class Graphs:
         # By whether they are whole, and whether they may compile.
         self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
 
-    def run(
-        self, is_whole: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: bool = True
-    ) -> Any:
+    def run(self, is_whole: bool, call: Call, compiles: bool = True) -> Any:
         """Run a call with a graph that exists, or compile a new one, if it `compiles`. Unless it `is_whole`, it may
         take several graphs.
 
@@ -125,7 +123,7 @@ class Graphs:
             Exception: the model's own, or the compiler's.
         """
         configure_torch()
-        return self._function(is_whole, compiles)(module, args, kwargs)
+        return self._function(is_whole, compiles)(*call)
 
     def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
@@ -161,13 +159,13 @@ class Graph:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call by a graph that exists. Raises as `Graphs.run` does."""
-        return self.graphs.run(self.is_whole, module, args, kwargs, compiles=False)
+        return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=False)
 
     def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
         adding = self.adding()
         with out_of_stored_files() if adding == "stored" else contextlib.nullcontext():
-            return self.graphs.run(self.is_whole, module, args, kwargs, compiles=bool(adding))
+            return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=bool(adding))
 
 
 def make(
@@ -193,12 +191,12 @@ def make(
         CompileCacheError: no code may be made for this call.
         Exception: the model's, or the compiler's.
     """
-    traced = trace(graphs, lambda: _left_open(dynamic, *copies()))
+    traced = trace(graphs, lambda: _left_open(dynamic, copies()))
     if artifacts is None:
         return Answer(traced=traced)
     try:
         with uncounted():
-            path, function = artifacts.make(*_left_open(dynamic, *copies()))
+            path, function = artifacts.make(*_left_open(dynamic, copies()))
             if misfit := function.misfit(*copies()):
                 artifacts.reject(path, misfit)
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
@@ -254,12 +252,12 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     before, counted, dynamo_s, started = set(counters), read_counts(), _dynamo_s(), time.perf_counter()
     call = copies()
     try:
-        graphs.run(True, *call)
+        graphs.run(True, call)
     except Exception as error:
         if not _is_dynamos(error, _BREAKS):
             raise
         broken_by = first_line(error)
-        graphs.run(False, *copies())
+        graphs.run(False, copies())
     seconds, counts = time.perf_counter() - started, read_counts().since(counted)
     kind = type(call[0])
     if counts.graphs or counts.hits:
@@ -308,20 +306,20 @@ def out_of_stored_files() -> Iterator[None]:
         raise failed
 
 
-def _left_open(dynamic: Dimensions, module: nn.Module, args: Any, kwargs: Any) -> Call:
+def _left_open(dynamic: Dimensions, call: Call) -> Call:
     """The call with marks on the dimensions whose size is left open.
 
     Marks stay on a tensor, and code for marked tensors does not fit others. So the marked tensors are aliases.
     """
     if not dynamic:
-        return module, args, kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+        return call
+    leaves, spec = pytree.tree_flatten(call[1:])
     tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for number, dimension in dynamic:
         place = tensors[number]
         leaves[place] = leaves[place].detach()
         torch._dynamo.mark_dynamic(leaves[place], dimension)
-    return module, *pytree.tree_unflatten(leaves, spec)
+    return call[0], *pytree.tree_unflatten(leaves, spec)
 
 
 def compare_speed(compiled: Callable[..., Any], copies: Callable[[], Call]) -> tuple[float, float]:

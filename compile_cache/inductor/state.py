@@ -16,15 +16,17 @@ import importlib
 import io
 import pickle
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_cache import importable
+from compile_cache.calls.pickling import CallPickler
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.switches import (
     CONTEXTS,
@@ -119,7 +121,7 @@ class ServerState:
         _run_once(self.preparations)
         with contextlib.ExitStack() as stack:
             for option in self.options:
-                stack.enter_context(_option_made(option))
+                _make_option(option, stack)
             if self.device is not None:
                 with _making("the CUDA device"):
                     stack.enter_context(torch.cuda.device(self.device))
@@ -167,17 +169,14 @@ def _options() -> tuple[Option, ...]:
     return tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
-@contextlib.contextmanager
-def _option_made(option: Option) -> Iterator[None]:
-    """Give the option its value in this thread while the context lasts."""
-    with contextlib.ExitStack() as stack:
-        with _making(str(option)):
-            config, value = importlib.import_module(option.module), pickle.loads(option.value)
-            if getattr(config, option.name) != value:
-                stack.enter_context(config.patch({option.name: value}))
-            if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
-                raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
-        yield
+def _make_option(option: Option, stack: contextlib.ExitStack) -> None:
+    """Give the option its value in this thread, and let the stack reset it."""
+    with _making(str(option)):
+        config, value = importlib.import_module(option.module), pickle.loads(option.value)
+        if getattr(config, option.name) != value:
+            stack.enter_context(config.patch({option.name: value}))
+        if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
+            raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
 
 
 @contextlib.contextmanager
@@ -221,19 +220,10 @@ def _run_once(preparations: Iterable[str]) -> None:
         if name in _RUN.get():
             continue
         try:
-            importable.find(name)()
+            resolve_name(name)()
         except Exception as error:  # a model family's own code
             raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
         _RUN.set(_RUN.get() | {name})
-
-
-class _Pickler(pickle.Pickler):
-    """Refuses functions and classes that only this process can import."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | types.FunctionType) and (reason := importable.why_not(value.__module__)):
-            raise pickle.PicklingError(f"{value!r}: {reason}")
-        return NotImplemented
 
 
 def _pack(value: Any, name: str) -> bytes:
@@ -244,7 +234,7 @@ def _pack(value: Any, name: str) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        CallPickler(buffer, nn.Identity()).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ raises
         raise NotHandedOver(
             f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "

@@ -39,9 +39,7 @@ _NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
 # The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
-    ("cuda", "all"),
-    ("mkldnn", "all"),
-    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")),
+    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
 )
 
 

@@ -21,9 +21,9 @@ import importlib
 import json
 import logging
 import os
-import pkgutil
 from contextvars import ContextVar
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _memory_format_by_name(value: torch.memory_format) -> tuple[Any, ...]:
     By default it writes the first of all modules that has the name `torch`. In Cog's server that can be the predictor,
     and another process never found the graph.
     """
-    return pkgutil.resolve_name, (str(value).replace(".", ":", 1),)
+    return resolve_name, (str(value).replace(".", ":", 1),)
 
 
 def is_switched_off() -> bool:

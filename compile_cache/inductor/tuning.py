@@ -21,6 +21,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def unread_files(paths: Iterable[str]) -> set[str]:
         return set()
     unread: set[str] = set()
     for folder, files in folders.items():
-        kernel = next((_stem(path) for path in files if path.endswith(_BINARIES)), None)
+        kernel = next((Path(path).stem for path in files if path.endswith(_BINARIES)), None)
         if kernel is None or folder in whole:
             continue  # a launcher, or a folder of which everything is needed
         if folder in binary:
@@ -126,10 +127,6 @@ def _benchmarked_names() -> set[str]:
     return {_UNNAMED} | {f"triton_{name}" for name in TritonTemplate.all_templates}
 
 
-def _stem(path: str) -> str:
-    return path.rpartition("/")[2].rpartition(".")[0]
-
-
 def _trim_bundles() -> None:
     from torch._inductor.triton_bundler import TritonBundler
 
@@ -155,7 +152,7 @@ def _trimmed(bundle: Any) -> Any:
         binaries = [artifact for artifact in kernel.artifacts if artifact.filename.endswith(_BINARIES)]
         if kernel.kernel_hash in launched:
             kept.append(replace(kernel, artifacts=binaries))
-        elif not any(_stem(artifact.filename) in benchmarked for artifact in binaries):
+        elif not any(Path(artifact.filename).stem in benchmarked for artifact in binaries):
             kept.append(kernel)
     return replace(bundle, kernel_artifacts=kept)
 

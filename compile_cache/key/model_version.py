@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -102,7 +101,7 @@ def _weights_identity(path: Path) -> bytes:
     header = b""
     if path.suffix == ".safetensors" and size_bytes >= 8:
         with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            header_bytes = int.from_bytes(file.read(8), "little")
             header = file.read(min(header_bytes, _LARGEST_HEADER_BYTES))
     return f"{size_bytes}\n".encode() + header
 

@@ -43,14 +43,13 @@ def copy_versions(
     """
     copied = Copied()
     there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
-    vanished: dict[str, RefusedPack] = {}
     for _ in range(_MOST_LISTINGS):
         catalog = read_catalog(source)
         versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
         # The oldest first, so that `target` lists them in the same order.
         done = copied.packs.keys() | copied.refused.keys()
         packs = [pack for version in versions for pack in version.packs if pack.name not in done]
-        vanished = {}
+        vanished: dict[str, RefusedPack] = {}
         for pack in packs:
             if (pack.name, pack.size_bytes) in there:
                 copied.present[pack.name] = pack
@@ -89,5 +88,5 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     with local.open("wb") as file:
         for start in range(0, pack.size_bytes, READ_BYTES):
             file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
-    verify_pack(LocalStore(folder), pack.name, pack.size_bytes, rules)
+    verify_pack(LocalStore(folder), pack, rules)
     return local

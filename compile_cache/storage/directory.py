@@ -106,6 +106,7 @@ class CacheDirectory:
         self.inbox = root / f"{number}.inbox"
         self.outbox = root / f"{number}.outbox"
         self.logs = root / f"{number}.logs"
+        self.compilers = root / f"{number}.compilers"
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
         self.outgoing = Outgoing(self)
@@ -130,7 +131,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    beside = directory.inbox, directory.outbox, directory.logs, compilers_folder(directory.path)
+                    beside = directory.inbox, directory.outbox, directory.logs, directory.compilers
                     for folder in (directory.path, *beside):
                         make_empty(folder)
                 except OSError:
@@ -172,36 +173,23 @@ class CacheDirectory:
     def scan(self, finished_ns: float = math.inf) -> dict[str, int]:
         """All artifacts that were last changed until `finished_ns`: the time of that, in ns, by path inside the
         directory. Reads no file, and follows no link: if a link has replaced the directory, there are none."""
-        files = _walk(self.path, "") if self.path.resolve() == self._place else ()
+        files = _walk(self.path) if self.path.resolve() == self._place else ()
         return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns}
-
-
-def compilers_folder(path: Path) -> Path:
-    """The folder for temporary files of the compilers of the second process, which compiles in the folder `path`."""
-    return path.with_name(f"{path.name.translate(_DIGITS)}.compilers")
 
 
 def scan_folder(root: Path) -> set[str]:
     """All artifacts below `root` by relative path. Reads no file."""
-    return {path for path, _ in _walk(root, "")}
+    return {path for path, _ in _walk(root)}
 
 
-def _walk(root: Path, folder: str) -> Iterator[tuple[str, int]]:
-    try:
-        entries = list(os.scandir(root / folder))
-    except (FileNotFoundError, PermissionError):  # a temporary folder, renamed meanwhile, or a removed or closed one
-        return
-    for entry in entries:
-        path = f"{folder}{entry.name}"
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name not in _LEFT_OUT_FOLDERS and not entry.name.startswith("tmp."):
-                yield from _walk(root, path + "/")
-        elif entry.is_file(follow_symlinks=False) and is_artifact(entry.name):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # a temporary file, renamed meanwhile
-                continue
-            yield path, status.st_mtime_ns
+def _walk(root: Path) -> Iterator[tuple[str, int]]:
+    for parent, folders, names in os.walk(root):  # it passes by a temporary folder, renamed meanwhile, and a closed one
+        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS and not name.startswith("tmp.")]
+        for path in [f"{parent}/{name}" for name in names if is_artifact(name)]:
+            with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode):
+                    yield path.removeprefix(f"{root}/"), status.st_mtime_ns
 
 
 def _own(root: Path) -> None:
@@ -232,7 +220,6 @@ def _own(root: Path) -> None:
 
 
 _OURS = re.compile(r"\d+(\.\w+)?|[a-j]+")  # letters: folders of the compiling process
-_DIGITS = str.maketrans("abcdefghij", "0123456789")
 _REMEDY = "Set COMPILE_CACHE_DIR to a folder that does not exist yet, where this user may make one."
 
 
@@ -279,10 +266,8 @@ def _remove_abandoned(parent: Path) -> None:
             status = root.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             # Without a lock file, its process is still making it.
-            if not is_ours or not (root / "0.lock").exists() or (lock_fd := _lock(root / "0.lock")) is None:
-                continue
-            shutil.rmtree(root, ignore_errors=True)
-            os.close(lock_fd)
+            if is_ours and (root / "0.lock").exists() and not is_claimed(root / "0"):
+                shutil.rmtree(root, ignore_errors=True)
 
 
 def is_artifact(name: str) -> bool:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
@@ -18,19 +18,10 @@ from compile_cache.storage.catalog import predecessors
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
-from compile_cache.storage.rules import (
-    HEAD_READ_BYTES,
-    WHOLE_PACK_BYTES,
-    HeadReader,
-    Rules,
-    StoredPack,
-    room_beside,
-)
+from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, Abandoned, in_daemon_threads, read_pieces
+from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
 
-# A key with more packs has mostly small packs. Their first read takes only the head.
-_MANY_PACKS = 16
 _MOST_LISTINGS = 5
 USED = "used-"
 
@@ -77,7 +68,6 @@ class PacksOfKey:
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
-        self.is_listed = False
         # Packs that count as absent, by name, with the kind of error.
         self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
 
@@ -97,40 +87,35 @@ class PacksOfKey:
         self.uses = {name for name in names if name.startswith(USED)}
         return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
 
-    def refresh(self, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None) -> None:
+    def refresh(self, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
         merged into another one: then list again.
 
         Raises:
-            StoreError: the store cannot be listed, or `abandoned` was set.
+            StoreError: the store cannot be listed.
+            Abandoned: `abandoned` was set.
         """
         vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
-            before, vanished = vanished, self._look(first_bytes, abandoned)
+            before, vanished = vanished, self._look(abandoned)
             if not set(vanished) - set(before):
                 break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
             self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
-        self.is_listed = True
 
-    def _look(self, first_bytes: int, abandoned: threading.Event | None) -> Sequence[str]:
+    def _look(self, abandoned: threading.Event | None) -> Sequence[str]:
         """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
         entries = self.list()
-        first_bytes = first_bytes if len(entries) <= _MANY_PACKS else HEAD_READ_BYTES
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
         vanished: list[str] = []
         self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
         reader = HeadReader(self.store, self.rules, found.values())
 
         def look(entry: StoredObject) -> None:
-            if abandoned is not None and abandoned.is_set():
-                raise Abandoned(f"{entry.name} was not read: the time is up")
             try:
-                found[entry.name] = reader.read(entry, first_bytes, abandoned)
+                found[entry.name] = reader.read(entry, abandoned)
             except ObjectNotFound:
                 vanished.append(entry.name)
-            except Abandoned:
-                raise
             except (PackError, StoreError) as error:
                 self._refuse(entry.name, error)
 
@@ -158,10 +143,6 @@ class PacksOfKey:
 
     def _refuse(self, name: str, error: PackError | StoreError) -> None:
         self._refused[name] = RefusedPack.after(name, error), type(error)
-
-    def forget_beginnings(self) -> None:
-        """Free the first bytes of packs once they are unpacked. The packs stay known as long as the process lives."""
-        self.known = {name: replace(pack, beginning=b"") for name, pack in self.known.items()}
 
     def select(self) -> Selection:
         """The files to restore: those of all packs, up to the limit of unpacked bytes."""
@@ -280,12 +261,13 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
 
     Raises:
-        StoreError: the store cannot be listed, or `abandoned` was set.
+        StoreError: the store cannot be listed.
+        Abandoned: `abandoned` was set.
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
     task = _Unpacking(packs.store, directory.inbox, abandoned)
-    packs.refresh(WHOLE_PACK_BYTES, abandoned)
+    packs.refresh(abandoned)
     listings = 1
     while True:
         selection = packs.select()
@@ -297,9 +279,8 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
             packs.drop(pack.entry, error)
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
-            packs.refresh(WHOLE_PACK_BYTES, abandoned)
-    stored_bytes = task.stored_bytes + sum(len(pack.beginning) for pack, _ in needed)
-    packs.forget_beginnings()
+            packs.refresh(abandoned)
+    stored_bytes = task.stored_bytes + sum(pack.head.start for pack, _ in needed)
     folders, names = [task.folder(pack) for pack in selection.packs], tuple(pack.entry.name for pack, _ in needed)
     seconds = time.perf_counter() - started
     return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
@@ -349,8 +330,6 @@ class _Unpacking:
                 return
             try:
                 self._unpack_group(pack, group)
-            except Abandoned:
-                raise
             except (PackError, StoreError) as error:
                 failures[pack.entry.name] = pack, error
 
@@ -373,9 +352,9 @@ class _Unpacking:
 
     def _unpack_group(self, pack: StoredPack, group: list[Run]) -> None:
         start, sizes = group[0].start, [size_bytes for run in group for size_bytes in run.frame_sizes]
-        frames = read_pieces(self._store, pack.entry.name, start, sizes, pack.beginning, self._abandoned)
+        frames = read_pieces(self._store, pack.entry.name, start, sizes, self._abandoned)
         for run in group:
             unpack_run(frames, run, self.folder(pack))
         with self._lock:
             self._done.update((pack.entry.name, run.start) for run in group)
-            self.stored_bytes += max(0, group[-1].end - max(start, len(pack.beginning)))
+            self.stored_bytes += group[-1].end - start

@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from compile_cache.errors import ObjectNotFound, PackError, StoreError
+from compile_cache.errors import ObjectNotFound, PackError
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
 from compile_cache.storage.fetch import USED, PacksOfKey, choose
@@ -38,7 +39,7 @@ class Merged:
 class Publication:
     """Publishes files of `directory` under the key of `packs`. For one thread at a time.
 
-    Without a store to write, each method raises StoreError.
+    Without a store to write, nothing may be published: see `Settings.may_publish`.
     """
 
     def __init__(
@@ -46,27 +47,20 @@ class Publication:
     ) -> None:
         self.packs = packs
         self.directory = directory
-        self._store = store
+        self._writing = cast(ObjectStore, store)
         self._environment = environment
         # Files that the last `stage` left out, because no boot could restore them: why, by path.
         self.left_out: dict[str, str] = {}
-
-    @property
-    def _writing(self) -> ObjectStore:
-        if self._store is None:
-            raise StoreError("there is no store to write to: set COMPILE_CACHE_STORE")
-        return self._store
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
         owners, as `Outgoing.ready` has them. Files that no boot could restore are left out: see `left_out`.
 
         Raises:
-            StoreError: the store was not listed before, and cannot be listed.
+            StoreError: the store cannot be listed.
             OSError: the staging folder cannot be written.
         """
-        if not self.packs.is_listed:
-            self.packs.refresh()
+        self.packs.refresh()
         self.left_out = {}
         staged: list[Pack] = []
         make_empty(self.directory.outbox)
@@ -90,15 +84,12 @@ class Publication:
 
     def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
         """Write a part as a pack. If a boot would refuse it beside the others of its key, write its halves instead."""
-        room = self.packs.room_beside(staged)
-        why = f"its key has room for no more than {room}"
-        if sum(map(_size_bytes, part)) <= room.size_bytes and len(part) <= room.files:
-            pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
-            why = self.packs.why_refused(pack, room, staged)
-            if not why:
-                staged.append(pack)
-                return
-            pack.local.unlink()
+        pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
+        why = self.packs.why_refused(pack, self.packs.room_beside(staged), staged)
+        if not why:
+            staged.append(pack)
+            return
+        pack.local.unlink()
         if len(part) > 1:
             middle = len(part) // 2
             self._write(part[:middle], creator, staged)
@@ -155,7 +146,7 @@ class Publication:
         store.put(name, pack.local)
         pack.local.unlink()
         try:
-            verify_pack(store, name, pack.stored_bytes, rules)
+            verify_pack(store, StoredObject(name, pack.stored_bytes, pack.manifest.created_s), rules)
         except ObjectNotFound:  # somebody else has merged it already
             return Merged()
         except PackError:

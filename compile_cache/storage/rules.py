@@ -4,7 +4,6 @@ whole packs are verified.
 
 from __future__ import annotations
 
-import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +26,8 @@ from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import in_daemon_threads, read_exactly, read_pieces
 
-# A first read of 1 MiB gets all of a pack of usual size. A first read of 64 KiB gets the head of most packs.
-WHOLE_PACK_BYTES = 1 << 20
-HEAD_READ_BYTES = 64 << 10
-# A longer head waits for its turn: it is read while no other head is unpacked.
-_USUAL_HEAD_BYTES = 1 << 20
-_MOST_KEPT_BYTES = 16 << 20
+# The first read of a pack, which gets the head of most.
+HEAD_READ_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +75,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class StoredPack:
-    """A pack in the store: its verified head, and its first bytes as far as they are in memory."""
+    """A pack in the store, and its verified head."""
 
     entry: StoredObject
     head: Head
-    beginning: bytes = b""
 
 
 def room_beside(limits: Limits, heads: Iterable[Head]) -> Limits:
@@ -98,8 +92,8 @@ class HeadReader:
     """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
     pack.
 
-    Several threads may read. They fetch usual heads in parallel, but unpack and check one at a time. So memory holds
-    one unpacked manifest, and the files of the usable packs.
+    Several threads may read. They fetch usual heads in parallel, but read the rest of a longer one, unpack and check
+    one at a time. So memory holds one unpacked manifest, and the files of the usable packs.
     """
 
     def __init__(self, store: ReadableStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
@@ -107,13 +101,10 @@ class HeadReader:
         self._store = store
         self._rules = rules
         self.room = room_beside(rules.limits, (pack.head for pack in known))
-        self._kept_bytes = 0
         self._turn = threading.Lock()
 
-    def read(
-        self, entry: StoredObject, first_bytes: int = HEAD_READ_BYTES, abandoned: threading.Event | None = None
-    ) -> StoredPack:
-        """The pack with its verified head; the first read asks for `first_bytes`.
+    def read(self, entry: StoredObject, abandoned: threading.Event | None = None) -> StoredPack:
+        """The pack with its verified head.
 
         Raises:
             TooManyPacks: the other heads leave no room for this one.
@@ -124,19 +115,14 @@ class HeadReader:
         limits = self._rules.limits
         if entry.size_bytes > limits.size_bytes:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
-        beginning = read_exactly(self._store, entry.name, 0, min(first_bytes, entry.size_bytes), abandoned)
-        end = min(head_bytes(beginning, limits), entry.size_bytes)
-        if len(beginning) < end <= _USUAL_HEAD_BYTES:
-            beginning += read_exactly(self._store, entry.name, len(beginning), end - len(beginning), abandoned)
-
-        def content() -> bytes:
-            is_read = len(beginning) >= end
-            return beginning if is_read else read_exactly(self._store, entry.name, 0, end, abandoned)
-
+        content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
+        end = min(head_bytes(content, limits), entry.size_bytes)
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
+            if len(content) < end:
+                content = read_exactly(self._store, entry.name, 0, end, abandoned)
             try:
-                head = read_head(content(), name, self.room, self._rules.trusted)
+                head = read_head(content, name, self.room, self._rules.trusted)
             except PackError as error:
                 traceback.clear_frames(error.__traceback__)  # they would keep the head in memory
                 if not isinstance(error, ManifestTooLarge) or self.room == limits:
@@ -147,8 +133,7 @@ class HeadReader:
             if head.manifest.key.prefix != f"{folder}/":
                 raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
             self.room = self.room.less(0, len(head.manifest.files), head.weight_bytes)
-            self._kept_bytes += len(beginning)
-            return StoredPack(entry, head, beginning if self._kept_bytes <= _MOST_KEPT_BYTES else b"")
+            return StoredPack(entry, head)
 
 
 class PackState(StrEnum):
@@ -176,16 +161,16 @@ class VerifiedPack:
     signed_by: str | None = None
 
 
-def verify_pack(store: ReadableStore, name: str, size_bytes: int, rules: Rules) -> Head:
+def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head:
     """Read a whole pack from `store`, verify everything in it, and keep nothing.
 
     Raises:
         PackError: the pack is damaged or forbidden. The message says why.
         StoreError: the pack cannot be read.
     """
-    head = HeadReader(store, rules).read(StoredObject(name, size_bytes, 0.0)).head
+    head = HeadReader(store, rules).read(entry).head
     in_daemon_threads(
-        lambda run: unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, None),
+        lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None),
         runs(head),
     )
     return head
@@ -193,29 +178,22 @@ def verify_pack(store: ReadableStore, name: str, size_bytes: int, rules: Rules) 
 
 def verify_all(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
     """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    found = (
-        _verify(store, entry, rules, functools.partial(verify_pack, store, entry.name, entry.size_bytes, rules))
-        for entry in entries
-    )
+    found = (_verify(store, entry, rules, lambda pack: verify_pack(store, pack, rules)) for entry in entries)
     return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
 
 
 def verify_heads(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
-    """Verify the heads of one key's packs, several at a time, and return them in order. Packs that no longer exist are
-    left out."""
-    found: dict[str, VerifiedPack | None] = {}
+    """Verify the heads of one key's packs, one after the other. Packs that no longer exist are left out."""
     reader = HeadReader(store, rules)
-
-    def look(entry: StoredObject) -> None:
-        found[entry.name] = _verify(store, entry, rules, lambda: reader.read(entry).head)
-
-    in_daemon_threads(look, entries)
-    return [pack for entry in entries if (pack := found[entry.name])]
+    found = (_verify(store, entry, rules, lambda pack: reader.read(pack).head) for entry in entries)
+    return [pack for pack in found if pack]
 
 
-def _verify(store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[], Head]) -> VerifiedPack | None:
+def _verify(
+    store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[StoredObject], Head]
+) -> VerifiedPack | None:
     try:
-        head = read()
+        head = read(entry)
         sound = VerifiedPack(entry, PackState.SOUND, "", head, head.signed_by)
         return sound if rules.trusted or head.signed_by is None else _verify_own_signature(store, sound, rules)
     except ObjectNotFound:

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import struct
 import tempfile
 import time
@@ -56,7 +57,6 @@ _HEADER = struct.Struct("<8sIIII")  # identity, pack version, manifest frame byt
 _IDENTITY = b"compcach"
 HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
 
-_CHUNK_BYTES = 1 << 20
 _MOST_SIGNATURE_BYTES = 4096
 # Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
@@ -139,8 +139,7 @@ def write_pack(
         with replacing(folder / name) as file:
             file.write(head)
             body.seek(0)
-            while chunk := body.read(_CHUNK_BYTES):
-                file.write(chunk)
+            shutil.copyfileobj(body, file, FRAME_BYTES)
     signed_by = signer.public_key if signer else None
     return Pack(manifest, len(head), signed_by, weight_of(text), local=folder / name)
 
@@ -329,9 +328,6 @@ def _decompress(stored: bytes, size_bytes: int) -> bytes:
     try:
         if zstandard.frame_content_size(stored) != size_bytes:
             raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
-        data = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PackError(f"its frame is damaged: {error}") from error
-    except MemoryError as error:
-        raise PackError(f"its frame of {size_bytes} bytes does not fit into memory") from error
-    return data

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from compile_cache.errors import StoreError, StoreUnavailable
+from compile_cache.errors import CompileCacheError, StoreUnavailable
 from compile_cache.storage.stores.base import ReadableStore
 
 _T = TypeVar("_T")
@@ -77,27 +77,21 @@ def within_limit(what: str, size_bytes: int | None, work: Callable[[], _T]) -> _
     return done.result()
 
 
-class Abandoned(StoreError):
-    """The caller's time is up. The object itself may be fine."""
+class Abandoned(CompileCacheError):
+    """The caller's time is up. Neither the store nor the object is to blame."""
 
 
 def read_pieces(
-    store: ReadableStore,
-    name: str,
-    start: int,
-    sizes: Sequence[int],
-    beginning: bytes = b"",
-    abandoned: threading.Event | None = None,
+    store: ReadableStore, name: str, start: int, sizes: Sequence[int], abandoned: threading.Event | None = None
 ) -> Iterator[bytes]:
     """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
 
-    `beginning` has the object's first bytes, if they were read already.
-
     Raises:
-        StoreError: the store cannot be read. `Abandoned`: the bytes are no longer wanted.
+        StoreError: the store cannot be read.
+        Abandoned: the bytes are no longer wanted.
     """
     end = start + sum(sizes)
-    buffer = memoryview(beginning)[start:end]
+    buffer = memoryview(b"")
     for size_bytes in sizes:
         while len(buffer) < size_bytes:
             position = start + len(buffer)
@@ -116,7 +110,8 @@ def read_exactly(
 
     Raises:
         StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
-        StoreError: the object cannot be read. `Abandoned`: the bytes are no longer wanted.
+        StoreError: the object cannot be read.
+        Abandoned: the bytes are no longer wanted.
     """
     data = b""
     started = time.monotonic()
