@@ -6,9 +6,10 @@
 
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
-restored code, after a cold boot that fills the store. `--against` allows `eager_other` and `warm_other`, those of an
-older checkout. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read
-them are timed first. Each boot is added to --out as a JSON line.
+restored code, after a cold boot that fills the store; `warm_block` loads no code after READY. `--against`
+allows `eager_other` and `warm_other`, those of an older checkout. Three requests follow each boot of predict.py. With
+--drop-pages, the weights leave the page cache before each boot, and eight threads that only read them are timed first.
+Each boot is added to --out as a JSON line.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ sys.path.append(str(ROOT / "demo"))
 from cog_server import CogServer
 
 _POLL_S = 0.01
-_QUIET_S = 8.0
 _READ_BYTES = 32 << 20
 _WAYS = {"plain_to": {}, "plain_device_map": {}, "plain_parallel": {"HF_ENABLE_PARALLEL_LOADING": "YES"}}
 KINDS = (*_WAYS, "eager", "warm")
+_REQUESTS = 3
 
 
 def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
@@ -49,7 +50,9 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     of = "eager" if kind.startswith("eager") else "warm"
     environ = boot_environment(work, of, work / "store", root)
-    environ |= {"MODEL": str(model.folder), "COMPILE_CACHE_COLD_START": "block", **model.variables}
+    environ |= {"MODEL": str(model.folder), **model.variables}
+    if kind.startswith("cold") or kind == "warm_block":
+        environ["COMPILE_CACHE_COLD_START"] = "block"
     environ |= {"COMPILE_CACHE_REPORT": str(report), "PLAIN": kind.removeprefix("plain_"), **_WAYS.get(kind, {})}
     if args.drop_pages:
         drop_pages(model.folder)
@@ -63,28 +66,24 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
             if time.monotonic() > began + args.timeout:
                 raise SystemExit(f"the {kind} boot took more than {args.timeout:g} s; see {log}")
             time.sleep(_POLL_S)
-        ready_s = time.monotonic() - began
-        if kind in ("cold", "cold_other"):
+        ready_s, requests = time.monotonic() - began, list[float]()
+        for _ in range(0 if kind in _WAYS else _REQUESTS):
+            asked = time.monotonic()
             server.predict(**model.inputs)
-            wait_published(work / "store", args.timeout)
+            requests.append(round(time.monotonic() - asked, 3))
         server.stop(signal.SIGTERM, 120)
-    line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "cores": len(os.sched_getaffinity(0))}
+    line: dict[str, Any] = {
+        "kind": kind,
+        "ready_s": ready_s,
+        "requests": requests,
+        "cores": len(os.sched_getaffinity(0)),
+    }
     if report.exists():
         found = json.loads(report.read_text())
         line |= {"phases": found["phases"], "memory": found.get("device_peak_bytes"), "spans": found.get("spans")}
         line["regions"] = [region["settled"] for region in found["regions"]]
     line["lines"] = [text for text in log.read_text().splitlines() if "plain:" in text or "weights.early" in text]
     return line
-
-
-def wait_published(store: Path, timeout_s: float) -> None:
-    """Until nothing has been added to the store for some seconds."""
-    deadline = time.monotonic() + timeout_s
-    known, since = -1, time.monotonic()
-    while time.monotonic() < min(deadline, since + _QUIET_S):
-        if (count := sum(1 for _ in store.rglob("*"))) != known:
-            known, since = count, time.monotonic()
-        time.sleep(1.0)
 
 
 def drop_pages(folder: Path) -> None:
@@ -147,8 +146,7 @@ def main() -> None:
     args, begun = parser.parse_args(), time.monotonic()
     args.store = args.store.resolve()
     model, kinds = Model.of(args), args.kinds.split(",")
-    first = [kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")]
-    for kind in first:
+    for kind in {"cold_other" if kind.endswith("other") else "cold" for kind in kinds if kind.startswith("warm")}:
         if not (args.store / kind).exists():
             print(boot(kind, model, args), flush=True)
             (args.store / kind).touch()

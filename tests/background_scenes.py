@@ -121,6 +121,21 @@ def again(*rows: str) -> dict[str, Any]:
     return told | {"waiting": boot.waiting, "report": report(boot)}
 
 
+def after_ready() -> dict[str, Any]:
+    """A boot that gets its model after READY."""
+    with compile_cache.boot(MODEL) as boot:
+        pass
+    from background_blocks import Model, Norm, predict
+
+    model = Model(Norm)
+    boot.compile(model)
+    at_once, _ = served(boot, lambda: predict(model, 4, Norm))
+    is_done = boot.wait_compiled(PATIENCE_S)
+    predict_once(boot, lambda: predict(model, 4, Norm))
+    later, _ = served(boot, lambda: predict(model, 4, Norm))
+    return {"at_once": at_once, "is_done": is_done, "later": later}
+
+
 def begun(boot: Boot, classes: tuple[type[nn.Module], ...]) -> nn.Module:
     """A model of these classes that is warmed up with four rows."""
     from background_blocks import Model, predict

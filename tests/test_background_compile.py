@@ -152,6 +152,13 @@ def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, 
     assert told["known"]["served"] == {"Wide": "precompiled"}
 
 
+def test_a_model_that_is_given_after_ready_is_compiled_too(tmp_path):
+    told = play(tmp_path, "after_ready")
+    assert told["at_once"]["served"] == {"Norm": "eager"}
+    assert told["is_done"]
+    assert told["later"]["served"] == {"Norm": "precompiled"}
+
+
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory) -> Told:
     return play(tmp_path_factory.mktemp("kinds"), "kinds")

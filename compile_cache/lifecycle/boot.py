@@ -178,9 +178,11 @@ class Boot:
             return
         from compile_cache.inductor.function_file import has_artifacts
 
-        self._join()
-        regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
-        if regions is not None and regions.policy.artifacts is not None:
+        with self.timed("preload"):
+            self._join()
+            regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
+            if regions is None or regions.policy.artifacts is None:
+                return
             with self._degrading("load precompiled regions ahead"):
                 self._preloading = _load_ahead(regions.policy.artifacts.prefetch)
 
@@ -226,6 +228,8 @@ class Boot:
 
                     is_hit = self.report.restore.outcome == "hit"
                     self._regions = Regions(self._settings, self._directory, is_hit)
+                    if self.report.ready_s:
+                        self._regions.policy.release()
             return self._regions
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:

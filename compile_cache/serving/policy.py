@@ -55,7 +55,8 @@ class Policy:
     ) -> None:
         self._settings = settings
         self._directory = directory
-        marks = [path for path in directory.scan() if path.endswith(COMPARED)] if is_hit else []
+        stored = directory.scan()
+        marks = [path for path in stored if path.endswith(COMPARED)] if is_hit else []
         self.proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
         self._calls = calls
         self.moment = Moment()
@@ -70,7 +71,7 @@ class Policy:
         self._released = threading.Event()
         self._opening = threading.Lock()
         self.outgoing = directory.outgoing
-        if settings.cold_start == "block" or has_artifacts(directory.scan()):
+        if settings.cold_start == "block" or has_artifacts(stored):
             self.open()
 
     @property
