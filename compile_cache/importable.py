@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
-from pkgutil import resolve_name
 from typing import Any
 
 # Modules that are missing in another process, or are others there.
@@ -13,8 +13,23 @@ _OWN_MODULES = ("__main__", "__mp_main__")
 _BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
 
 
+def find(reference: str) -> Any:
+    """The object of `module:qualified.name`, or the module of `module:`.
+
+    A module's name may have any characters: transformers and diffusers name folders of code from the hub after commits.
+
+    Raises:
+        Exception: any, if the module cannot be imported or has no such name.
+    """
+    module, _, name = reference.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in filter(None, name.split(".")):
+        found = getattr(found, part)
+    return found
+
+
 def reference(value: Any) -> str:
-    """The name under which `pkgutil.resolve_name` gives the same object: `module:qualified.name`, or `module:`.
+    """The name under which `find` gives the same object: `module:qualified.name`, or `module:`.
 
     Raises:
         LookupError: the object has no such name.
@@ -23,8 +38,8 @@ def reference(value: Any) -> str:
         return f"{value.__name__}:"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     try:
-        found = resolve_name(f"{module}:{name}") if module and name else None
-    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
+        found = find(f"{module}:{name}") if module and name else None
+    except (ImportError, AttributeError):
         found = None
     if found is not value:
         raise LookupError(f"{name or f'a {type(value).__qualname__}'} cannot be imported")

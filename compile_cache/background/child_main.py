@@ -22,10 +22,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NoReturn
 
 from compile_cache.errors import causes
+from compile_cache.importable import find
 
 Handler = Callable[[bytes], bytes]
 
@@ -81,7 +81,7 @@ def _handler(setup: bytes) -> Handler:
     name, _, argument = setup.partition(b"\0")
     gc.disable()
     try:
-        handler: Handler = resolve_name(name.decode())(argument)
+        handler: Handler = find(name.decode())(argument)
         return handler
     finally:
         gc.freeze()

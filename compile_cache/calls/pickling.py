@@ -15,7 +15,6 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from compile_cache.calls.description import OPERATORS
 from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line
-from compile_cache.importable import named_objects, why_not
+from compile_cache.importable import find, named_objects, why_not
 
 log = logging.getLogger("compile_cache")
 
@@ -175,7 +174,7 @@ class CallPickler(pickle.Pickler):
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
         elif name := self.name(value):
-            return resolve_name, (name,)
+            return find, (name,)
         return NotImplemented
 
 
@@ -226,11 +225,11 @@ def _reduce_by_kind(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         if reason := why_not(value.__name__):
             raise NotHandedOver(f"the module {value.__name__} cannot be handed over: {reason}")
-        return resolve_name, (f"{value.__name__}:",)
+        return find, (f"{value.__name__}:",)
     if isinstance(value, types.MethodType):  # torchao's are methods of partial functions, which have no name
         return NotImplemented if hasattr(value, "__name__") else (_method, (value.__func__, value.__self__))
     if isinstance(value, OPERATORS):
-        return resolve_name, (f"torch:ops.{value}",)  # "torch:ops.aten.silu.default"
+        return find, (f"torch:ops.{value}",)  # "torch:ops.aten.silu.default"
     raise NotHandedOver(f"a {type(value).__module__}.{type(value).__qualname__} cannot be handed over")
 
 

@@ -17,7 +17,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,6 +35,7 @@ from compile_cache.calls.spec import (
     why_eager,
 )
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
+from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
@@ -83,7 +83,7 @@ class Precompiled:
             ArtifactError: the function cannot be loaded, or a global has changed.
         """
         try:
-            externals = {name: resolve_name(name) for name in record.globals}
+            externals = {name: find(name) for name in record.globals}
             self._loaded = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
@@ -299,8 +299,8 @@ def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
 
 def _code_at(module: str, qualified: str) -> types.CodeType | None:
     try:
-        return _code_of(resolve_name(f"{module}:{qualified}"))
-    except (ImportError, AttributeError, ValueError):  # a ValueError for `<locals>` in the name
+        return _code_of(find(f"{module}:{qualified}"))
+    except (ImportError, AttributeError):
         return None
 
 

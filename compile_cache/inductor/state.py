@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -220,7 +219,7 @@ def _run_once(preparations: Iterable[str]) -> None:
         if name in _RUN.get():
             continue
         try:
-            resolve_name(name)()
+            importable.find(name)()
         except Exception as error:  # a model family's own code
             raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
         _RUN.set(_RUN.get() | {name})
