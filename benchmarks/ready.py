@@ -6,10 +6,9 @@
 
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
-restored code, after a cold boot that fills the store; `warm_block` loads no code after READY. `--against`
-allows `eager_other` and `warm_other`, those of an older checkout. Three requests follow each boot of predict.py. With
---drop-pages, the weights leave the page cache before each boot, and eight threads that only read them are timed first.
-Each boot is added to --out as a JSON line.
+restored code, after a cold boot that fills the store. `--against` allows `eager_other` and `warm_other`, those of an
+older checkout. Three requests follow each boot of predict.py. With --drop-pages, the weights leave the page cache
+before each boot, and eight threads that only read them are timed first. Each boot is added to --out as a JSON line.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     of = "eager" if kind.startswith("eager") else "warm"
     environ = boot_environment(work, of, work / "store", root)
     environ |= {"MODEL": str(model.folder), **model.variables}
-    if kind.startswith("cold") or kind == "warm_block":
+    if kind.startswith("cold"):
         environ["COMPILE_CACHE_COLD_START"] = "block"
     environ |= {"COMPILE_CACHE_REPORT": str(report), "PLAIN": kind.removeprefix("plain_"), **_WAYS.get(kind, {})}
     if args.drop_pages:
