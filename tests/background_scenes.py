@@ -128,8 +128,12 @@ def after_ready() -> dict[str, Any]:
     from background_blocks import Model, Norm, predict
 
     model = Model(Norm)
-    boot.compile(model)
-    at_once, _ = served(boot, lambda: predict(model, 4, Norm))
+
+    def load_and_predict() -> torch.Tensor:
+        boot.compile(model)
+        return predict(model, 4, Norm)
+
+    at_once, _ = served(boot, load_and_predict)
     is_done = boot.wait_compiled(PATIENCE_S)
     predict_once(boot, lambda: predict(model, 4, Norm))
     later, _ = served(boot, lambda: predict(model, 4, Norm))

@@ -35,9 +35,9 @@ def main() -> None:
 
             sys.path.insert(0, arguments.code)
             from toy_model import CheatingModel, ToyModel, run
-        boot.preload()
         if arguments.thread_count:
             torch.set_num_threads(arguments.thread_count)
+        boot.preload()
         model = (CheatingModel if arguments.cheat else ToyModel)().eval()
         if not arguments.restore_alone:
             boot.compile(model)

@@ -29,6 +29,7 @@ from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
+from compile_cache.storage.directory import Outgoing
 
 close = torch.testing.assert_close
 CACHED = Settings(precompile=False)
@@ -492,6 +493,27 @@ def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_insta
     warm_up(compiler, lambda: [one(tensor()), another(tensor())])
     assert only_report(compiler).step == "precompiled"
     assert len(compared) == comparisons
+
+
+def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it_itself(directory):
+    modules = [build(Product), build(Product)]
+    first = boot(directory, *modules)
+    warm_up(first, lambda: [module(tensor()) for module in modules])
+    owners = first.policy.outgoing.ready(is_ending=True)
+    assert len(marks := [path for path in owners if path.endswith(".compared")]) == 1
+    modules = [build(Product), build(Product)]
+    directory.outgoing = Outgoing(directory)
+    directory.outgoing.plant(owners)
+    second = Regions(resolve_cold_start(Settings()), directory)
+    for module in modules:
+        second.compile(module)
+    with torch.inference_mode(), second.watching():
+        modules[0](tensor())
+        published = second.policy.outgoing.ready(is_ending=True)
+        assert [path for path in published if path.endswith(".aot")]
+        assert not published.keys() & {*marks}
+        modules[1](tensor())
+    assert {*marks} <= second.policy.outgoing.ready(is_ending=True).keys()
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):

@@ -42,6 +42,11 @@ def has_artifacts(paths: Iterable[str]) -> bool:
     return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
+def mark_of(path: str) -> str:
+    """The path of the mark beside an artifact."""
+    return f"{path.removesuffix(SUFFIX)}{COMPARED}"
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The header of an artifact."""

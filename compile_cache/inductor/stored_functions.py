@@ -31,9 +31,9 @@ from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import (
     CACHED,
-    COMPARED,
     PRECOMPILED,
     SUFFIX,
+    mark_of,
     read_artifact,
     write_artifact,
 )
@@ -132,7 +132,7 @@ class Artifacts:
         Raises:
             OSError: the mark cannot be written.
         """
-        mark = f"{path.removesuffix(SUFFIX)}{COMPARED}"
+        mark = mark_of(path)
         if not (self._directory / mark).exists():
             with replacing(self._directory / mark) as file:
                 file.write(b"compared with eager on all instances\n")
@@ -255,7 +255,7 @@ class Artifacts:
         self._refused[path] = reason
         self._ahead.pop(path, None)
         self._functions.pop(path, None)
-        (self._directory / path).with_suffix(COMPARED).unlink(missing_ok=True)
+        (self._directory / mark_of(path)).unlink(missing_ok=True)
 
     def _group(
         self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None

@@ -70,7 +70,7 @@ class Prediction:
 
     def served(self) -> dict[str, Counter[str]]:
         """For each region with calls, the number of calls by the step that served them."""
-        served = {name: after - self._before[name] for name, after in self._serving().items()}
+        served = {name: after - self._before.get(name, Counter()) for name, after in self._serving().items()}
         return {name: steps for name, steps in served.items() if steps}
 
     def _serving(self) -> dict[str, Counter[str]]:

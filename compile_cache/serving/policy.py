@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compile_cache.errors import ArtifactError, Failure, attempt
-from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts
+from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts, mark_of
 from compile_cache.serving.moment import Moment
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -141,11 +141,13 @@ class Policy:
         """Note for later boots that a function was compared on all instances."""
         if self.artifacts is not None:
             marked = attempt(self.artifacts.mark_compared, path)
-            self.outgoing.hand_over([marked] if isinstance(marked, str) else [], path)
+            # No owner's: a version that uses another's function has not compared it yet.
+            self.outgoing.hand_over([marked] if isinstance(marked, str) else [], mark_of(path))
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
         self.outgoing.withdraw(path)
+        self.outgoing.withdraw(mark_of(path))
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
