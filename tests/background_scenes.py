@@ -122,21 +122,22 @@ def again(*rows: str) -> dict[str, Any]:
 
 
 def after_ready() -> dict[str, Any]:
-    """A boot that gets its model after READY."""
+    """A boot that gets a model after READY, and another one in the prediction that needs it."""
     with compile_cache.boot(MODEL) as boot:
         pass
-    from background_blocks import Model, Norm, predict
+    from background_blocks import Model, Norm, Wide, predict
 
-    model = Model(Norm)
+    boot.compile(Model(Norm))
+    model = Model(Wide)
 
     def load_and_predict() -> torch.Tensor:
         boot.compile(model)
-        return predict(model, 4, Norm)
+        return predict(model, 4, Wide)
 
     at_once, _ = served(boot, load_and_predict)
     is_done = boot.wait_compiled(PATIENCE_S)
-    predict_once(boot, lambda: predict(model, 4, Norm))
-    later, _ = served(boot, lambda: predict(model, 4, Norm))
+    predict_once(boot, lambda: predict(model, 4, Wide))
+    later, _ = served(boot, lambda: predict(model, 4, Wide))
     return {"at_once": at_once, "is_done": is_done, "later": later}
 
 

@@ -154,9 +154,9 @@ def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, 
 
 def test_a_model_that_is_given_after_ready_is_compiled_too(tmp_path):
     told = play(tmp_path, "after_ready")
-    assert told["at_once"]["served"] == {"Norm": "eager"}
+    assert told["at_once"]["served"] == {"Wide": "eager"}
     assert told["is_done"]
-    assert told["later"]["served"] == {"Norm": "precompiled"}
+    assert told["later"]["served"] == {"Wide": "precompiled"}
 
 
 @pytest.fixture(scope="module")
