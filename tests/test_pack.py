@@ -171,7 +171,9 @@ def test_a_source_that_grows_and_shrinks_while_it_is_read_is_packed_as_it_was_re
     writer.start()
     try:
         sizes = set()
-        for number in range(20):
+        for number in range(2000):
+            if number >= 20 and len(sizes) > 1:
+                break
             pack = write_pack(tmp_path, KEY, sources, "")
             restore(pack.name, pack.local.read_bytes(), tmp_path / f"{number}", LIMITS)
             sizes.add(pack.manifest.files[1].size_bytes)
