@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
+import threading
+import time
 
 import pytest
 import torch
+
+from compile_cache.inductor import aot
 
 # A private name of each place that the adapter reaches into.
 PRIVATE = (
@@ -51,3 +58,28 @@ def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     for name in ("inductor.function_file", "calls.spec", "inductor.toolchain"):
         importlib.import_module(f"compile_cache.{name}")
+
+
+def test_a_fork_waits_until_no_thread_loads_a_function(monkeypatch):
+    """Else torch stays changed in the child, which can load nothing more."""
+    loading = threading.Event()
+
+    def load(*_: object, **__: object) -> None:
+        loading.set()
+        time.sleep(0.2)
+
+    def load_once() -> None:
+        with contextlib.suppress(AttributeError):  # it has loaded nothing
+            aot.load_function(b"", {}, "", "")
+
+    before = dict(vars(aot.guards))
+    monkeypatch.setattr(aot, "_load", load)
+    thread = threading.Thread(target=load_once)
+    thread.start()
+    loading.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        load_once()
+        os._exit(dict(vars(aot.guards)) != before)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

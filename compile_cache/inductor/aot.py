@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib.util
 import io
+import os
 import pickle
 import re
 import threading
@@ -65,8 +66,9 @@ _PASSES = (
     "post_grad_custom_pre_pass",
     "post_grad_custom_post_pass",
 )
-# Held while a thread loads or makes an artifact: its contexts replace names in torch, and put them back.
-_alone = threading.Lock()
+# Held while a thread loads or makes an artifact: its contexts replace names in torch, and put them back. A fork waits.
+_alone = threading.RLock()
+os.register_at_fork(before=_alone.acquire, after_in_parent=_alone.release, after_in_child=_alone.release)
 
 
 def options_digest() -> str:
