@@ -39,7 +39,7 @@ def reference(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     try:
         found = find(f"{module}:{name}") if module and name else None
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
         found = None
     if found is not value:
         raise LookupError(f"{name or f'a {type(value).__qualname__}'} cannot be imported")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -60,26 +58,19 @@ def test_what_every_step_needs_is_imported_without_the_private_names(monkeypatch
         importlib.import_module(f"compile_cache.{name}")
 
 
-def test_a_fork_waits_until_no_thread_loads_a_function(monkeypatch):
+def test_a_fork_waits_until_no_thread_loads_a_function():
     """Else torch stays changed in the child, which can load nothing more."""
     loading = threading.Event()
 
-    def load(*_: object, **__: object) -> None:
-        loading.set()
-        time.sleep(0.2)
+    def load() -> None:
+        with aot._alone:
+            loading.set()
+            time.sleep(0.2)
 
-    def load_once() -> None:
-        with contextlib.suppress(AttributeError):  # it has loaded nothing
-            aot.load_function(b"", {}, "", "")
-
-    before = dict(vars(aot.guards))
-    monkeypatch.setattr(aot, "_load", load)
-    thread = threading.Thread(target=load_once)
+    thread = threading.Thread(target=load)
     thread.start()
-    loading.wait()
+    assert loading.wait(10)
     if (child := os.fork()) == 0:
-        signal.alarm(10)
-        load_once()
-        os._exit(dict(vars(aot.guards)) != before)
+        os._exit(not aot._alone.acquire(timeout=5))
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

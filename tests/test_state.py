@@ -380,3 +380,14 @@ def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch):
         assert not failures
     finally:
         settle_attention_priority.cache_clear()
+
+
+def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
+    """And not as its module makes it."""
+    monkeypatch.setattr(passes, "SHARED", armed := passes.Versioned("as imported"), raising=False)
+    armed.version = "armed by the setup"
+    with torch._inductor.config.patch(post_grad_custom_post_pass=armed):
+        (option,) = [each for each in ServerState.take(False).options if each.name == "post_grad_custom_post_pass"]
+    found = pickle.loads(option.value)
+    assert found is not armed
+    assert found.version == "armed by the setup"

@@ -52,6 +52,8 @@ class CompilingProcess:
         than 8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
+        # Sent with the first order, which follows at once.
+        self._unsent = encode(handler.encode() + b"\0" + setup)
         with ExitStack() as theirs, ExitStack() as ours:
             self._channel, its_channel = socket.socketpair()
             ours.enter_context(self._channel)
@@ -65,8 +67,6 @@ class CompilingProcess:
         self._log = log
         self._log_start = _bound(log)
         self._server = os.getpid()
-        # Sent with the first order, which follows at once.
-        self._unsent = encode(handler.encode() + b"\0" + setup)
         self._is_ready = False
         self._is_stopped = False
         self._answering = threading.RLock()

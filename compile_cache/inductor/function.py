@@ -300,7 +300,7 @@ def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
 def _code_at(module: str, qualified: str) -> types.CodeType | None:
     try:
         return _code_of(find(f"{module}:{qualified}"))
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
         return None
 
 

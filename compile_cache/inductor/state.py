@@ -16,16 +16,15 @@ import importlib
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from compile_cache import importable
-from compile_cache.calls.pickling import CallPickler
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.switches import (
     CONTEXTS,
@@ -225,6 +224,16 @@ def _run_once(preparations: Iterable[str]) -> None:
         _RUN.set(_RUN.get() | {name})
 
 
+class _Pickler(pickle.Pickler):
+    """Refuses functions and classes that only this process can import. Everything else travels by value: a pass as it
+    is now, and not as its module makes it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | types.FunctionType) and (reason := importable.why_not(value.__module__)):
+            raise pickle.PicklingError(f"{value!r}: {reason}")
+        return NotImplemented
+
+
 def _pack(value: Any, name: str) -> bytes:
     """`value`, pickled for another process. An error calls it `name`.
 
@@ -233,7 +242,7 @@ def _pack(value: Any, name: str) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        CallPickler(buffer, nn.Identity()).dump(value)
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ raises
         raise NotHandedOver(
             f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "

@@ -183,7 +183,11 @@ def scan_folder(root: Path) -> set[str]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, int]]:
-    for parent, folders, names in os.walk(root):  # it passes by a temporary folder, renamed meanwhile, and a closed one
+    def pass_by(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | PermissionError):  # a folder renamed meanwhile, or a closed one
+            raise error
+
+    for parent, folders, names in os.walk(root, onerror=pass_by):
         folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS and not name.startswith("tmp.")]
         for path in [f"{parent}/{name}" for name in names if is_artifact(name)]:
             with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
@@ -266,8 +270,10 @@ def _remove_abandoned(parent: Path) -> None:
             status = root.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             # Without a lock file, its process is still making it.
-            if is_ours and (root / "0.lock").exists() and not is_claimed(root / "0"):
-                shutil.rmtree(root, ignore_errors=True)
+            if not is_ours or not (root / "0.lock").exists() or (lock_fd := _lock(root / "0.lock")) is None:
+                continue
+            shutil.rmtree(root, ignore_errors=True)
+            os.close(lock_fd)
 
 
 def is_artifact(name: str) -> bool:

@@ -84,12 +84,15 @@ class Publication:
 
     def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
         """Write a part as a pack. If a boot would refuse it beside the others of its key, write its halves instead."""
-        pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
-        why = self.packs.why_refused(pack, self.packs.room_beside(staged), staged)
-        if not why:
-            staged.append(pack)
-            return
-        pack.local.unlink()
+        room = self.packs.room_beside(staged)
+        why = f"its key has room for no more than {room}"
+        if sum(map(_size_bytes, part)) <= room.size_bytes and len(part) <= room.files:
+            pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
+            why = self.packs.why_refused(pack, room, staged)
+            if not why:
+                staged.append(pack)
+                return
+            pack.local.unlink()
         if len(part) > 1:
             middle = len(part) // 2
             self._write(part[:middle], creator, staged)

@@ -28,6 +28,8 @@ from compile_cache.storage.stores.transfer import in_daemon_threads, read_exactl
 
 # The first read of a pack, which gets the head of most.
 HEAD_READ_BYTES = 256 << 10
+# A longer head waits for its turn: it is read while no other head is unpacked.
+_USUAL_HEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class HeadReader:
     """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
     pack.
 
-    Several threads may read. They fetch usual heads in parallel, but read the rest of a longer one, unpack and check
-    one at a time. So memory holds one unpacked manifest, and the files of the usable packs.
+    Several threads may read. They fetch usual heads in parallel, but read a longer one, unpack and check one at a time.
+    So memory holds one unpacked manifest, and the files of the usable packs.
     """
 
     def __init__(self, store: ReadableStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
@@ -117,6 +119,8 @@ class HeadReader:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
         content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
         end = min(head_bytes(content, limits), entry.size_bytes)
+        if len(content) < end <= _USUAL_HEAD_BYTES:
+            content += read_exactly(self._store, entry.name, len(content), end - len(content), abandoned)
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
             if len(content) < end:
