@@ -79,8 +79,8 @@ class Predictor(Served):
                 self.model = DiffusionModel.load(
                     model, revision, settings.image_sizes, settings.go_fast, settings.images, early
                 )
-            for network, whole in self.model.networks():
-                self.boot.compile(network, whole=whole)
+            for network, options in self.model.networks():
+                self.boot.compile(network, **options)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             warm_up(self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
         self.files = PictureFiles()

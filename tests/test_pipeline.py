@@ -273,13 +273,13 @@ def test_pipelines_for_pictures_share_every_part(parts):
 
 
 def test_on_a_gpu_the_decoder_and_large_encoders_without_a_cache_are_compiled_too(parts, model, monkeypatch):
-    denoiser = (parts["transformer"], False)
+    denoiser = (parts["transformer"], {})
     assert list(model.networks()) == [denoiser], "the tests run on a CPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    decoder = (parts["vae"].decoder, True)
+    decoder = (parts["vae"].decoder, {"whole": True, "after_ready": True})
     assert list(model.networks()) == [denoiser, decoder], "its encoders are small"
     monkeypatch.setattr("models.image.pipeline._LARGE_ENCODER", 0)
-    encoders = [(parts[name], False) for name in ("text_encoder", "text_encoder_2")]
+    encoders = [(parts[name], {"after_ready": True}) for name in ("text_encoder", "text_encoder_2")]
     assert list(model.networks()) == [denoiser, decoder, *encoders]
 
 

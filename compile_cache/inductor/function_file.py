@@ -26,8 +26,9 @@ PRECOMPILED = "precompiled"
 SUFFIX = ".aot"
 # Of a record that says which calls are traced in the setup, out of stored files.
 CACHED = ".cached"
-# Of the mark beside an artifact that was compared with eager on all instances.
-COMPARED = ".compared"
+# Of the mark beside an artifact that was compared with eager on all instances; and of the same mark, if the artifact is
+# loaded after READY.
+COMPARED, LATE = ".compared", ".late"
 # Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
 # compares it first.
 UNPROVED_S = 60.0
@@ -42,9 +43,10 @@ def has_artifacts(paths: Iterable[str]) -> bool:
     return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
-def mark_of(path: str) -> str:
-    """The path of the mark beside an artifact."""
-    return f"{path.removesuffix(SUFFIX)}{COMPARED}"
+def marks_of(path: str) -> tuple[str, str]:
+    """The paths of the marks beside an artifact. It has one of them at most."""
+    stem = path.removesuffix(SUFFIX)
+    return f"{stem}{COMPARED}", f"{stem}{LATE}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import logging
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from compile_cache.inductor.function_file import (
     CACHED,
     PRECOMPILED,
     SUFFIX,
-    mark_of,
+    marks_of,
     read_artifact,
     write_artifact,
 )
@@ -95,15 +95,15 @@ class Artifacts:
         """Read Inductor's options again at the next call, in that call's thread."""
         self._options = None
 
-    def prefetch(self) -> int:
-        """Load every stored function of the present code. Returns the number of all stored functions.
+    def prefetch(self, late: Collection[str] = ()) -> int:
+        """Load every stored function of the present code that is not `late`. Returns the number of all stored ones.
 
         While another thread loads the weights, this costs the boot no time. It imports none of the caller's modules,
         because another thread may be importing them.
         """
         paths = self._paths("*", SUFFIX)
         present = [self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None)]
-        for path in paths[:_MOST_PREFETCHED]:
+        for path in [path for path in paths if path not in late][:_MOST_PREFETCHED]:
             try:
                 key, record, payload = self._read(path)
                 if any(key.items() >= fixed for fixed in present) and record.is_imported:
@@ -126,13 +126,14 @@ class Artifacts:
             raise ArtifactError(difference)
         return self._functions.setdefault(path, function)  # another thread may have been first
 
-    def mark_compared(self, path: str) -> str:
-        """Note for later boots that this function was compared with eager on all instances. Returns the mark's path.
+    def mark_compared(self, path: str, is_late: bool) -> str:
+        """Note for later boots that this function was compared with eager on all instances, and whether they load it
+        after READY. Returns the mark's path.
 
         Raises:
             OSError: the mark cannot be written.
         """
-        mark = mark_of(path)
+        mark = marks_of(path)[is_late]
         if not (self._directory / mark).exists():
             with replacing(self._directory / mark) as file:
                 file.write(b"compared with eager on all instances\n")
@@ -181,10 +182,7 @@ class Artifacts:
         """
         reasons: list[str] = []
         try:
-            if reason := why_not_ahead(module):
-                return reason
-            dynamics = dict.fromkeys((self._dynamic, None))
-            groups = [self._group(spec, module, args, kwargs, dynamic) for dynamic in dynamics]
+            groups = self._groups(spec, module, args, kwargs)
         except ArtifactError as error:
             return str(error)
         for group in groups:
@@ -198,6 +196,28 @@ class Artifacts:
                     return found
             reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
+
+    def unloaded(self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The stored functions for calls of `module` with inputs like these. Empty if one of them is loaded or refused,
+        or if graphs are stored for such calls too, which this boot traces.
+
+        Raises:
+            ArtifactError: no function can serve such a call.
+        """
+        groups = self._groups(spec, module, args, kwargs)
+        paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
+        is_met = not {*paths}.isdisjoint({*self._functions, *self._ahead, *self._refused})
+        return [] if is_met or any(self._paths(group.path, CACHED) for group in groups) else paths
+
+    def _groups(self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Group]:
+        """The groups in which functions for a call are stored: those for its sizes come first.
+
+        Raises:
+            ArtifactError: no function can serve such a call.
+        """
+        if reason := why_not_ahead(module):
+            raise ArtifactError(reason)
+        return [self._group(spec, module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
 
     def _found(self, path: str) -> Precompiled | str:
         """A stored function; else why it is not used."""
@@ -251,11 +271,12 @@ class Artifacts:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def reject(self, path: str, reason: str) -> None:
-        """Stop using a record in this process, and remove its mark."""
+        """Stop using a record in this process, and remove its marks."""
         self._refused[path] = reason
         self._ahead.pop(path, None)
         self._functions.pop(path, None)
-        (self._directory / mark_of(path)).unlink(missing_ok=True)
+        for mark in marks_of(path):
+            (self._directory / mark).unlink(missing_ok=True)
 
     def _group(
         self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None

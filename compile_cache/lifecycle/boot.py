@@ -7,7 +7,6 @@ their failures over. A region falls back by itself. Errors of the caller's own c
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import math
 import os
@@ -19,13 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.errors import CompileCacheError, SettingsError, attempt
+from compile_cache.errors import CompileCacheError, SettingsError
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction, call_as_cog
 from compile_cache.settings import Settings
-from compile_cache.timeline import Timeline, noted
-from compile_cache.torch_threads import end_at_exit
+from compile_cache.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,7 +152,8 @@ class Boot:
         with self._degrading("start publishing"):
             self._start_publishing()
         if self._regions is not None:
-            self._regions.policy.release()
+            with self._degrading("load the other precompiled regions"):
+                self._regions.policy.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -181,10 +180,9 @@ class Boot:
         with self.timed("preload"):
             self._join()
             regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
-            if regions is None or regions.policy.artifacts is None:
-                return
-            with self._degrading("load precompiled regions ahead"):
-                self._preloading = _load_ahead(regions.policy.artifacts.prefetch)
+            if regions is not None:
+                with self._degrading("load precompiled regions ahead"):
+                    self._preloading = regions.policy.preload()
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other
@@ -194,13 +192,19 @@ class Boot:
 
             prepare_with(function)
 
-    def compile(self, module: nn.Module, *, whole: bool = False, shares_weights: bool = False) -> None:
+    def compile(
+        self, module: nn.Module, *, whole: bool = False, shares_weights: bool = False, after_ready: bool = False
+    ) -> None:
         """Compile the repeated blocks of `module`, or all of it: with `whole`, with the scope `whole`, or if no blocks
         repeat. Waits for the restore first. With the scope `off`, or after a failure, `module` stays eager.
 
         Code of a second process is compared in the prediction after it arrived, and serves from the next one on. With
         `shares_weights`, that process reads the same parameters, because two copies may not fit on the GPU. Then no
         call may write to them.
+
+        `after_ready` is for a module that a prediction calls once, such as a text encoder: to load its code takes
+        longer than the code saves in one prediction. So READY does not wait for stored code. It is loaded right after
+        READY, and until then the module is eager. Code that is not stored is made as always.
         """
         if not self._settings.enabled:
             return
@@ -212,7 +216,7 @@ class Boot:
                 self._preloading.join(_LONGEST_PRELOAD_S)
             regions = self._prepared_regions()
             if regions is not None:
-                regions.compile(module, whole, shares_weights)
+                regions.compile(module, whole, shares_weights, after_ready)
                 self.report.regions = regions.reports
 
     def _prepared_regions(self) -> Regions | None:
@@ -271,11 +275,12 @@ class Boot:
 
     @property
     def waiting(self) -> int:
-        """How many kinds of calls are served eager until the second process has compiled them."""
+        """How many kinds of calls are served eager until the second process has compiled them, or until their stored
+        code is loaded after READY."""
         return self._regions.policy.waiting if self._regions else 0
 
     def wait_compiled(self, timeout_s: float) -> bool:
-        """Wait until the second process has answered for every call so far; False after `timeout_s`."""
+        """Wait until none of the calls so far is `waiting`; False after `timeout_s`."""
         return self._regions is None or self._regions.policy.wait(timeout_s)
 
     def name_demoted(self) -> None:
@@ -366,29 +371,3 @@ class Boot:
     def _warn(self, line: str, unknown: Exception | None = None) -> None:
         log.warning(line, exc_info=unknown)
         self.report.warnings.append(line)
-
-
-def _load_ahead(load: Callable[[], object]) -> threading.Thread:
-    """Import torch's loader on this thread, and call `load` on a new one, which is returned.
-
-    torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
-    half-made module. So the new thread imports none of its modules.
-
-    Raises:
-        ImportError: this torch has other modules.
-    """
-
-    def run() -> None:
-        with noted("preload", "load"):
-            attempt(load)  # an error comes again, and is reported, where the function is needed
-
-    with noted("preload", "import torch's loader"):
-        from compile_cache.inductor.lean_loading import import_loader
-
-        import_loader()
-    # torch 2.13 keeps settings in context variables. The thread gets its caller's.
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name="compile-cache-preload", daemon=True)
-    end_at_exit(thread, lambda: None)
-    thread.start()
-    return thread

@@ -107,20 +107,19 @@ class BootReport:
 
     @property
     def fully_cached(self) -> bool:
-        """Whether all planned regions are checked and `cached` or `precompiled`, with hits or loaded functions, and
-        this boot compiled and benchmarked nothing."""
+        """Whether all planned regions are `late`, `precompiled` or `cached`, with hits or loaded functions, and this
+        boot compiled and benchmarked nothing."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
         planned = [region for region in self.regions if not region.is_left_eager]
-        regions_cached = bool(planned) and all(region.step in ("cached", "precompiled") for region in planned)
-        regions_checked = all(region.relative_error is not None for region in planned)
-        return regions_cached and regions_checked and counts.hits + counts.precompiled_loaded > 0 and made_anew == 0
+        regions_cached = bool(planned) and all(region.step in ("late", "cached", "precompiled") for region in planned)
+        return regions_cached and counts.hits + counts.precompiled_loaded > 0 and made_anew == 0
 
     @property
     def fully_precompiled(self) -> bool:
-        """Whether the boot is fully cached and traced nothing: all planned regions are `precompiled`."""
+        """Whether the boot is fully cached and traced nothing: all planned regions are `precompiled` or `late`."""
         return self.fully_cached and all(
-            region.step == "precompiled" or region.is_left_eager for region in self.regions
+            region.step in ("late", "precompiled") or region.is_left_eager for region in self.regions
         )
 
     def to_json(self) -> str:

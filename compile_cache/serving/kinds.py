@@ -38,6 +38,7 @@ class State(enum.Enum):
     - NEW: nothing is known yet. The next call claims the case.
     - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
     - ORDERED: the second process makes the code. Eager answers.
+    - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance.
     - PROVED: as ARRIVED, but an earlier boot compared the code on all instances, so one is enough. Code that is found
       after READY serves without.
@@ -51,6 +52,7 @@ class State(enum.Enum):
     NEW = "new"
     CLAIMED = "claimed"
     ORDERED = "ordered"
+    LATE = "late"
     ARRIVED = "arrived"
     PROVED = "proved"
     PRECOMPILED = "precompiled"
@@ -63,8 +65,9 @@ class State(enum.Enum):
 MOVES: Mapping[State, frozenset[State]] = {
     State.NEW: frozenset({State.CLAIMED, State.EAGER}),
     State.CLAIMED: frozenset(
-        {State.NEW, State.ORDERED, State.ARRIVED, State.PROVED, State.GROWING, State.EAGER},
+        {State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.PROVED, State.GROWING, State.EAGER},
     ),
+    State.LATE: frozenset({State.NEW, State.EAGER}),
     State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
     State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
     State.PROVED: frozenset({State.PRECOMPILED, State.EAGER}),
@@ -196,7 +199,7 @@ class Case:
         number."""
         if self.code is not None and self._is_function:
             return self.code.misfit(*call)
-        is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.GROWING)
+        is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.LATE, State.GROWING)
         is_same = self.spec.numbers == spec.numbers and self.standings.get(call[0]) is not Standing.DOES_NOT_FIT
         return "" if is_open or is_same else "it is for other calls"
 

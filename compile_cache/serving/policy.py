@@ -6,21 +6,24 @@ no compiler before code is found, made or ordered.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from compile_cache.errors import ArtifactError, Failure, attempt
-from compile_cache.inductor.function_file import COMPARED, SUFFIX, has_artifacts, mark_of
-from compile_cache.serving.moment import Moment
+from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
+from compile_cache.serving.kinds import Case, State
+from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import noted
+from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
@@ -45,7 +48,8 @@ class Policy:
 
     torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
     arrives.
-    `proved` has the functions that an earlier boot of this very version has compared on all instances.
+    `proved` has the functions that an earlier boot of this very version has compared on all instances; `late` those of
+    them that are loaded after READY.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
@@ -56,8 +60,12 @@ class Policy:
         self._settings = settings
         self._directory = directory
         stored = directory.scan()
-        marks = [path for path in stored if path.endswith(COMPARED)] if is_hit else []
-        self.proved = frozenset(f"{path.removesuffix(COMPARED)}{SUFFIX}" for path in marks)
+        functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
+        self.proved = frozenset(path for path in functions if any(mark in stored for mark in marks_of(path)))
+        self.late = frozenset(path for path in functions if marks_of(path)[1] in stored)
+        # The calls that are eager until their functions are loaded after READY.
+        self._put_off: dict[Case, list[str]] = {}
+        self._loader: threading.Thread | None = None
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
@@ -124,6 +132,38 @@ class Policy:
 
             configure_torch()
 
+    def preload(self) -> threading.Thread | None:
+        """Load the functions that READY waits for, on a thread; None if there are no artifacts.
+
+        Raises:
+            ImportError: this torch has other modules.
+        """
+        if (artifacts := self.artifacts) is None:
+            return None
+        return _on_thread(lambda: artifacts.prefetch(self.late), "load", lambda: None)
+
+    def puts_off(self, case: Case, call: Call) -> bool:
+        """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
+        if self.artifacts is None or self._settings.unseen != "background" or self._released.is_set():
+            return False
+        self.configure()
+        paths = attempt(self.artifacts.unloaded, case.spec, *call)
+        with LOCK:
+            if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
+                return False
+            self._put_off[case] = paths
+        return True
+
+    def _load_late(self) -> None:
+        """Load the functions that were put off, between two predictions. Their calls are looked at again."""
+        for path in sorted({path for paths in self._put_off.values() for path in paths}):
+            self._wait_for_gap()
+            if self._put_off and self.artifacts is not None:  # else the process ends
+                attempt(self.artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+        with LOCK:
+            late, self._put_off = self._put_off, {}
+            self.moment.note(self, lambda: _look_again(late))
+
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if self.artifacts is None:
@@ -137,17 +177,19 @@ class Policy:
             self.outgoing.use(type(call[0]).__name__)
         return found
 
-    def mark_compared(self, path: str) -> None:
-        """Note for later boots that a function was compared on all instances."""
+    def mark_compared(self, path: str, is_late: bool) -> None:
+        """Note for later boots that a function was compared on all instances, and whether they load it after READY."""
         if self.artifacts is not None:
-            marked = attempt(self.artifacts.mark_compared, path)
+            marked = attempt(self.artifacts.mark_compared, path, is_late)
             # No owner's: a version that uses another's function has not compared it yet.
-            self.outgoing.hand_over([marked] if isinstance(marked, str) else [], mark_of(path))
+            if isinstance(marked, str):
+                self.outgoing.hand_over([marked], marked)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
         self.outgoing.withdraw(path)
-        self.outgoing.withdraw(mark_of(path))
+        for mark in marks_of(path):
+            self.outgoing.withdraw(mark)
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
@@ -218,21 +260,69 @@ class Policy:
                 return
 
     def release(self) -> None:
-        """Let the second process begin. Called at READY."""
-        self._released.set()
+        """Let the second process begin, and load what was put off. Called at READY.
+
+        Raises:
+            ImportError: this torch has other modules.
+        """
+        with LOCK:
+            self._released.set()
+        if self._put_off:
+            self._loader = _on_thread(self._load_late, "load after READY", self._put_off.clear)
 
     @property
     def waiting(self) -> int:
-        """How many calls the second process has not answered yet."""
-        return 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
+        """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
+        ordered = 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
+        return ordered + len(self._put_off)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the second process has answered every call; False after `timeout_s`."""
-        return isinstance(self._orders, str | None) or self._orders.queue.wait(timeout_s)
+        """Wait until none is `waiting`; False after `timeout_s`."""
+        until_s = time.monotonic() + timeout_s
+        if self._loader is not None:
+            self._loader.join(timeout_s)
+        if not isinstance(self._orders, str | None):
+            self._orders.queue.wait(max(0.0, until_s - time.monotonic()))
+        return self.waiting == 0
 
     def order_nothing(self, reason: str) -> None:
-        """In a fork of this process: forget the second process, and what other threads hold."""
+        """In a fork of this process: forget the second process, and what other threads hold. What was put off is loaded
+        by the next call."""
         self._orders = reason
         self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
+        self._released.set()
+        late, self._put_off = self._put_off, {}
+        _look_again(late)
         self.moment.forget_threads()
         self.moment.pass_by()  # what has arrived is taken
+
+
+def _look_again(late: Iterable[Case]) -> None:
+    for case in late:
+        case.move(State.NEW)
+
+
+def _on_thread(load: Callable[[], object], what: str, stop: Callable[[], None]) -> threading.Thread:
+    """Import torch's loader on this thread, and call `load` on a new one, which is returned. The exit calls `stop`.
+
+    torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
+    half-made module. So the new thread imports none of its modules.
+
+    Raises:
+        ImportError: this torch has other modules.
+    """
+
+    def run() -> None:
+        with noted("preload", what):
+            attempt(load)  # an error comes again, and is reported, where the function is needed
+
+    with noted("preload", "import torch's loader"):
+        from compile_cache.inductor.lean_loading import import_loader
+
+        import_loader()
+    # torch 2.13 keeps settings in context variables. The thread gets its caller's.
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="compile-cache-preload", daemon=True)
+    end_at_exit(thread, stop)
+    thread.start()
+    return thread

@@ -132,7 +132,7 @@ class Region:
         for key in (like, _key(growth, *call[1:]) if is_growing else None):
             if key is None:
                 continue
-            if case is None or case.state in (State.EAGER, State.GROWING, State.ORDERED):
+            if case is None or case.state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
                 settled.cases[key] = ()
             elif case.state is State.CACHED:  # new code may have arrived since the caller looked
                 settled.cases[key] = case, Parts(call[0])
@@ -152,7 +152,8 @@ class Region:
             try:
                 return self._serve_new(case, call, like)
             finally:
-                case.move(State.NEW)  # if nothing was found, made or ordered
+                if case.state is State.CLAIMED:  # nothing was found, made or ordered
+                    case.move(State.NEW)
         return self._serve_known(case, call, like)
 
     def _serve_known(self, case: Case, call: Call, like: Any) -> Any:
@@ -165,7 +166,7 @@ class Region:
             return self._serve(case, code, call)
         if state in (State.EAGER, State.GROWING):
             self._explain_eager(case.reason)
-        if state in (State.EAGER, State.GROWING, State.ORDERED, State.CACHED):
+        if state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE, State.CACHED):
             self._settle(call, like, case)
         if code is not None and state is State.CACHED:
             return self._serve(case, code, call, like)

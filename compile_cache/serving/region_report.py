@@ -1,7 +1,7 @@
 """The steps of the ladder, and the report of a region.
 
-precompiled → cached → cold → eager: a function compiled ahead of time; graphs of `torch.compile` that were found in
-stored files; graphs that were compiled here; the model's own code.
+late → precompiled → cached → cold → eager: a function compiled ahead of time that is loaded after READY; one that is
+loaded; graphs of `torch.compile` that were found in stored files; graphs that were compiled here; the model's own code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("compile_cache")
 
 # Best first. A region reports the worst step that any call needed.
-_LADDER = ("unused", "precompiled", "cached", "cold", "eager")
+_LADDER = ("unused", "late", "precompiled", "cached", "cold", "eager")
 # New failures over weeks must not fill a server's report.
 _LONGEST_REASON = 4000
 _MOST_REASONS = 20
@@ -31,9 +31,9 @@ _SLOWER = 0.9
 class RegionReport:
     """The report of one module class.
 
-    `step` is the worst step of the ladder that any call needed: `precompiled`, `cached`, `cold` or `eager`; `unused` if
-    nothing called the class. `reason` says why no better one. While `waiting` kinds of calls wait for their code,
-    `step` is `eager`, and `settled` is the step without them.
+    `step` is the worst step of the ladder that any call needed: `late`, `precompiled`, `cached`, `cold` or `eager`;
+    `unused` if nothing called the class. `reason` says why no better one. While `waiting` kinds of calls wait for the
+    second process, `step` is `eager`, and `settled` is the step without them.
 
     `graphs` counts the graphs that torch compiled or found; `loaded` and `made` count precompiled functions.
     `precompile_s` is the time to compile functions ahead of time for the next boot; `compile_s` is the time for the

@@ -42,9 +42,12 @@ class Regions:
         self._left_eager: dict[str, RegionReport] = {}
         _all.add(self)
 
-    def compile(self, root: nn.Module, whole: bool = False, shares_weights: bool = False) -> None:
+    def compile(
+        self, root: nn.Module, whole: bool = False, shares_weights: bool = False, after_ready: bool = False
+    ) -> None:
         """Serve `root`'s regions compiled from now on: its repeated blocks by class, or `root` itself. With
-        `shares_weights`, the second process maps the same parameters.
+        `shares_weights`, the second process maps the same parameters. With `after_ready`, stored functions are loaded
+        after READY.
 
         Raises:
             NotAModuleError: `root` is not a module, but a function, for example; or it is TorchScript.
@@ -63,6 +66,7 @@ class Regions:
             else:
                 region = self._region(type(module))
                 region.source.shares_weights &= shares_weights
+                region.source.is_late &= after_ready
                 region.adopt(module)
 
     def _region(self, module_class: type[nn.Module]) -> Region:

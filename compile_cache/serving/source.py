@@ -47,17 +47,23 @@ class Source:
         self._policy = policy
         self._rank = rank
         self.shares_weights = True
+        # Whether all its modules are needed after READY alone.
+        self.is_late = True
         # The owners of the files of graphs: the class, and records. See `Outgoing`.
         self._owners = {report.name}
 
     def maker(self, case: Case, call: Call) -> Maker | None:
         """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
-        case's state says what is next: it has code, is EAGER, or is still CLAIMED, and is to be ordered.
+        case's state says what is next: it has code, is EAGER or LATE, or is still CLAIMED, and is to be ordered.
 
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy, found = self._policy, self._policy.find(case.spec, call)
+        policy = self._policy
+        if self.is_late and policy.puts_off(case, call):
+            self._report.take_step("late")
+            return None
+        found = policy.find(case.spec, call)
         if not isinstance(found, str):
             case.arrive(found, is_proved=found.path in policy.proved)
             count_precompiled("loaded")
@@ -223,7 +229,7 @@ class Source:
         """Note for later boots that a function was compared on all instances, if it was."""
         path = case.code.path if case.code is not None else ""
         if path and all(other.is_proved for other in self._kinds if other.code and other.code.path == path):
-            self._policy.mark_compared(path)
+            self._policy.mark_compared(path, self.is_late)
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)

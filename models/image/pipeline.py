@@ -180,23 +180,23 @@ class DiffusionModel:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
         return cls(pipeline, sizes, go_fast, images)
 
-    def networks(self) -> Iterator[tuple[nn.Module, bool]]:
-        """The networks to compile, and whether as a whole: the denoisers; on a GPU also the VAE's decoder, and large
-        text encoders without a cache. On a CPU these take minutes to compile, and little of a picture's time.
+    def networks(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:
+        """The networks to compile, and the options of `Boot.compile`: the denoisers; on a GPU also the VAE's decoder,
+        and large text encoders without a cache. On a CPU these take minutes to compile, and little of a picture's time.
         """
         for denoiser in self.denoisers.values():
-            yield denoiser, False
+            yield denoiser, {}
         if not torch.cuda.is_available():
             return
         decoder = getattr(getattr(self._pipeline, "vae", None), "decoder", None)
         if isinstance(decoder, nn.Module):
-            yield decoder, True
+            yield decoder, {"whole": True, "after_ready": True}
         for name, part in self._pipeline.components.items():
             if not (name.startswith("text_encoder") and isinstance(part, nn.Module)):
                 continue
             is_large = sum(parameter.numel() for parameter in part.parameters()) >= _LARGE_ENCODER
             if is_large and "past_key_values" not in inspect.signature(type(part).forward).parameters:
-                yield part, False
+                yield part, {"after_ready": True}
 
     def chooses_fast(self, asked: bool | None) -> bool:
         """Whether to draw fast: as asked, else wherever `GO_FAST` allows it.

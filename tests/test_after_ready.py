@@ -1,0 +1,216 @@
+"""Stored functions of modules that are compiled `after_ready`: they are loaded after READY."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from blocks import Product
+from boots import run_boot, settings
+from precompiling import activated, artifacts, build, copied, eager, tensor, warm_up
+
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.serving.regions import Regions
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
+
+BACKGROUND = Settings(cold_start="background", unseen="background")
+# A boot and two predictions: what each region's step was at READY, what waited, and what served.
+PREDICTIONS = """
+import json, sys
+import compile_cache
+with compile_cache.boot("model") as boot:
+    import torch
+    from blocks import SIZE, Product
+    class Once(Product): ...
+    torch.manual_seed(0)
+    once, step = Once().eval(), Product().eval()
+    boot.preload()
+    boot.compile(once, whole=True, after_ready=True)
+    boot.compile(step, whole=True)
+    def predict():
+        with torch.inference_mode():
+            return once(step(step(torch.ones(4, SIZE))))
+    boot.warm_up(predict)
+told = {"steps": {region.name: region.step for region in boot.report.regions}}
+if "--leave" not in sys.argv:
+    told["is_compiled"] = boot.wait_compiled(60)
+    with boot.prediction() as prediction:
+        predict()
+    told["served"] = prediction.metrics()["compile_cache.served"]
+    boot.wait_published(60)
+told["is_warm"] = boot.report.fully_precompiled
+print(json.dumps(told))
+"""
+
+
+class Once(Product):
+    """Called once in a prediction."""
+
+
+class Step(Product):
+    """Called in each step of a prediction."""
+
+
+Modules = tuple[Once, Once, Step]
+
+
+def call(modules: Modules) -> None:
+    """A prediction's calls. Their answers are eager's."""
+    *once, step = modules
+    with torch.inference_mode():
+        for module in (*once, step, step):
+            torch.testing.assert_close(module(tensor()), eager(build(Product), tensor()))
+
+
+def predict(compiler: Regions, modules: Modules) -> tuple[dict[str, int], bool]:
+    """What served one prediction's calls of Once, and whether it had new code."""
+    with Prediction(BootReport(), compiler) as prediction:
+        call(modules)
+    return dict(prediction.served()["Once"]), prediction.has_new_code
+
+
+def next_boot(
+    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, after_ready: bool = True
+) -> tuple[Regions, Modules]:
+    """A boot after its warm-up."""
+    torch._dynamo.reset()
+    compiler = Regions(settings, directory, is_hit)
+    if loading := compiler.policy.preload():
+        loading.join()
+    modules = build(Once), build(Once), build(Step)
+    for module in modules:
+        compiler.compile(module, after_ready=after_ready and type(module) is Once)
+    warm_up(compiler, lambda: call(modules))
+    return compiler, modules
+
+
+def steps(compiler: Regions) -> dict[str, str]:
+    return {report.name: report.step for report in compiler.reports}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The directory of a boot that compiled all before READY."""
+    with activated(tmp_path_factory.mktemp("compiled")) as directory:
+        compiler, _ = next_boot(directory, Settings(cold_start="block", unseen="background"), is_hit=False)
+        assert steps(compiler)["Once"] == "cold"
+        assert compiler.policy.waiting == 0
+        yield directory
+
+
+@pytest.fixture
+def stored(compiled, tmp_path):
+    """A copy of it."""
+    with copied(compiled, tmp_path) as directory:
+        yield directory
+
+
+def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(stored):
+    compiler, modules = next_boot(stored)
+    assert steps(compiler) == {"Once": "late", "Step": "precompiled"}
+    assert compiler.policy.waiting == 1
+    assert not compiler.policy.wait(0.0)
+    assert predict(compiler, modules) == ({"eager": 2}, False)
+    with Prediction(BootReport(), compiler) as prediction:
+        call(modules)
+        compiler.policy.release()
+        assert compiler.policy.wait(60)
+        call(modules)
+    assert compiler.policy.waiting == 0
+    assert prediction.served()["Once"] == {"eager": 4}
+    assert predict(compiler, modules) == ({"precompiled": 2}, True)
+    assert predict(compiler, modules) == ({"precompiled": 2}, False)
+    assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
+
+
+def test_what_another_version_compared_is_compared_before_it_serves(stored):
+    compiler, modules = next_boot(stored, is_hit=False)
+    assert steps(compiler)["Once"] == "precompiled", "nobody said that it could be loaded later"
+    for mark in [*stored.path.rglob("*.late"), *stored.path.rglob("*.compared")]:
+        mark.unlink()
+    compiler = Regions(BACKGROUND, stored)
+    for module in modules:
+        compiler.compile(module, after_ready=True)
+    warm_up(compiler, lambda: call(modules))
+    assert steps(compiler) == {"Once": "late", "Step": "late"}
+    compiler.policy.release()
+    assert compiler.policy.wait(60)
+    assert predict(compiler, modules)[0] == {"eager": 2}
+    assert predict(compiler, modules)[0] == {"precompiled": 2}
+    assert compiler.reports[0].relative_error is not None
+
+
+@pytest.mark.parametrize("unseen", ["eager", "error", "block"])
+def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(stored, unseen):
+    compiler, _ = next_boot(stored, Settings(cold_start="background", unseen=unseen))
+    assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
+
+
+def test_a_class_is_late_only_if_all_its_modules_are(stored):
+    torch._dynamo.reset()
+    compiler, modules = Regions(BACKGROUND, stored, is_hit=True), (build(Once), build(Once), build(Step))
+    for number, module in enumerate(modules):
+        compiler.compile(module, after_ready=number == 0)
+    warm_up(compiler, lambda: call(modules))
+    assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
+
+
+def test_functions_that_serve_others_of_these_calls_already_are_not_waited_for(stored):
+    """As after a preload that did not know yet which ones are late."""
+    compiler, _ = next_boot(stored, is_hit=False)
+    assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
+
+
+def test_late_functions_that_are_damaged_are_reported_and_ordered_anew(stored):
+    compiler, modules = next_boot(stored)
+    for path in stored.path.rglob("*.late"):
+        path.with_suffix(".aot").write_bytes(b"damaged")
+    compiler.policy.release()
+    compiler.policy.wait(60)
+    assert predict(compiler, modules)[0] == {"eager": 2}
+    assert compiler.policy.waiting == 1
+    compiler.policy.orders().queue.close()
+
+
+def test_calls_after_ready_wait_for_nothing(stored):
+    """A warm-up of its own after READY, as by a model that is loaded later."""
+    compiler, modules = next_boot(stored)
+    compiler.policy.release()
+    assert compiler.policy.wait(60)
+    predict(compiler, modules)
+    other = build(Once)
+    compiler.compile(other, after_ready=True)
+    warm_up(compiler, lambda: call((other, *modules[1:])))
+    assert compiler.policy.waiting == 0
+    assert predict(compiler, (other, *modules[1:]))[0] == {"precompiled": 2}
+
+
+def test_a_fork_loads_what_it_needs(stored):
+    compiler, modules = next_boot(stored)
+    compiler.policy.order_nothing("a fork has no second process")
+    assert predict(compiler, modules)[0] == {"precompiled": 2}
+
+
+def test_whole_boots_load_it_after_ready_and_an_exit_right_then_is_clean(tmp_path):
+    environ = settings(tmp_path, cold_start="block", unseen="background")
+    told = []
+    for arguments in ((), (), ("--leave",)):
+        done = run_boot(environ, PREDICTIONS, *arguments, program="run_source")
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second, third = told
+    assert first["steps"]["Product"] == "cold"
+    assert second["steps"] == third["steps"] == {"Once": "late", "Product": "precompiled"}
+    assert second["is_compiled"]
+    assert second["served"] == {"Once": "precompiled", "Product": "precompiled"}
+    assert second["is_warm"]
+    assert third["is_warm"]
+
+
+def test_the_mark_says_what_is_late(stored):
+    late = {path.parent for path in stored.path.rglob("*.late")}
+    assert len(late) == 1
+    assert late < {path.parent for path in artifacts(stored)}
