@@ -17,6 +17,7 @@ from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 BACKGROUND = Settings(cold_start="background", unseen="background")
+FILLING = Settings(cold_start="block", unseen="block", setup_budget_s=0)
 # A boot and two predictions: what each region's step was at READY, what waited, and what served.
 PREDICTIONS = """
 import json, sys
@@ -73,7 +74,7 @@ def predict(compiler: Regions, modules: Modules) -> tuple[dict[str, int], bool]:
 
 
 def next_boot(
-    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, after_ready: bool = True
+    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True
 ) -> tuple[Regions, Modules]:
     """A boot after its warm-up."""
     torch._dynamo.reset()
@@ -82,7 +83,7 @@ def next_boot(
         loading.join()
     modules = build(Once), build(Once), build(Step)
     for module in modules:
-        compiler.compile(module, after_ready=after_ready and type(module) is Once)
+        compiler.compile(module, after_ready=type(module) is Once)
     warm_up(compiler, lambda: call(modules))
     return compiler, modules
 
@@ -95,7 +96,7 @@ def steps(compiler: Regions) -> dict[str, str]:
 def compiled(tmp_path_factory):
     """The directory of a boot that compiled all before READY."""
     with activated(tmp_path_factory.mktemp("compiled")) as directory:
-        compiler, _ = next_boot(directory, Settings(cold_start="block", unseen="background"), is_hit=False)
+        compiler, _ = next_boot(directory, FILLING, is_hit=False)
         assert steps(compiler)["Once"] == "cold"
         assert compiler.policy.waiting == 0
         yield directory
@@ -141,6 +142,19 @@ def test_what_another_version_compared_is_compared_before_it_serves(stored):
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert predict(compiler, modules)[0] == {"precompiled": 2}
     assert compiler.reports[0].relative_error is not None
+
+
+def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(stored, tmp_path):
+    settings = Settings(cold_start="block", unseen="block")  # without a setup budget
+    with activated(tmp_path / "empty") as directory:
+        compiler, modules = next_boot(directory, settings, is_hit=False)
+        assert steps(compiler) == {"Once": "eager", "Step": "cold"}
+        assert (compiler.policy.waiting, compiler.reports[0].waiting) == (1, 1)
+        assert predict(compiler, modules)[0] == {"eager": 2}, "no request waits"
+    for mark in stored.path.rglob("*.late"):
+        mark.with_suffix(".aot").unlink()
+    compiler, _ = next_boot(stored, settings)
+    assert (compiler.reports[0].made, compiler.policy.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("unseen", ["eager", "error", "block"])

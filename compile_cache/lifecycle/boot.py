@@ -204,7 +204,8 @@ class Boot:
 
         `after_ready` is for a module that a prediction calls once, such as a text encoder: to load its code takes
         longer than the code saves in one prediction. So READY does not wait for stored code. It is loaded right after
-        READY, and until then the module is eager. Code that is not stored is made as always.
+        READY, and until then the module is eager. Code that is not stored is made as always; but a process of one
+        answer makes it only if the rest is stored.
         """
         if not self._settings.enabled:
             return

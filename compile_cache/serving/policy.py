@@ -97,12 +97,14 @@ class Policy:
         """Whether calls are the warm-up's."""
         return self.compiles_until_s is not None
 
-    def for_new_kinds(self) -> str:
-        """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`."""
+    def for_new_kinds(self, is_late: bool = False) -> str:
+        """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`. A
+        process of one answer compiles what is needed after READY only if an earlier one has compiled the rest."""
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self._settings.unseen
-        return "background" if time.monotonic() > until_s else self._settings.cold_start
+        is_left = is_late and self._settings.setup_budget_s is None and not self.proved
+        return "background" if is_left or time.monotonic() > until_s else self._settings.cold_start
 
     def open(self) -> None:
         """Import torch's compiler, once, and find artifacts from now on."""

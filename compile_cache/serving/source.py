@@ -69,7 +69,7 @@ class Source:
             count_precompiled("loaded")
             self._report.loaded += 1
             return None
-        what = policy.for_new_kinds()
+        what = policy.for_new_kinds(self.is_late)
         if what == "block":
             return functools.partial(self._made, found)
         if record := policy.record_to_trace(case.spec, call):
