@@ -6,9 +6,10 @@
 
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
-restored code, after a cold boot that fills the store. `--against` allows `eager_other` and `warm_other`, those of an
-older checkout. Three requests follow each boot of predict.py. With --drop-pages, the weights leave the page cache
-before each boot, and eight threads that only read them are timed first. Each boot is added to --out as a JSON line.
+restored code, after a cold boot that fills the store. `run` is a first `cog run`: in a mount, with nothing stored.
+`--against` allows `eager_other` and `warm_other`, those of an older checkout. Three requests follow each boot of
+predict.py. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
+are timed first. Each boot is added to --out as a JSON line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mmap
 import os
 import signal
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +39,7 @@ _POLL_S = 0.01
 _READ_BYTES = 32 << 20
 _WAYS = {"plain_to": {}, "plain_device_map": {}, "plain_parallel": {"HF_ENABLE_PARALLEL_LOADING": "YES"}}
 KINDS = (*_WAYS, "eager", "warm")
+_MOUNT = 'mount -t tmpfs none "$0" && cp -R *.py models "$0" && cd "$0" && exec "$@"'
 _REQUESTS = 3
 
 
@@ -44,6 +47,10 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     """One server until READY. A cold one also answers once, and stores what it made."""
     root = args.against.resolve() if kind.endswith("_other") else ROOT
     work = args.store / ("other" if root != ROOT else "this")
+    wrapper: tuple[str, ...] = ()
+    if kind == "run":
+        work = Path(tempfile.mkdtemp(dir=args.store))
+        wrapper = ("unshare", "--mount", "--fork", "sh", "-c", _MOUNT, tempfile.mkdtemp(dir=work))
     work.mkdir(parents=True, exist_ok=True)
     log, report = new_log(work, kind), work / "report.json"
     report.unlink(missing_ok=True)
@@ -56,7 +63,8 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     if args.drop_pages:
         drop_pages(model.folder)
     project = ROOT / "benchmarks" / "plain" if kind in _WAYS else root
-    server = CogServer(f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}", log, environ, project)
+    predictor = f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}"
+    server = CogServer(predictor, log, environ, project, wrapper)
     began = time.monotonic()
     with server:
         while (status := server.health().get("status")) != "READY":
