@@ -8,7 +8,8 @@
 Each boot is a process of its own that prints a JSON line: `off` has COMPILE_CACHE_SCOPE=off, `first` compiles before
 READY and fills the store, `second` restores.
 
-- `speech` hears 30 s of noise, which is 445 tokens, in turn with transformers without the example's code.
+- `speech` hears 30 s of noise, which is 445 tokens, in turn with transformers without the example's code, and compares
+  the logits of both with fp32's.
 - `embeddings` embeds 256 seeded texts of 3 to 512 tokens in one request, which makes batches of 32, and 64 of them in a
   request each, in turn with sentence-transformers, if it is installed.
 - `edit`, `flux-lora` and `video` time the first request, and a step as the difference of requests of two and of six
@@ -95,8 +96,10 @@ def timed(times: int, **works: Callable[[], Any]) -> dict[str, float]:
 
 
 def speech(predictor: Any, times: int) -> dict[str, Any]:
-    """Seconds for 30 s of noise, whatever the random model would say; those of transformers alone beside them."""
+    """Seconds for 30 s of noise, whatever the random model would say; those of transformers alone beside them. The errors
+    are those of the logits against fp32: all hear the same tokens."""
     import numpy
+    import torch
 
     model = predictor.model
     sound = numpy.random.default_rng(0).standard_normal(30 * 16000).astype("f4")
@@ -107,15 +110,37 @@ def speech(predictor: Any, times: int) -> dict[str, Any]:
     never = [known.eos_token_id, *range(known.no_timestamps_token_id + 1, model.config.vocab_size)]
     said = {"suppress_tokens": never, "return_timestamps": True, "task": "transcribe", "language": "en"}
 
-    def ours() -> int:
+    def ours(**options: Any) -> Any:
         with predictor.boot.prediction() as prediction:
-            tokens = model.generate(features, **said, cache_implementation="static", disable_compile=True)
+            heard = model.generate(features, **said, **options, cache_implementation="static", disable_compile=True)
         for name, value in prediction.metrics().items():
             predictor.record_metric(name, value)
-        return int(tokens.shape[-1])
+        return heard
 
-    plain = type(model).from_pretrained(os.environ["MODEL"], dtype=model.dtype).to(model.device).eval()
-    found = {"tokens": ours(), "their_tokens": int(plain.generate(features, **said).shape[-1])}
+    def load(dtype: torch.dtype) -> Any:
+        return type(model).from_pretrained(os.environ["MODEL"], dtype=dtype).to(model.device).eval()
+
+    def logits_of(one: Any, hear: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        hook = one.proj_out.register_forward_hook(lambda _module, _inputs, logits: kept.append(logits[:, -1:].float()))
+        heard = hear()
+        hook.remove()
+        return heard, torch.cat(kept, 1)
+
+    plain, prefixes = load(model.dtype), list[torch.Tensor]()
+    tokens, their_logits = logits_of(plain, lambda: plain.generate(features, **said))
+
+    def force(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        prefixes.append(prefix)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, len(prefixes) - 1, None], 0.0)
+
+    _, our_logits = logits_of(model, lambda: ours(logits_processor=[force]))
+    with torch.inference_mode():
+        exact = load(torch.float32)(features.float(), decoder_input_ids=prefixes[-1]).logits
+    found: dict[str, Any] = {"tokens": tokens.shape[-1]}
+    exact = exact[:, -tokens.shape[-1] :]
+    for name, logits in {"error": our_logits, "their_error": their_logits}.items():
+        found[name] = float((logits - exact).norm() / exact.norm())
     return found | timed(times, seconds=ours, theirs=lambda: plain.generate(features, **said))
 
 
