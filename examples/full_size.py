@@ -96,8 +96,8 @@ def timed(times: int, **works: Callable[[], Any]) -> dict[str, float]:
 
 
 def speech(predictor: Any, times: int) -> dict[str, Any]:
-    """Seconds for 30 s of noise, whatever the random model would say; those of transformers alone beside them. The errors
-    are those of the logits against fp32: all hear the same tokens."""
+    """Seconds for 30 s of noise, whatever the random model would say; those of transformers alone beside them. The
+    errors are those of the logits against fp32: all hear the same tokens."""
     import numpy
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from blocks import Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, copied, eager, tensor, warm_up
 
+from compile_cache.calls.spec import Call
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.serving.kinds import Case, Kinds
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, Outgoing
 
 BACKGROUND = Settings(cold_start="background", unseen="background")
 FILLING = Settings(cold_start="block", unseen="block", setup_budget_s=0)
@@ -74,9 +77,9 @@ def predict(compiler: Regions, modules: Modules) -> tuple[dict[str, int], bool]:
 
 
 def next_boot(
-    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True
+    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, warms_up: bool = True
 ) -> tuple[Regions, Modules]:
-    """A boot after its warm-up."""
+    """A boot, after its warm-up if it `warms_up`."""
     torch._dynamo.reset()
     compiler = Regions(settings, directory, is_hit)
     if loading := compiler.policy.preload():
@@ -84,7 +87,8 @@ def next_boot(
     modules = build(Once), build(Once), build(Step)
     for module in modules:
         compiler.compile(module, after_ready=type(module) is Once)
-    warm_up(compiler, lambda: call(modules))
+    if warms_up:
+        warm_up(compiler, lambda: call(modules))
     return compiler, modules
 
 
@@ -159,7 +163,93 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(stored, 
 
 @pytest.mark.parametrize("unseen", ["eager", "error", "block"])
 def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(stored, unseen):
-    compiler, _ = next_boot(stored, Settings(cold_start="background", unseen=unseen))
+    """All of it is preloaded then."""
+    compiler, _ = next_boot(stored, Settings(cold_start="background", unseen=unseen), warms_up=False)
+    assert len(compiler.policy.artifacts._ahead) == 2
+    warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind._instances)))
+    assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
+
+
+def test_predictions_at_the_same_time_have_one_code_each(stored):
+    """Both find the code: the first one while the other's call of the same kind is answered eager."""
+    compiler, modules = next_boot(stored)
+    compiler.policy.release()
+    assert compiler.policy.wait(60)
+    served = compiler.by_class[Once].served
+    with Prediction(BootReport(), compiler), Prediction(BootReport(), compiler):
+        before = Counter(served)
+        call(modules)
+        call(modules)
+        assert served - before == {"eager": 4}
+    assert predict(compiler, modules)[0] == {"precompiled": 2}
+
+
+class Scaled(Product):
+    """Its functions differ by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits(tmp_path, monkeypatch):
+    def built(compiler: Regions) -> tuple[Scaled, Scaled]:
+        modules = build(Scaled, 1.0), build(Scaled, 2.0)
+        for module in modules:
+            compiler.compile(module, after_ready=True)
+        warm_up(compiler, lambda: [module(tensor()) for module in modules])
+        return modules
+
+    with activated(tmp_path) as directory:
+        built(Regions(FILLING, directory))
+        torch._dynamo.reset()
+        compiler = Regions(BACKGROUND, directory, is_hit=True)
+        one, two = built(compiler)
+        compiler.policy.release()
+        assert compiler.policy.wait(60)
+        compiler.policy.moment.pass_by()
+        look_up, other = Kinds.case, [one]
+
+        def case(kinds: Kinds, call: Call) -> Case:
+            found = look_up(kinds, call)
+            while other:  # this thread has looked its case up, and another one is faster
+                eager(other.pop(), tensor())
+            return found
+
+        monkeypatch.setattr(Kinds, "case", case)
+        torch.testing.assert_close(eager(two, tensor()), eager(build(Scaled, 2.0), tensor()))
+
+
+def test_what_another_version_stored_is_published_though_nothing_calls_it_again(stored):
+    for mark in stored.path.rglob("*.late"):
+        mark.unlink()
+    paths = {path.relative_to(stored.path).as_posix() for path in artifacts(stored)}
+    stored.outgoing = Outgoing(stored)
+    stored.outgoing.plant({path: path for path in paths})
+    torch._dynamo.reset()
+    compiler, modules = Regions(BACKGROUND, stored), (build(Once), build(Once), build(Step))
+    for module in modules:
+        compiler.compile(module, after_ready=True)
+    warm_up(compiler, lambda: call(modules))
+    assert paths <= stored.outgoing.ready(is_ending=True).keys()
+
+
+def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(stored, monkeypatch):
+    compiler, modules = next_boot(stored)
+    monkeypatch.setattr("compile_cache.serving.policy.end_at_exit", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compiler.policy.release()
+    assert compiler.policy.wait(0.0)
+    assert predict(compiler, modules)[0] == {"precompiled": 2}
+
+
+def test_a_module_that_ready_needs_after_all_is_not_late(stored):
+    compiler, modules = next_boot(stored)
+    compiler.compile(build(Once))
+    warm_up(compiler, lambda: call(modules))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
@@ -178,15 +268,16 @@ def test_functions_that_serve_others_of_these_calls_already_are_not_waited_for(s
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_late_functions_that_are_damaged_are_reported_and_ordered_anew(stored):
+def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(stored):
     compiler, modules = next_boot(stored)
     for path in stored.path.rglob("*.late"):
         path.with_suffix(".aot").write_bytes(b"damaged")
     compiler.policy.release()
     compiler.policy.wait(60)
     assert predict(compiler, modules)[0] == {"eager": 2}
-    assert compiler.policy.waiting == 1
-    compiler.policy.orders().queue.close()
+    assert compiler.policy.wait(60)
+    assert predict(compiler, modules)[0] == {"eager": 2}
+    assert "is damaged" in compiler.reports[0].reason
 
 
 def test_calls_after_ready_wait_for_nothing(stored):
@@ -205,7 +296,8 @@ def test_calls_after_ready_wait_for_nothing(stored):
 def test_a_fork_loads_what_it_needs(stored):
     compiler, modules = next_boot(stored)
     compiler.policy.order_nothing("a fork has no second process")
-    assert predict(compiler, modules)[0] == {"precompiled": 2}
+    call(modules)
+    assert dict(compiler.by_class[Once].served) == {"eager": 2, "precompiled": 2}
 
 
 def test_whole_boots_load_it_after_ready_and_an_exit_right_then_is_clean(tmp_path):

@@ -153,7 +153,7 @@ def _missing(report: BootReport, is_published: bool) -> Iterator[str]:
 def _missing_region(region: RegionReport) -> str:
     """Why the next boot will not load all code of a region; empty if it will, or if the user leaves the class eager."""
     accept = f"or accept it: {PREFIX}LEAVE_EAGER={region.name}."
-    if region.is_left_eager or region.step == "late":
+    if region.is_left_eager:
         return ""
     if region.step == "unused":
         return f"region {region.name}: {region.reason}. Or leave it out of boot.compile()."

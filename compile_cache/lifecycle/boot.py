@@ -108,7 +108,7 @@ class Boot:
         self._demoted: set[str] = set()
         self._counted_before = read_counts()
         self._preparing = threading.RLock()
-        self._has_tried_regions = False
+        self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
         keep_worker_alive_on_interrupt()
         name_user(environ)
@@ -136,6 +136,7 @@ class Boot:
                 self._restore = restore
 
     def __enter__(self) -> Boot:
+        self._has_entered = True
         return self
 
     def __exit__(
@@ -203,9 +204,11 @@ class Boot:
         call may write to them.
 
         `after_ready` is for a module that a prediction calls once, such as a text encoder: to load its code takes
-        longer than the code saves in one prediction. So READY does not wait for stored code. It is loaded right after
-        READY, and until then the module is eager. Code that is not stored is made as always; but a process of one
-        answer makes it only if the rest is stored.
+        longer than the code saves in one prediction. In a Cog server that stays (`COMPILE_CACHE_UNSEEN=background`),
+        code that is stored for a call of the warm-up is loaded right after READY, and until then such calls are eager.
+        If it does not fit then, the second process makes other code. This holds for a class if it is said of all its
+        modules. Code that is not stored is made as always; but a process of one answer makes it only if the rest is
+        stored.
         """
         if not self._settings.enabled:
             return
@@ -217,7 +220,7 @@ class Boot:
                 self._preloading.join(_LONGEST_PRELOAD_S)
             regions = self._prepared_regions()
             if regions is not None:
-                regions.compile(module, whole, shares_weights, after_ready)
+                regions.compile(module, whole, shares_weights, after_ready and self._has_entered)
                 self.report.regions = regions.reports
 
     def _prepared_regions(self) -> Regions | None:

@@ -56,7 +56,7 @@ class Prediction:
         - `served`: the steps that served each region's calls
         - `compiled_now`: graphs that this process compiled meanwhile
         - `waited_s`: seconds that requests waited for these
-        - `compiling`: kinds of calls that the second process has not answered yet
+        - `compiling`: kinds of calls that wait for the second process, or for their functions' load after READY
         """
         # The most frequent step first: `precompiled, eager`.
         served = {name: ", ".join(step for step, _ in steps.most_common()) for name, steps in self.served().items()}

@@ -7,6 +7,7 @@ no compiler before code is found, made or ordered.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 import time
@@ -62,10 +63,10 @@ class Policy:
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         self.proved = frozenset(path for path in functions if any(mark in stored for mark in marks_of(path)))
-        self.late = frozenset(path for path in functions if marks_of(path)[1] in stored)
-        # The calls that are eager until their functions are loaded after READY.
-        self._put_off: dict[Case, list[str]] = {}
-        self._loader: threading.Thread | None = None
+        late = functions if settings.unseen == "background" else []
+        self.late = frozenset(path for path in late if marks_of(path)[1] in stored)
+        # The LATE cases, with the functions that may fit.
+        self._late_cases: dict[Case, list[str]] = {}
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
@@ -76,7 +77,7 @@ class Policy:
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
-        self._released = threading.Event()
+        self._released, self._ending = threading.Event(), threading.Event()
         self._opening = threading.Lock()
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
@@ -142,9 +143,14 @@ class Policy:
         """
         if (artifacts := self.artifacts) is None:
             return None
-        return _on_thread(lambda: artifacts.prefetch(self.late), "load", lambda: None)
 
-    def puts_off(self, case: Case, call: Call) -> bool:
+        def load() -> None:
+            with noted("preload", "load"):
+                attempt(artifacts.prefetch, self.late)  # an error comes again, and is reported, where it is needed
+
+        return _on_thread(load, lambda: None)
+
+    def makes_late(self, case: Case, call: Call) -> bool:
         """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
         if self.artifacts is None or self._settings.unseen != "background" or self._released.is_set():
             return False
@@ -153,18 +159,32 @@ class Policy:
         with LOCK:
             if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
                 return False
-            self._put_off[case] = paths
+            self._late_cases[case] = paths
+        for owner in (*paths, type(call[0]).__name__):  # the process may end before the next call
+            self.outgoing.use(owner)
         return True
 
     def _load_late(self) -> None:
-        """Load the functions that were put off, between two predictions. Their calls are looked at again."""
-        for path in sorted({path for paths in self._put_off.values() for path in paths}):
+        """Load what READY did not wait for, between two predictions: first the functions of LATE cases."""
+        for case, paths in list(self._late_cases.items()):
+            self._load(paths)
+            self.look_again(case)
+        self._load(sorted(self.late))
+
+    def _load(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            if self._ending.is_set() or (artifacts := self.artifacts) is None:
+                return
             self._wait_for_gap()
-            if self._put_off and self.artifacts is not None:  # else the process ends
-                attempt(self.artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+            with noted("preload", "load after READY"):
+                attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+
+    def look_again(self, *cases: Case) -> None:
+        """Look LATE cases among these up again, from the next moment on."""
         with LOCK:
-            late, self._put_off = self._put_off, {}
-            self.moment.note(self, lambda: _look_again(late))
+            for case in cases:
+                if self._late_cases.pop(case, None):
+                    self.moment.note(case, functools.partial(_reopen, case))
 
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
@@ -253,58 +273,63 @@ class Policy:
             return replace(answer, function=self.artifacts.arrive(answer.path))
 
     def _wait_for_gap(self) -> None:
-        """Wait until no region was called for a moment, or for 2 s."""
+        """Wait until no region was called for a moment, or for 2 s. Not if the process ends."""
         calls = self._calls()
         for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
+            if self._ending.is_set():
+                return
             time.sleep(_GAP_S)
             before, calls = calls, self._calls()
             if calls == before:
                 return
 
     def release(self) -> None:
-        """Let the second process begin, and load what was put off. Called at READY.
+        """Let the second process begin, and load what READY did not wait for. Called at READY.
 
         Raises:
             ImportError: this torch has other modules.
+            RuntimeError: no thread can be started. In either case, calls load their functions.
         """
         with LOCK:
             self._released.set()
-        if self._put_off:
-            self._loader = _on_thread(self._load_late, "load after READY", self._put_off.clear)
+        if self._late_cases or self.late:
+            try:
+                _on_thread(self._load_late, self._ending.set)
+            except BaseException:
+                self.look_again(*self._late_cases)
+                raise
 
     @property
     def waiting(self) -> int:
         """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
         ordered = 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
-        return ordered + len(self._put_off)
+        return ordered + len(self._late_cases)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is `waiting`; False after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        if self._loader is not None:
-            self._loader.join(timeout_s)
+        while self._late_cases and time.monotonic() < until_s:
+            time.sleep(_GAP_S / 10)
         if not isinstance(self._orders, str | None):
             self._orders.queue.wait(max(0.0, until_s - time.monotonic()))
         return self.waiting == 0
 
     def order_nothing(self, reason: str) -> None:
-        """In a fork of this process: forget the second process, and what other threads hold. What was put off is loaded
-        by the next call."""
+        """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load
+        their functions."""
         self._orders = reason
         self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
         self._released.set()
-        late, self._put_off = self._put_off, {}
-        _look_again(late)
         self.moment.forget_threads()
+        self.look_again(*self._late_cases)
         self.moment.pass_by()  # what has arrived is taken
 
 
-def _look_again(late: Iterable[Case]) -> None:
-    for case in late:
-        case.move(State.NEW)
+def _reopen(case: Case) -> None:
+    case.move(State.NEW)
 
 
-def _on_thread(load: Callable[[], object], what: str, stop: Callable[[], None]) -> threading.Thread:
+def _on_thread(load: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:
     """Import torch's loader on this thread, and call `load` on a new one, which is returned. The exit calls `stop`.
 
     torch's compiler is a cycle of imports. If two threads began with different modules of it, one of them would find a
@@ -313,18 +338,13 @@ def _on_thread(load: Callable[[], object], what: str, stop: Callable[[], None]) 
     Raises:
         ImportError: this torch has other modules.
     """
-
-    def run() -> None:
-        with noted("preload", what):
-            attempt(load)  # an error comes again, and is reported, where the function is needed
-
     with noted("preload", "import torch's loader"):
         from compile_cache.inductor.lean_loading import import_loader
 
         import_loader()
     # torch 2.13 keeps settings in context variables. The thread gets its caller's.
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name="compile-cache-preload", daemon=True)
+    thread = threading.Thread(target=context.run, args=(load,), name="compile-cache-preload", daemon=True)
     end_at_exit(thread, stop)
     thread.start()
     return thread

@@ -159,6 +159,8 @@ class Region:
     def _serve_known(self, case: Case, call: Call, like: Any) -> Any:
         """Serve a call of a case that is not new."""
         state, code = case.state, case.code
+        if code is not None and code.path and code.misfit(*call):  # it came after the case was looked up
+            return self.trials.serve_eager(call)
         if state in WITH_CODE and case.is_to_compare(call[0]):
             return self.trials.hold(case, call)
         if code is not None and state is State.PRECOMPILED:

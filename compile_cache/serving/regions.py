@@ -67,6 +67,8 @@ class Regions:
                 region = self._region(type(module))
                 region.source.shares_weights &= shares_weights
                 region.source.is_late &= after_ready
+                if not region.source.is_late:
+                    self.policy.look_again(*region.kinds)
                 region.adopt(module)
 
     def _region(self, module_class: type[nn.Module]) -> Region:

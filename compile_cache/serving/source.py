@@ -60,7 +60,7 @@ class Source:
             UnseenCallError: the policy is `error`.
         """
         policy = self._policy
-        if self.is_late and policy.puts_off(case, call):
+        if self.is_late and policy.makes_late(case, call):
             self._report.take_step("late")
             return None
         found = policy.find(case.spec, call)

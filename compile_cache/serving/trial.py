@@ -158,15 +158,18 @@ class Trials:
 
     def let_serve(self, case: Case, module: nn.Module) -> None:
         """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
-        is taken at once, for all instances."""
+        is taken at once, for all instances, unless other predictions are open: they had eager's answers."""
         with LOCK:
             is_proved = case.state is State.PROVED
             case.standings.update(dict.fromkeys(list(self._instances) if is_proved else (module,), Standing.SERVES))
-        if is_proved:
-            self._take(case)
-        else:
-            self._policy.moment.note(case, lambda: self._take(case))
-            self._policy.moment.note_ending(case, lambda: self._source.mark(case))
+        moment = self._policy.moment
+        with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
+            if takes_now:
+                self._take(case)
+            else:
+                moment.note(case, lambda: self._take(case))
+        if not is_proved:
+            moment.note_ending(case, lambda: self._source.mark(case))
 
     def _take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
