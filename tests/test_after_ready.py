@@ -11,10 +11,9 @@ from blocks import Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, copied, eager, tensor, warm_up
 
-from compile_cache.calls.spec import Call
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
-from compile_cache.serving.kinds import Case, Kinds
+from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, Outgoing
@@ -211,15 +210,14 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         compiler.policy.release()
         assert compiler.policy.wait(60)
         compiler.policy.moment.pass_by()
-        look_up, other = Kinds.case, [one]
+        move, other = Case.move, [one]
 
-        def case(kinds: Kinds, call: Call) -> Case:
-            found = look_up(kinds, call)
-            while other:  # this thread has looked its case up, and another one is faster
+        def faster(case: Case, state: State, reason: str = "") -> bool:
+            while other and state is State.CLAIMED:  # this thread has looked its case up
                 eager(other.pop(), tensor())
-            return found
+            return move(case, state, reason)
 
-        monkeypatch.setattr(Kinds, "case", case)
+        monkeypatch.setattr(Case, "move", faster)
         torch.testing.assert_close(eager(two, tensor()), eager(build(Scaled, 2.0), tensor()))
 
 

@@ -389,9 +389,10 @@ def _plain(value: Any) -> Any:
 
 def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has tensors, none of them on the CPU. Then the host's processor does not matter."""
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
-    tensors = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *module.parameters(), *module.buffers()]
-    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
+    own = [tensors for part in parts_of(module) for tensors in (part._parameters, part._buffers)]
+    leaves = [*pytree.tree_leaves((args, dict(kwargs))), *(tensor for tensors in own for tensor in tensors.values())]
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return bool(devices) and "cpu" not in devices
 
 
 class _CompiledCall(functools.partial[Any]):

@@ -289,6 +289,8 @@ class Checks:
         self._scope: dict[str, Any] = {**guard_scope(), "G": self._modules}
         self._global = [guard for guard in guards if not guard.is_local]
         self._local = [guard for guard in guards if guard.is_local]
+        # The description that each guard's digest is of, once it was met. A digest takes longer than the rest.
+        self._met: dict[RecordedGuard, Description] = {}
 
     def difference(self) -> str:
         """The first changed global, in words; empty if none changed."""
@@ -303,8 +305,12 @@ class Checks:
             now = _description(guard.kind, self._evaluate(guard.expression, inputs), guard.key)
         except Exception as error:  # the expression may read any object
             return f"{guard.expression} cannot be read: {error!r}"
-        is_same = digest([self._salt, guard.expression, now]) == guard.was
-        return "" if is_same else f"{guard.expression} has changed"
+        if guard in self._met and now == self._met[guard]:
+            return ""
+        if digest([self._salt, guard.expression, now]) != guard.was:
+            return f"{guard.expression} has changed"
+        self._met[guard] = now
+        return ""
 
     def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
         return eval(_compiled(expression), {**self._scope, "L": inputs})

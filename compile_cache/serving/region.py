@@ -34,6 +34,7 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
+from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Source
@@ -144,7 +145,9 @@ class Region:
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
         self._policy.moment.pass_by()
-        case = attempt(self.kinds.case, call)
+        with LOCK:
+            case = attempt(self.kinds.case, call)
+            code = None if isinstance(case, Failure) else case.code  # it fits this call
         if isinstance(case, Failure):
             self._explain_eager(case.reason)
             return self.trials.serve_eager(call)
@@ -154,12 +157,12 @@ class Region:
             finally:
                 if case.state is State.CLAIMED:  # nothing was found, made or ordered
                     case.move(State.NEW)
-        return self._serve_known(case, call, like)
+        return self._serve_known(case, code, call, like)
 
-    def _serve_known(self, case: Case, call: Call, like: Any) -> Any:
-        """Serve a call of a case that is not new."""
-        state, code = case.state, case.code
-        if code is not None and code.path and code.misfit(*call):  # it came after the case was looked up
+    def _serve_known(self, case: Case, code: Code | None, call: Call, like: Any) -> Any:
+        """Serve a call of a case that is not new, by `code` if it may serve: that fits the call."""
+        state = case.state
+        if state in WITH_CODE and code is None:  # it has arrived since, and may not fit
             return self.trials.serve_eager(call)
         if state in WITH_CODE and case.is_to_compare(call[0]):
             return self.trials.hold(case, call)
@@ -214,7 +217,7 @@ class Region:
         if case.state is State.PROVED and not self._policy.is_warming_up:
             self.trials.let_serve(case, call[0])
         if case.state is not State.CLAIMED:
-            return self._serve_known(case, call, like)
+            return self._serve_known(case, case.code, call, like)
         order = attempt(self.source.pack, case, call)
         answer = self.trials.serve_eager(call, case)
         if case.state is State.CLAIMED:
