@@ -289,27 +289,29 @@ class Checks:
         self._scope: dict[str, Any] = {**guard_scope(), "G": self._modules}
         self._global = [guard for guard in guards if not guard.is_local]
         self._local = [guard for guard in guards if guard.is_local]
-        # The description that each guard's digest is of, once it was met. A digest takes longer than the rest.
-        self._met: dict[RecordedGuard, Description] = {}
+        # By the identity of a guard, the description that it met: the digest of an equal one need not be made.
+        self._met: dict[int, Description] = {}
 
     def difference(self) -> str:
         """The first changed global, in words; empty if none changed."""
-        return next(filter(None, (self._difference(guard, {}) for guard in self._global)), "")
+        return self._first_difference(self._global, {})
 
     def local_difference(self, inputs: Mapping[str, Any]) -> str:
         """The first change below a call's `inputs` (module, args and kwargs); empty if none changed."""
-        return next(filter(None, (self._difference(guard, inputs) for guard in self._local)), "")
+        return self._first_difference(self._local, inputs)
 
-    def _difference(self, guard: RecordedGuard, inputs: Mapping[str, Any]) -> str:
-        try:
-            now = _description(guard.kind, self._evaluate(guard.expression, inputs), guard.key)
-        except Exception as error:  # the expression may read any object
-            return f"{guard.expression} cannot be read: {error!r}"
-        if guard in self._met and now == self._met[guard]:
-            return ""
-        if digest([self._salt, guard.expression, now]) != guard.was:
-            return f"{guard.expression} has changed"
-        self._met[guard] = now
+    def _first_difference(self, guards: Sequence[RecordedGuard], inputs: Mapping[str, Any]) -> str:
+        scope = {**self._scope, "L": inputs}
+        for guard in guards:
+            try:
+                now = _description(guard.kind, eval(_compiled(guard.expression), scope), guard.key)
+            except Exception as error:  # the expression may read any object
+                return f"{guard.expression} cannot be read: {error!r}"
+            known = self._met.get(id(guard))
+            if known is None or known != now:
+                if digest([self._salt, guard.expression, now]) != guard.was:
+                    return f"{guard.expression} has changed"
+                self._met[id(guard)] = now
         return ""
 
     def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
