@@ -87,16 +87,6 @@ def test_packs_and_records_arrive_as_they_are_from_and_in_a_store_of_each_kind(s
     assert all(target.read(name) == store.read(name) == source.read(name) for name in arrived)
 
 
-def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
-    name = put_pack(source, key)
-    put_record(source, environment)
-    copy(source, target)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")}
-    copied = copy(source, target)
-    assert (copied.packs, list(copied.present)) == ({}, [name])
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")} == before
-
-
 def test_only_packs_that_are_wanted_are_copied_and_other_objects_stay(source, target, key):
     wanted = put_pack(source, key)
     put_pack(source, replace(key, model_version="other"))

@@ -1,4 +1,4 @@
-"""The fuzzer of serving: a small part of its campaign, and proof that it would see what it looks for."""
+"""The fuzzer of serving: a small part of its campaign."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 
 import fuzz_serving
 import pytest
-import torch
 from boots import run_boot
-from random_modules import make_modules, source_of
 
 # One module each, under one of the policies. `make soak` has both.
 ROUNDS = 8
@@ -53,27 +51,3 @@ def test_modules_with_a_feature_are_served_as_eager_would(tallies):
     assert {name: tally.wrong for name, tally in tallies.items() if tally.wrong} == {}
     assert {name: tally.calls for name, tally in tallies.items() if tally.calls < 2 * ROUNDS} == {}
     assert {name for name, tally in tallies.items() if not tally.compiled} <= {*EAGER}
-
-
-def test_a_module_is_the_same_for_the_same_seed():
-    assert make_modules(3, range(20)) == make_modules(3, range(20)) != make_modules(4, range(20))
-    compile(source_of(make_modules(3, range(20))), "fuzzed.py", "exec")
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [torch.ones(3) * 1.01, 1, "a"],
-        [torch.ones(3).double(), 1, "a"],
-        [torch.ones(3, 1), 1, "a"],
-        [torch.ones(3), True, "a"],
-        [torch.ones(3), 1, "b"],
-        [torch.ones(3), 1],
-        [torch.full((3,), torch.nan), 1, "a"],
-    ],
-    ids=str,
-)
-def test_answers_that_differ_in_anything_are_not_alike(other):
-    answer = [torch.ones(3), 1, "a"]
-    assert fuzz_serving.is_alike(answer, [torch.ones(3) * 1.0001, 1, "a"])
-    assert not fuzz_serving.is_alike(other, answer)

@@ -172,12 +172,6 @@ def test_a_mode_with_cuda_graphs_is_refused_with_the_reason_and_another_mode(sco
     assert message.endswith(f"Use {PREFIX}MODE={instead}.")
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("scope", ["regional", "whole"])
-def test_a_mode_without_cuda_graphs_suits_every_scope(scope, mode):
-    assert read(SCOPE=scope, MODE=mode).mode == mode
-
-
 def test_a_boot_that_compiles_nothing_takes_any_mode():
     assert not read(SCOPE="off", MODE="max-autotune").enabled
 
