@@ -90,6 +90,16 @@ def artifacts(directory: CacheDirectory) -> list[Path]:
 
 
 @contextlib.contextmanager
+def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Have torch told something while the context lasts."""
+    tell(value)
+    try:
+        yield
+    finally:
+        tell(before)
+
+
+@contextlib.contextmanager
 def activated(root: Path) -> Iterator[CacheDirectory]:
     """An empty cache directory that Inductor writes while the context lasts."""
     directory = CacheDirectory.claim(root)

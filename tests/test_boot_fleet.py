@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from boots import ONE_CLASS, assert_fully_warm, boot_once, run_boot, settings
+from boots import ONE_CLASS, assert_fully_warm, boot_once, settings
 
 from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.pack.signing import generate_keys
@@ -39,11 +39,6 @@ def test_boot_restores_from_a_layer_and_publishes_nothing_that_is_there(signed, 
     assert_fully_warm(booted)
     assert booted.report["publish"]["packs"] == 0
     assert not list(tmp_path.glob("store/**/*.pack"))
-
-
-def test_boot_without_a_store_restores_from_a_layer(signed, tmp_path):
-    """As on Replicate: the packs are in the image, and there are no secrets."""
-    assert_fully_warm(boot_once(from_layer(signed, tmp_path, store="off")))
 
 
 def test_layer_that_cannot_be_read_is_named_and_the_others_are_used(signed, tmp_path, closed_port):
@@ -91,11 +86,3 @@ def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path
     booted = boot_once(one_class(tmp_path, layers=str(source / "store")), "--restore-alone", forked=False)
     assert booted.report["restore"]["outcome"] == "miss"
     assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
-
-
-def test_key_that_cannot_be_fails_the_boot_and_is_not_shown(tmp_path):
-    private, _ = generate_keys()
-    done = run_boot(one_class(tmp_path, trusted_keys=private))
-    assert done.returncode != 0
-    assert "COMPILE_CACHE_TRUSTED_KEYS" in done.stderr
-    assert private.partition(":")[2] not in done.stderr

@@ -33,11 +33,6 @@ def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variab
     assert "SECRET" not in f"{booted.log} {booted.report}"
 
 
-def test_missing_bucket_costs_the_cache_and_not_the_boot(tmp_path, s3_bucket):
-    environ = s3_settings(tmp_path, "no-such-bucket")
-    assert_cold_with_one_reason(environ, "NoSuchBucket", "no-such-bucket")
-
-
 @pytest.fixture
 def checking_credentials(s3_server):
     """The S3 server checks credentials while the test lasts."""

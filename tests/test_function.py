@@ -17,7 +17,20 @@ import torch
 import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from boots import run_boot, settings
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import (
+    activated,
+    artifacts,
+    boot,
+    build,
+    copied,
+    eager,
+    find,
+    loaded,
+    only_report,
+    tensor,
+    told,
+    warm_up,
+)
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -53,16 +66,8 @@ def made(tmp_path_factory):
             compiler.compile(module)
             warm_up(compiler, lambda module=module: module(tensor()))
         steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
-        assert steps == {
-            "Block": ("cold", 1),
-            "Layer": ("cold", 2),
-            "Batched": ("cold", 2),
-            "Pair": ("cold", 1),
-            "Global": ("cold", 1),
-            "Environ": ("cold", 1),
-            "Beside": ("cold", 1),
-            "Tunable": ("cold", 1),
-        }
+        singles = ("Block", "Pair", "Global", "Environ", "Beside", "Tunable")
+        assert steps == dict.fromkeys(singles, ("cold", 1)) | dict.fromkeys(("Layer", "Batched"), ("cold", 2))
         yield directory
 
 
@@ -110,15 +115,6 @@ def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(mad
     assert (triton_cache.triton_key(), triton_compat.triton_key()) == ("of the maker", "of the maker")
     with pytest.raises(ArtifactError, match="Triton's own files have changed"):
         Precompiled("here", Record.from_json({**record, "triton_key": "of another build"}), payload)
-
-
-def test_all_instances_are_served_by_one_artifact(directory):
-    several = [build(Block, seed=seed) for seed in range(3)]
-    compiler = boot(directory, *several)
-    outputs = warm_up(compiler, lambda: [block(tensor()) for block in several])
-    assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 1)
-    for seed, output in enumerate(outputs):
-        close(output, eager(build(Block, seed=seed), tensor()))
 
 
 def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(directory):
@@ -478,16 +474,6 @@ def test_block_that_reads_an_environment_variable_is_not_served_with_another_val
 
 
 @contextlib.contextmanager
-def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    """Have torch told something while the context lasts."""
-    tell(value)
-    try:
-        yield
-    finally:
-        tell(before)
-
-
-@contextlib.contextmanager
 def coarse_products() -> Iterator[None]:
     """Have torch multiply at a lower precision; afterwards none is set, as in a new process."""
     torch.set_float32_matmul_precision("medium")
@@ -553,19 +539,6 @@ def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
 
 
-ARGUMENTS = {"number": 2.0, "whole number": 1, "flag": True, "tensor": torch.tensor(1.0)}
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_call_with_another_argument_is_not_served(made, kind):
-    block = build(Block)
-    found = find(made, block, tensor())
-    with torch.inference_mode():
-        assert not found.fits(block, (tensor(), ARGUMENTS[kind]), {})
-        assert not found.fits(block, (tensor(),), {"by": ARGUMENTS[kind]})
-    assert isinstance(find(made, block, tensor(), ARGUMENTS[kind]), str)
-
-
 def test_numbers_in_arguments_have_an_artifact_each(directory):
     for step in ("cold", "precompiled"):
         block = build(Block)
@@ -602,15 +575,6 @@ def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
     assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
-def test_artifact_of_one_layer_does_not_serve_another(made):
-    layers = build(Layers).layers
-    first, second = find(made, layers[0], tensor(), caches()), find(made, layers[1], tensor(), caches())
-    assert first.path != second.path
-    with torch.inference_mode():
-        assert not first.fits(layers[1], (tensor(), caches()), {})
-        assert "layer_idx" in first.misfit(layers[1], (tensor(), caches()), {})
-
-
 def test_strides_of_a_batch_of_one_need_one_artifact(directory):
     """A slice of a longer batch has other strides in dimensions where no address depends on them."""
     module = build(Batched)
@@ -635,15 +599,6 @@ def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(directory):
         assert only_report(compiler).step == step
 
 
-def test_other_shape_is_not_served(directory):
-    block = build(Block)
-    compiler = boot(directory, block)
-    close(warm_up(compiler, lambda: block(tensor(6, blocks.SIZE))), eager(build(Block), tensor(6, blocks.SIZE)))
-    assert_not_precompiled(compiler)
-    found = find(directory, block, tensor())
-    assert not fits(found, block, tensor(6, blocks.SIZE))
-
-
 def test_one_tensor_twice_is_not_taken_for_two(directory):
     def twice(module):
         x = tensor(16, 16)
@@ -661,14 +616,6 @@ def test_one_tensor_twice_is_not_taken_for_two(directory):
         close(warm_up(compiler, lambda call=call, pair=pair: call(pair)), expected)
         with torch.inference_mode():
             close(call(pair), expected)
-
-
-def test_artifact_for_two_tensors_does_not_serve_one_twice(made):
-    pair, one = build(Pair), tensor(16, 16)
-    found = find(made, pair, tensor(16, 16), tensor(16, 16))
-    with torch.inference_mode():
-        assert found.fits(pair, (tensor(16, 16), tensor(16, 16)), {})
-        assert not found.fits(pair, (one, one), {})
 
 
 def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(directory):

@@ -14,7 +14,6 @@ from torch import nn
 from toy_model import CheatingBlock, NormBlock, WideBlock
 
 from compile_cache.background.queue import Order
-from compile_cache.errors import UnseenCallError
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
@@ -50,15 +49,6 @@ def orders(compiler: Regions) -> list[Order]:
     backlog = compiler.policy.orders()
     assert not isinstance(backlog, str)
     return [order for *_, order in sorted(backlog.queue._orders.queue)]
-
-
-def test_where_unseen_calls_are_errors_those_of_the_warm_up_are_not(directory):
-    block = build(WideBlock)
-    compiler = background(directory, block, unseen="error")
-    warm_up(compiler, lambda: block(rows(4)))
-    assert predict(block, 4).shape == (4, 16)
-    with pytest.raises(UnseenCallError, match="5x16"):
-        predict(block, 5)
 
 
 @pytest.mark.parametrize("cold_start", ["background", "block"])

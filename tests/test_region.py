@@ -22,7 +22,6 @@ from torch import nn
 from torch._inductor import compile_fx
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.modules import module as module_hooks
 
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
@@ -399,45 +398,6 @@ def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no
         predict(module, tensor(), counter)
     assert counter.calls <= 2
     close(predict(module, tensor(), Hidden()), eager(build(CountingFurther), tensor(), Hidden()))
-
-
-def hundredfold(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output * 100
-
-
-def hundredfold_products(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-    return output * 100 if isinstance(module, Product) else None
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Product()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self.inner(x), self.inner.weight)
-
-
-HOOKS: dict[str, Callable[[Outer], Any]] = {
-    "module": lambda module: module.register_forward_hook(hundredfold),
-    "child": lambda module: module.inner.register_forward_hook(hundredfold),
-    "all": lambda module: module_hooks.register_module_forward_hook(hundredfold_products),
-}
-
-
-@pytest.mark.parametrize("which", HOOKS)
-@pytest.mark.parametrize("settings", [Settings(), CACHED], ids=["precompiled", "compiled"])
-def test_a_hook_added_after_ready_is_called_until_it_is_removed(shared, which, settings):
-    module = build(Outer)
-    expected = eager(module, tensor())
-    compiler = boot(shared, module, settings=settings)
-    warm_up(compiler, lambda: module(tensor()))
-    handle = HOOKS[which](module)
-    try:
-        close(predict(module, tensor()), expected * 100, rtol=1e-4, atol=1e-3)
-    finally:
-        handle.remove()
-    close(predict(module, tensor()), expected)
 
 
 class Acting(Product):

@@ -16,6 +16,7 @@ import torch
 from blocks import SIZE
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
@@ -163,6 +164,7 @@ def other_part(module: Block) -> Callable[[], None]:
 # Each changes a block, and returns what takes the change back.
 AT_ONCE: dict[str, Callable[[Block], Callable[[], Any]]] = {
     "hook": lambda module: module.register_forward_hook(double).remove,
+    "hook of all modules": lambda module: module_hooks.register_module_forward_hook(double).remove,
     "hook of a part": lambda module: module.part.register_forward_hook(double).remove,
     "forward of its own": own_forward,
     "forward of its class": lambda module: patched(Block, "forward", lambda self, x, by=1.0: x * 3),

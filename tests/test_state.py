@@ -7,14 +7,13 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-import types
 from dataclasses import replace
 
 import passes
 import pytest
 import torch
 from blocks import Block
-from precompiling import activated, build, find, tensor
+from precompiling import activated, build, find, tensor, told
 from state_process import StateProcess, environment, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,15 +41,6 @@ def _settings():
 def process():
     with StateProcess() as process:
         yield process
-
-
-@contextlib.contextmanager
-def told(tell, value, before):
-    tell(value)
-    try:
-        yield
-    finally:
-        tell(before)
 
 
 @contextlib.contextmanager
@@ -250,37 +240,11 @@ def test_options_of_a_thread_that_loads_an_artifact_are_not_the_server_s():
         assert ServerState.take(on_gpu=False) == before
 
 
-def local_pass():
-    class Local(passes.Versioned):
-        pass
-
-    return Local("first")
-
-
-def of_the_script():
-    function = types.FunctionType(passes.leave.__code__, {}, "leave")
-    function.__module__ = "__main__"
-    return function
-
-
-def of_a_module_without_a_file(monkeypatch):
-    module = types.ModuleType("made_in_memory")
-    exec("def leave(graph): pass", vars(module))
-    monkeypatch.setitem(sys.modules, "made_in_memory", module)
-    return module.leave
-
-
-@pytest.mark.parametrize("kind", ["lambda", "local class", "script", "module without a file"])
-def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option(kind, monkeypatch):
-    values = {
-        "lambda": lambda: lambda graph: None,
-        "local class": local_pass,
-        "script": of_the_script,
-        "module without a file": lambda: of_a_module_without_a_file(monkeypatch),
-    }
+def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option():
+    refusal = r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"
     with (
-        torch._inductor.config.patch(post_grad_custom_post_pass=values[kind]()),
-        pytest.raises(NotHandedOver, match=r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"),
+        torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None),
+        pytest.raises(NotHandedOver, match=refusal),
     ):
         ServerState.take(on_gpu=False)
 
@@ -313,12 +277,6 @@ def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for_a
         assert "diffusers is imported, and was not in the server" in process.ask("make_state", state)["refused"]
 
 
-def test_state_is_taken_without_importing_anything():
-    before = set(sys.modules)
-    ServerState.take(on_gpu=False)
-    assert set(sys.modules) == before
-
-
 def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, tmp_path):
     with activated(tmp_path) as directory:
         with (
@@ -345,41 +303,38 @@ def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatc
         raise AssertionError("the state was made")
 
 
-def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeypatch):
-    """On some GPUs torch changes its order of attentions when it first chooses one, as this does."""
-    before = torch._C._get_sdp_priority_order()
-    chosen = [*before[1:], before[0]]
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """As if there were a GPU, for which torch has chosen no attention yet; what it chooses lasts as long as a test."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
-    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order(chosen))
     settle_attention_priority.cache_clear()
-    try:
-        assert switches(on_gpu=True) == switches(on_gpu=True)
-        assert torch._C._get_sdp_priority_order() == chosen
-    finally:
-        torch._C._set_sdp_priority_order(before)
-        settle_attention_priority.cache_clear()
+    with order(torch._C._get_sdp_priority_order()):
+        yield
+    settle_attention_priority.cache_clear()
 
 
-def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch):
+def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeypatch, beside_a_gpu):
+    """On some GPUs torch changes its order of attentions when it first chooses one, as this does."""
+    first, *others = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order([*others, first]))
+    assert switches(on_gpu=True) == switches(on_gpu=True)
+    assert torch._C._get_sdp_priority_order() == [*others, first]
+
+
+def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch, beside_a_gpu):
     failures = [torch.OutOfMemoryError("no memory")] * 2
 
     def choose(*_: torch.Tensor) -> None:
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
     monkeypatch.setattr("torch._fused_sdp_choice", choose)
-    settle_attention_priority.cache_clear()
-    try:
-        assert switches(on_gpu=True)
-        with pytest.raises(torch.OutOfMemoryError):
-            settle_attention_priority()
+    assert switches(on_gpu=True)
+    with pytest.raises(torch.OutOfMemoryError):
         settle_attention_priority()
-        assert not failures
-    finally:
-        settle_attention_priority.cache_clear()
+    settle_attention_priority()
+    assert not failures
 
 
 def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):

@@ -69,15 +69,6 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompil
     assert (only_report(compiler).step, only_report(compiler).waiting) == ("precompiled", 0)
 
 
-def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
-    block, compiler = late
-    (region,) = compiler.by_class.values()
-    for _ in range(2):
-        torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
-        assert region.trials.waited_s > 0
-    assert served(compiler) == {"eager": 2, "precompiled": 1}
-
-
 @pytest.fixture
 def many(tmp_path):
     """Six blocks of one class whose code has just arrived, their boot, and a function that calls all of them."""
