@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
 from commands import Run, run_command
+from namespaces import as_nobody
 from web_servers import Certificates, make_certificates
 
 from compile_cache.files import replacing
@@ -288,12 +289,9 @@ def run(variables) -> Run:
 
 @pytest.fixture
 def not_root() -> Iterator[None]:
-    """Root may write everywhere: for this test, be nobody."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(before)
+    """Not even for root may this test write everywhere."""
+    with as_nobody():
+        yield
 
 
 @pytest.fixture

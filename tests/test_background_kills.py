@@ -46,14 +46,6 @@ def test_process_ends_with_a_killed_server(tmp_path, marked, number):
     wait_for(lambda: not marked.pids() and not shared_memory() - before)
 
 
-def test_process_ends_with_a_server_that_exits(tmp_path, marked):
-    with serve(tmp_path, marked, "exit") as server:
-        said = server.stdout.read()
-    assert server.returncode == 0
-    assert said == "at work 0\n"
-    wait_for(lambda: not marked.pids())
-
-
 def test_process_ends_with_its_server_while_c_code_holds_pythons_lock(tmp_path, marked):
     """No thread of the process can look at its server then: the kernel ends it."""
     with serve(tmp_path, marked, "hold_the_lock") as server:

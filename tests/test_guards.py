@@ -59,20 +59,6 @@ def test_what_is_gone_is_a_difference(monkeypatch):
     assert "cannot be read: AttributeError" in checks.difference()
 
 
-def test_what_is_below_the_inputs_is_compared_with_each_call():
-    checks = checks_of("L['module'].act", "CLOSURE_MATCH", describe(blocks.double))
-    assert checks.difference() == ""
-    assert checks.local_difference({"module": SimpleNamespace(act=blocks.double)}) == ""
-    assert "L['module'].act has changed" in checks.local_difference({"module": SimpleNamespace(act=blocks.triple)})
-
-
-def test_constants_and_functions_are_compared_in_every_call(monkeypatch):
-    holds = of_global("GAIN", "CONSTANT_MATCH", describe(blocks.GAIN)).per_call({})
-    assert holds({})
-    monkeypatch.setattr(blocks, "GAIN", 7.0)
-    assert not holds({})
-
-
 @pytest.mark.parametrize("owner", ["type(L['module'])", "type(L['module']).__mro__[0]"])
 def test_an_item_of_a_class_is_compared_in_every_call_and_so_is_what_the_class_lacks(owner):
     class Owner:

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import flagged_block
 import pytest
 import torch
+from background_blocks import Wide
+from faulty_blocks import Cheating
 from precompiling import activated, boot, build, only_report, warm_up
 from torch import nn
-from toy_model import CheatingBlock, NormBlock, WideBlock
+from toy_model import WideBlock
 
 from compile_cache.background.queue import Order
 from compile_cache.serving.moment import Moment
@@ -83,7 +85,7 @@ def test_a_call_for_which_too_many_wait_is_eager_and_says_so(directory, monkeypa
 
 
 def test_new_code_is_taken_between_two_predictions(directory):
-    good, bad = build(NormBlock), build(CheatingBlock)
+    good, bad = build(Wide), build(Cheating)
     compiler = background(directory, good, bad)
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
     moment, regions = compiler.policy.moment, compiler.by_class
@@ -95,10 +97,10 @@ def test_new_code_is_taken_between_two_predictions(directory):
         if served:
             assert moment.begin() == is_new
         torch.testing.assert_close([predict(good, 4), predict(bad, 4)], eager)
-        served.append(dict(regions[NormBlock].served))
+        served.append(dict(regions[Wide].served))
         moment.end(is_complete=True, had_new_code=is_new)
     assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
-    assert set(regions[CheatingBlock].served) == {"eager"}
+    assert set(regions[Cheating].served) == {"eager"}
 
 
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():

@@ -14,13 +14,13 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from filled_stores import ACTIONS
+from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
 
@@ -509,16 +509,6 @@ def open_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
-
-
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Root may read and write everywhere."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(before)
 
 
 DAY_S = 24 * 60 * 60
