@@ -87,18 +87,6 @@ def test_a_program_that_ends_while_a_thread_calls_torch_is_not_aborted(faulty, f
     play(tmp_path, "ends_while", work, after=folder if work == "preload" else None)
 
 
-def test_a_process_that_cannot_be_started_leaves_its_region_eager(tmp_path):
-    told = play(tmp_path, "not_started")
-    assert told["regions"]["Wide"]["step"] == "eager"
-    assert "cannot be started" in told["regions"]["Wide"]["reason"]
-    assert [path for path in told["ready"] if path.startswith("precompiled/")] == []
-
-
-def test_an_artifact_is_published_with_its_files_once_it_was_compared(tmp_path):
-    told = play(tmp_path, "arriving")
-    assert told["ready"] == {"with_its_file": False, "before_its_call": False, "after_its_call": True}
-
-
 def test_a_server_that_is_killed_while_compiling_leaves_no_process_and_a_sound_store(tmp_path):
     """The next boot goes on where this one was: what was published is a hit, and the rest compiles."""
     marked, hangs = Marked(), tmp_path / "hangs"

@@ -17,9 +17,6 @@ from marked_processes import wait_for
 from namespaces import in_container
 from web_servers import answering
 
-from compile_cache.storage.rules import Rules, verify_pack
-from compile_cache.storage.stores.local import LocalStore
-
 TESTS = Path(__file__).parent
 # Cog kills its worker 10 s after it has told it to stop.
 COG_LIMIT_S = 10
@@ -124,19 +121,6 @@ def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
         wait_for(lambda: not owners(toy_store / "cache"))
         assert time.monotonic() - started < COG_LIMIT_S
     assert packs(tmp_path)
-    assert_fully_warm(boot_once(environ))
-
-
-def test_kill_right_after_ready_leaves_whole_packs_or_none(tmp_path, toy_store):
-    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
-    with server(tmp_path, environ, in_container()) as running:
-        running.wait_ready()
-        running.stop(signal.SIGKILL)
-    left = LocalStore(tmp_path / "store")
-    for entry in left.list("v2/"):
-        if entry.name.endswith(".pack"):
-            verify_pack(left, entry, Rules())
-    assert boot_once(environ).compiled_now == 0
     assert_fully_warm(boot_once(environ))
 
 

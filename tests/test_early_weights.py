@@ -398,14 +398,3 @@ def test_odd_revisions_have_no_local_folder(tmp_path, monkeypatch, revision):
 
     assert local_folder("org/name", revision) is None
     assert local_folder("x" * 300, revision) is None
-
-
-def test_files_that_are_not_in_memory_are_read_ahead(folder):
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with EarlyWeights(folder, chunk_bytes=5000) as early:
-        early.begin(CPU)
-        modules = load(folder)
-        assert taken(early, modules) == len(tensors(modules)) - 1

@@ -124,24 +124,14 @@ def test_detection_agrees_with_torch(observed, asked):
     assert differences == []
 
 
-@pytest.mark.parametrize("asked", ["1", "1,4"])
-def test_threads_are_those_asked_for_and_of_several_levels_the_first_counts(asked):
+def test_of_threads_asked_for_in_several_levels_the_first_counts():
     """OpenMP 5.2, section 21.1.2: OMP_NUM_THREADS is a list, of which torch uses the outermost level."""
-    assert cpu_threads({"OMP_NUM_THREADS": asked}) == 1
-
-
-def test_threads_not_asked_for_are_at_least_one_and_no_more_than_allowed_cpus():
-    assert 1 <= cpu_threads({}) <= len(os.sched_getaffinity(0))
+    assert cpu_threads({"OMP_NUM_THREADS": "1,4"}) == 1
 
 
 @pytest.mark.parametrize("nonsense", ["", "many", "0", "-1", "²", "1.5"])
 def test_a_number_of_threads_that_is_none_counts_as_not_set(nonsense):
     assert cpu_threads({"OMP_NUM_THREADS": nonsense}) == cpu_threads({})
-
-
-def test_the_record_keeps_the_path_and_the_options(environment):
-    detected = detect_environment("/some/path", "some options", {})
-    assert (detected.cache_dir, detected.options) == ("/some/path", "some options")
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_DEBUG", "INDUCTOR_X", "TORCH_COMPILE_X"])

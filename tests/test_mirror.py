@@ -158,14 +158,6 @@ def test_a_redirect_from_https_to_another_scheme_is_refused(folder, trusted_cert
     assert (len(served.requests), unsafe.requests) == (1, [])
 
 
-def test_user_and_password_are_in_neither_the_location_nor_a_message(closed_port):
-    store = open_url(f"http://user:secret@127.0.0.1:{closed_port}/folder")
-    assert store.location == f"http://127.0.0.1:{closed_port}/folder/"
-    with pytest.raises(StoreUnavailable) as caught:
-        store.list("")
-    assert "secret" not in "".join(traceback.format_exception(caught.value))
-
-
 @pytest.mark.parametrize("url", ["https://user:secret@", "https://user:secret@host:port"])
 def test_what_is_no_url_is_a_store_error_without_its_secrets(url):
     with pytest.raises(StoreError, match="cannot open https:") as caught:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from filled_stores import DAY_S, put_pack, put_record, set_age
+from filled_stores import DAY_S
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import Catalog, Version, catalog_of, read_catalog
+from compile_cache.storage.catalog import Catalog, Version, catalog_of
 from compile_cache.storage.prune import PrunePolicy, Removal, apply_prune, plan_prune, remove_version
 from compile_cache.storage.stores.base import StoredObject
 
@@ -145,19 +144,6 @@ def test_a_version_is_removed_with_what_is_published_meanwhile():
     store = Published([pack("1", 1, 50), pack("2", 2, 50)])
     assert len(remove_version(store, CacheKey("e", "m", "1"))) == 3
     assert list(store.entries) == [pack("2", 2, 50).name]
-
-
-def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
-    put_pack(local, replace(key, model_version="old"))
-    new = put_pack(local, key)
-    put_pack(local, replace(key, environment="0" * 32))
-    put_record(local, environment)
-    local.put(f"v2/{'0' * 32}/environment.json", b"{}")
-    set_age(Path(local.location), "v2/", 50, NOW_S)
-    set_age(Path(local.location), new, 1, NOW_S)
-    gone, kept = apply_prune(local, plan_prune(read_catalog(local), MONTH, NOW_S))
-    assert {entry.name for entry in local.list("v2/")} == {new, f"v2/{environment.digest}/environment.json"}
-    assert (len(gone), kept) == (2, [])
 
 
 # For any store and any policy.

@@ -54,27 +54,6 @@ def test_keywords_have_plain_strides_as_well_and_one_tensor_stays_one():
     assert (args[0] is keywords["x"], args[1] is tagged, keywords["y"]) == (True, True, 3)
 
 
-def test_kinds_of_calls_differ_by_shape_type_flag_and_training_and_not_by_numbers():
-    module = nn.Sequential(nn.Linear(2, 2))
-    calls = [(torch.ones(2, 2), 1.0, True), (torch.zeros(2, 2), 2.0, True)]
-    assert len({CallSpec.of(module, call, {}) for call in calls}) == 1
-    others = [(torch.ones(3, 2), 1.0, True), (torch.ones(2, 2), 1, True), (torch.ones(2, 2), 1.0, False)]
-    kinds = {CallSpec.of(module, call, {}) for call in [*calls, *others]}
-    module[0].eval()
-    kinds.add(CallSpec.of(module, calls[0], {}))
-    with torch.inference_mode():
-        kinds.add(CallSpec.of(module, calls[0], {}))
-    assert len(kinds) == 6
-
-
-def test_numbers_are_told_apart_by_type_and_nan_is_one_number():
-    assert (
-        len({CallSpec.of(nn.Identity(), (value,), {}).numbers for value in (1, 1.0, 2, float("nan"), float("nan"))})
-        == 4
-    )
-    assert CallSpec.of(nn.Identity(), (True, "1", None, torch.ones(1)), {}).numbers == ()
-
-
 def test_inputs_that_share_memory_are_another_kind():
     x = torch.arange(8.0)
     assert overlaps((x, x[:4], x[4:], x.clone())) == (0, "0 of (8,) (1,) 0", "0 of (8,) (1,) 4", 3)

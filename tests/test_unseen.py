@@ -13,6 +13,7 @@ from blocks import SIZE, Product
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
+from compile_cache.background.orders import Orders
 from compile_cache.calls import spec as call_spec
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
@@ -70,14 +71,24 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompil
 
 
 @pytest.fixture
-def many(tmp_path):
-    """Six blocks of one class whose code has just arrived, their boot, and a function that calls all of them."""
+def many(tmp_path, monkeypatch):
+    """Six blocks of one class whose code has just arrived, and their boot. None of its files is published early."""
+    take, early = Orders.take, set[str]()
+
+    def take_and_look(orders: Orders, answer: Answer) -> None:
+        take(orders, answer)
+        outgoing = orders._directory.outgoing
+        outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
+        early.update({*answer.files} & outgoing.ready().keys())
+
+    monkeypatch.setattr(Orders, "take", take_and_look)
     with activated(tmp_path) as directory:
         blocks = [build(Product) for _ in range(6)]
         compiler = boot(directory, *blocks, settings=BACKGROUND)
         warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
         compiler.policy.release()
         assert compiler.policy.wait(600)
+        assert early == set()
         yield blocks, compiler
 
 
@@ -121,7 +132,7 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     (path,) = functions_of(compiler)
     outgoing = compiler.policy.outgoing
     answer_all(blocks[:5])
-    assert path not in outgoing.ready()
+    assert outgoing.ready() == {}
     at_the_end = outgoing.ready(is_ending=True)
     assert at_the_end[path] == path
     answer_all(blocks[5:])

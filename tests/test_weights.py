@@ -95,11 +95,6 @@ def check_pipeline(ours: Any, theirs: Any) -> None:
         check_same(part, parts(theirs)[name])
 
 
-def mapped(folder: Path) -> list[str]:
-    """The files of a folder that are mapped into this process."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_pipeline_is_what_from_pretrained_loads(folders, dtype, device):
@@ -114,13 +109,6 @@ def test_a_pipeline_is_what_from_pretrained_loads(folders, dtype, device):
     assert ties(pipeline.text_encoder_2)
     kept = {tensor.dtype for tensor in pipeline.text_encoder_2.parameters()}
     assert kept == ({dtype} if dtype is torch.bfloat16 else {dtype, torch.float32})
-
-
-def test_no_file_stays_mapped(folder):
-    pipeline = load_pipeline(str(folder), None, torch.bfloat16, CPU)
-
-    assert not mapped(folder)
-    assert pipeline
 
 
 def test_weights_of_another_type_are_left_to_from_pretrained():
