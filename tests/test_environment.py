@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -11,14 +12,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from programs import run_program
 
+from compile_cache.key.cache_key import key_for, object_name
 from compile_cache.key.environment import (
     FORMAT_VERSION,
     Environment,
     cpu_threads,
     detect_environment,
 )
+from compile_cache.settings import Settings
 
 PROJECT = Path(__file__).parent.parent
 ASKED_THREADS = {"nothing asked": "", "one thread": "1", "more threads than cores": str(4 * (os.cpu_count() or 1))}
@@ -160,3 +165,42 @@ def test_the_order_in_which_variables_are_set_does_not_matter():
     one = detect(TORCHINDUCTOR_A="1", TRITON_B="2")
     assert one == detect(TRITON_B="2", TORCHINDUCTOR_A="1")
     assert one.variables == ("TORCHINDUCTOR_A=1", "TRITON_B=2")
+
+
+# The key: its parts make object paths, whatever a model is called.
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/FLUX.1-schnell", "org--FLUX.1-schnell"),
+        ("plain", "plain"),
+        ("a b\tc", "a--b--c"),
+        ("../../etc/passwd", "etc--passwd"),
+        ("..", "unnamed"),
+        (".", "unnamed"),
+        ("", "unnamed"),
+        ("/", "unnamed"),
+        ("모델", "unnamed"),
+        (".hidden", "hidden"),
+    ],
+)
+def test_a_name_becomes_one_readable_path_segment(text, name):
+    assert object_name(text) == name
+
+
+@given(st.text(max_size=150))
+def test_any_text_becomes_a_safe_path_segment(text):
+    name = object_name(text)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name)
+
+
+@given(st.text(max_size=150))
+def test_a_path_segment_stays_as_it_is(text):
+    assert object_name(object_name(text)).rstrip(".-") == object_name(text).rstrip(".-")
+
+
+def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):
+    key = key_for(Settings(model_version="7"), environment, "org/model", ())
+    assert key.prefix == f"v2/{environment.digest}/org--model/7/"
+    assert key.environment_prefix == f"v2/{environment.digest}/"
