@@ -32,6 +32,7 @@ from web_servers import Certificates, make_certificates
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
+from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 
@@ -252,6 +253,15 @@ def cold(tmp_path_factory) -> tuple[Path, Booted]:
     """A folder whose store a cold boot of the toy model has filled, and that boot."""
     folder = tmp_path_factory.mktemp("cold")
     return folder, boot_once(settings(folder))
+
+
+@pytest.fixture
+def directory(tmp_path) -> Iterator[CacheDirectory]:
+    """An empty cache directory that Inductor writes while the test lasts."""
+    from precompiling import activated
+
+    with activated(tmp_path) as directory:
+        yield directory
 
 
 @pytest.fixture(params=["local", "s3"])

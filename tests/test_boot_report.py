@@ -9,7 +9,7 @@ from typing import Any
 import blocks
 import pytest
 import torch
-from precompiling import activated, boot, build, only_report, tensor, warm_up
+from precompiling import boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.inductor.make import Answer
@@ -192,11 +192,10 @@ def test_metrics_are_flat_rounded_and_prefixed():
 # What it says of a region besides its step: how fast it is, that it is left eager, and what torch met in it.
 
 
-def test_a_class_that_is_left_eager_is_not_compiled_and_the_report_says_why(tmp_path):
-    with activated(tmp_path) as directory:
-        model = build(ToyModel)
-        compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing")))
-        warm_up(compiler, lambda: model(torch.ones(4, 16)))
+def test_a_class_that_is_left_eager_is_not_compiled_and_the_report_says_why(directory):
+    model = build(ToyModel)
+    compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing")))
+    warm_up(compiler, lambda: model(torch.ones(4, 16)))
     reports = {report.name: report for report in compiler.reports}
     assert (reports["WideBlock"].step, reports["NormBlock"].step) == ("cold", "eager")
     assert reports["NormBlock"].instances == 2
@@ -216,25 +215,23 @@ def test_a_boot_is_fully_precompiled_whatever_is_left_eager():
     assert not report.fully_cached
 
 
-def test_an_artifact_that_was_made_is_timed_and_one_that_was_found_is_not(tmp_path):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Block)
-        made = boot(directory, module)
-        warm_up(made, lambda: module(tensor()))
-        found = boot(directory, module)
-        warm_up(found, lambda: module(tensor()))
+def test_an_artifact_that_was_made_is_timed_and_one_that_was_found_is_not(directory):
+    module = build(blocks.Block)
+    made = boot(directory, module)
+    warm_up(made, lambda: module(tensor()))
+    found = boot(directory, module)
+    warm_up(found, lambda: module(tensor()))
     assert (only_report(made).made, only_report(found).loaded) == (1, 1)
     assert only_report(made).speedup > 0
     assert only_report(found).speedup is None
 
 
-def test_timing_changes_no_input(tmp_path):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Pair)
-        x, y = tensor(16, 16), tensor(16, 16, seed=2)
-        compiler = boot(directory, module)
-        answer = warm_up(compiler, lambda: module(x, y))
-        expected = tensor(16, 16).mm(y.T)
+def test_timing_changes_no_input(directory):
+    module = build(blocks.Pair)
+    x, y = tensor(16, 16), tensor(16, 16, seed=2)
+    compiler = boot(directory, module)
+    answer = warm_up(compiler, lambda: module(x, y))
+    expected = tensor(16, 16).mm(y.T)
     assert only_report(compiler).speedup is not None
     torch.testing.assert_close(x, expected)
     torch.testing.assert_close(answer, expected.mm(y))

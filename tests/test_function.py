@@ -72,7 +72,7 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def directory(made, tmp_path):
+def restored(made, tmp_path):
     """A restored boot's cache directory, of the test's own."""
     with copied(made, tmp_path) as directory:
         yield directory
@@ -90,9 +90,9 @@ def assert_not_precompiled(compiler) -> None:
     assert report.reason
 
 
-def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(directory):
+def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(restored):
     block = build(Block)
-    compiler = boot(directory, block)
+    compiler = boot(restored, block)
     output = warm_up(compiler, lambda: block(tensor()))
     report = only_report(compiler)
     assert (report.step, report.reason) == ("precompiled", "")
@@ -117,11 +117,11 @@ def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(mad
         Precompiled("here", Record.from_json({**record, "triton_key": "of another build"}), payload)
 
 
-def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(directory):
+def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(restored):
     """As a caller's own tensors are."""
     for _ in range(2):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         outside = tensor().clone() if torch.is_inference_mode_enabled() else torch.ones(4, blocks.SIZE)
         output = warm_up(compiler, lambda block=block, outside=outside: block(outside))
         close(output, eager(build(Block), outside))
@@ -182,39 +182,36 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     ("kind", "place"),
     [*((kind, "nested") for kind in blocks.OBJECTS), ("object", "attribute"), ("object", "list"), ("object", "dict")],
 )
-def test_which_object_a_module_has_is_checked_in_every_call(tmp_path, kind, place):
+def test_which_object_a_module_has_is_checked_in_every_call(directory, kind, place):
     """torch has no guard on it. The second boot finds the code for the other object, and makes its own."""
     expected = [eager(build(blocks.Asking, kind, place, number), tensor()) for number in (0, 1)]
     assert not torch.equal(*expected)
-    with activated(tmp_path) as directory:
-        for first, then in ((0, 1), (1, 0)):
-            module = build(blocks.Asking, kind, place, first)
-            compiler = boot(directory, module)
-            close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
-            for number in (first, then, first):
-                module.put(number)
-                close(eager(module, tensor()), expected[number])
+    for first, then in ((0, 1), (1, 0)):
+        module = build(blocks.Asking, kind, place, first)
+        compiler = boot(directory, module)
+        close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
+        for number in (first, then, first):
+            module.put(number)
+            close(eager(module, tensor()), expected[number])
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(tmp_path, number):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Asking, "object", "attribute", number)
-        warm_up(boot(directory, module), lambda: module(tensor()))
-        found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
-        assert not isinstance(found[number], str), found
-        assert "has changed" in found[1 - number]
+def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(directory, number):
+    module = build(blocks.Asking, "object", "attribute", number)
+    warm_up(boot(directory, module), lambda: module(tensor()))
+    found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
+    assert not isinstance(found[number], str), found
+    assert "has changed" in found[1 - number]
 
 
-def test_which_object_an_input_is_is_checked_in_every_call(tmp_path):
+def test_which_object_an_input_is_is_checked_in_every_call(directory):
     calls = [(), (blocks.SENTINEL_TOO,), (blocks.SENTINEL_TOO, blocks.SENTINEL_TOO), (blocks.SENTINEL, blocks.SENTINEL)]
-    with activated(tmp_path) as directory:
-        module = build(blocks.AskingInputs)
-        compiler = boot(directory, module)
-        warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
-        for call in calls:
-            close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
-        assert only_report(compiler).step == "cold"
+    module = build(blocks.AskingInputs)
+    compiler = boot(directory, module)
+    warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
+    for call in calls:
+        close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
+    assert only_report(compiler).step == "cold"
 
 
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
@@ -360,14 +357,14 @@ def test_hook_of_a_module_that_is_no_part_is_noticed(made):
 
 
 @pytest.mark.parametrize("change", ANSWERED)
-def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(directory, change):
+def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(restored, change):
     block, changed = build(Block), build(Block)
     with CHANGES[change](changed):
         expected = eager(changed, tensor())
-        compiler = boot(directory, changed)
+        compiler = boot(restored, changed)
         close(warm_up(compiler, lambda: changed(tensor())), expected, rtol=1e-3, atol=1e-3)
     assert_not_precompiled(compiler)
-    compiler = boot(directory, block)
+    compiler = boot(restored, block)
     warm_up(compiler, lambda: block(tensor()))
     assert only_report(compiler).step == "precompiled"
     with CHANGES[change](block):
@@ -457,9 +454,9 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
 
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
-def test_function_that_is_tuned_after_the_load_answers_as_in_eager(directory, change):
+def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restored, change):
     module = build(Tunable)
-    compiler = boot(directory, module)
+    compiler = boot(restored, module)
     warm_up(compiler, lambda: module(tensor()))
     assert only_report(compiler).step == "precompiled"
     with TUNED[change](module):
@@ -507,9 +504,9 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     assert fits(found, block, tensor())
 
 
-def test_gradients_are_recorded_as_in_eager(directory):
+def test_gradients_are_recorded_as_in_eager(restored):
     block = build(Block)
-    compiler = boot(directory, block)
+    compiler = boot(restored, block)
     warm_up(compiler, lambda: block(tensor()))
     with torch.enable_grad():
         block(torch.ones(4, blocks.SIZE)).sum().backward()
@@ -526,11 +523,11 @@ def test_call_that_records_gradients_is_told_what_to_do(made):
     assert "torch.inference_mode()" in reason
 
 
-def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
+def test_no_grad_and_inference_mode_have_an_artifact_each(restored):
     # torch's own caches may know the graph, which is the same; the artifact is made anew.
     for steps in ({"cold", "cached"}, {"precompiled"}):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         with torch.no_grad(), compiler.watching():
             output = block(torch.ones(4, blocks.SIZE))
         assert not output.is_inference()
@@ -539,10 +536,10 @@ def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
 
 
-def test_numbers_in_arguments_have_an_artifact_each(directory):
+def test_numbers_in_arguments_have_an_artifact_each(restored):
     for step in ("cold", "precompiled"):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         outputs = warm_up(
             compiler, lambda block=block: [block(tensor()), block(tensor(), 2.0), block(tensor(), by=3.0)]
         )
@@ -575,10 +572,10 @@ def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
     assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
-def test_strides_of_a_batch_of_one_need_one_artifact(directory):
+def test_strides_of_a_batch_of_one_need_one_artifact(restored):
     """A slice of a longer batch has other strides in dimensions where no address depends on them."""
     module = build(Batched)
-    compiler = boot(directory, module)
+    compiler = boot(restored, module)
     long = tensor(1, 8, 16)
     with torch.inference_mode():
         variants = [tensor(1, 4, 16), long[:, :4], long[:, 4:]]
@@ -588,18 +585,18 @@ def test_strides_of_a_batch_of_one_need_one_artifact(directory):
     assert (report.step, report.loaded, report.graphs) == ("precompiled", 1, 0)
 
 
-def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(directory):
+def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(restored):
     with torch.inference_mode():
         sliced = tensor(2, 8, 16)[:, :4]
     for step in ("cold", "precompiled"):
         module = build(Batched)
-        compiler = boot(directory, module)
+        compiler = boot(restored, module)
         outputs = warm_up(compiler, lambda module=module: [module(tensor(2, 4, 16)), module(sliced)])
         close(outputs, [eager(build(Batched), each) for each in (tensor(2, 4, 16), sliced)])
         assert only_report(compiler).step == step
 
 
-def test_one_tensor_twice_is_not_taken_for_two(directory):
+def test_one_tensor_twice_is_not_taken_for_two(restored):
     def twice(module):
         x = tensor(16, 16)
         return module(x, x), x
@@ -610,7 +607,7 @@ def test_one_tensor_twice_is_not_taken_for_two(directory):
 
     for call in (twice, two):
         pair = build(Pair)
-        compiler = boot(directory, pair)
+        compiler = boot(restored, pair)
         with torch.inference_mode():
             expected = call(build(Pair))
         close(warm_up(compiler, lambda call=call, pair=pair: call(pair)), expected)
@@ -618,22 +615,22 @@ def test_one_tensor_twice_is_not_taken_for_two(directory):
             close(call(pair), expected)
 
 
-def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(directory):
+def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(restored):
     """torch.compile takes two inputs for disjoint once it has seen disjoint ones: the check finds out."""
     for first, second in ((0, 8), (0, 0)):
         pair, storage, expected = build(Pair), tensor(24, 16), tensor(24, 16)
         answer = eager(build(Pair), expected[first : first + 16], expected[second : second + 16])
-        compiler = boot(directory, pair)
+        compiler = boot(restored, pair)
         with torch.inference_mode():
             views = storage[first : first + 16], storage[second : second + 16]
         close(warm_up(compiler, lambda pair=pair, views=views: pair(*views)), answer)
         close(storage, expected)
 
 
-def test_input_that_is_changed_ends_as_in_eager(directory):
+def test_input_that_is_changed_ends_as_in_eager(restored):
     pair, expected = build(Pair), tensor(16, 16)
     answer = eager(build(Pair), expected, tensor(16, 16, seed=2))
-    compiler = boot(directory, pair)
+    compiler = boot(restored, pair)
     for _ in range(2):
         changed = tensor(16, 16)
         close(warm_up(compiler, lambda changed=changed: pair(changed, tensor(16, 16, seed=2))), answer)

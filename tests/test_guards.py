@@ -12,7 +12,7 @@ import blocks
 import pytest
 import torch
 from blocks import SIZE
-from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from precompiling import boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
 from compile_cache.calls.description import describe
@@ -129,21 +129,20 @@ CHANGES: dict[str, Callable[[Paired], object]] = {
 }
 
 
-def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Paired)
-        compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="eager"))
-        warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        assert only_report(compiler).step == "cold"
-        (region,) = compiler.by_class.values()
-        for name, change in CHANGES.items():
-            served, twin = build(Paired), build(Paired)
-            compiler.compile(served)
-            for _ in range(2):
-                before = region.served["precompiled"]
-                torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()))
-            assert region.served["precompiled"] == before + 1, name
-            for module in (served, twin):
-                change(module)
-            for _ in range(2):
-                torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()), msg=name)
+def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(directory):
+    block = build(Paired)
+    compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="eager"))
+    warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+    assert only_report(compiler).step == "cold"
+    (region,) = compiler.by_class.values()
+    for name, change in CHANGES.items():
+        served, twin = build(Paired), build(Paired)
+        compiler.compile(served)
+        for _ in range(2):
+            before = region.served["precompiled"]
+            torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()))
+        assert region.served["precompiled"] == before + 1, name
+        for module in (served, twin):
+            change(module)
+        for _ in range(2):
+            torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()), msg=name)

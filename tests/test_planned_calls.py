@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import flagged_block
@@ -11,7 +10,7 @@ import pytest
 import torch
 from background_blocks import Wide
 from faulty_blocks import Cheating
-from precompiling import activated, boot, build, only_report, warm_up
+from precompiling import boot, build, only_report, warm_up
 from torch import nn
 from toy_model import WideBlock
 
@@ -22,12 +21,6 @@ from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 PATIENCE_S = 400.0
-
-
-@pytest.fixture
-def directory(tmp_path) -> Iterator[CacheDirectory]:
-    with activated(tmp_path) as directory:
-        yield directory
 
 
 def rows(count: int) -> torch.Tensor:

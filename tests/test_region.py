@@ -41,12 +41,6 @@ def shared(tmp_path_factory):
         yield directory
 
 
-@pytest.fixture
-def directory(tmp_path):
-    with activated(tmp_path) as directory:
-        yield directory
-
-
 class Product(nn.Module):
     """A matrix product, times what it is told."""
 

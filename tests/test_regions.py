@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from precompiling import activated, boot, eager, only_report, warm_up
+from precompiling import boot, eager, only_report, warm_up
 from torch import nn
 from toy_model import NormBlock, ToyModel, WideBlock, run
 
@@ -14,12 +14,6 @@ from compile_cache.errors import NotAModuleError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.regions import find_regions
 from compile_cache.settings import Settings
-
-
-@pytest.fixture
-def directory(tmp_path):
-    with activated(tmp_path) as directory:
-        yield directory
 
 
 class Root(nn.Module):

@@ -13,7 +13,7 @@ import passes
 import pytest
 import torch
 from blocks import Block
-from precompiling import activated, build, find, tensor, told
+from precompiling import build, find, tensor, told
 from state_process import StateProcess, environment, facts
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -280,22 +280,19 @@ def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for_a
         assert "diffusers is imported, and was not in the server" in process.ask("make_state", state)["refused"]
 
 
-def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, tmp_path):
-    with activated(tmp_path) as directory:
-        with (
-            torch.inference_mode(),
-            determinism(True, True),
-            order([3, 1, 2, 0, 4]),
-            torch._inductor.config.patch(
-                post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False
-            ),
-        ):
-            state = ServerState.take(on_gpu=False)
-            path = process.ask("make_artifact", state, directory.path)
-            found = find(directory, build(Block), tensor())
-            assert isinstance(found, Precompiled), found
-            assert found.path == path
-        assert isinstance(find(directory, build(Block), tensor()), str)
+def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, directory):
+    with (
+        torch.inference_mode(),
+        determinism(True, True),
+        order([3, 1, 2, 0, 4]),
+        torch._inductor.config.patch(post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False),
+    ):
+        state = ServerState.take(on_gpu=False)
+        path = process.ask("make_artifact", state, directory.path)
+        found = find(directory, build(Block), tensor())
+        assert isinstance(found, Precompiled), found
+        assert found.path == path
+    assert isinstance(find(directory, build(Block), tensor()), str)
 
 
 def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
