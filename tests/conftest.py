@@ -264,6 +264,15 @@ def directory(tmp_path) -> Iterator[CacheDirectory]:
         yield directory
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[CacheDirectory]:
+    """One for the tests of a module that do not look at what was stored, or leave it as it is."""
+    from precompiling import activated
+
+    with activated(tmp_path_factory.mktemp("shared")) as directory:
+        yield directory
+
+
 @pytest.fixture(params=["local", "s3"])
 def store(request, tmp_path) -> ObjectStore:
     """An empty store of each kind."""

@@ -60,6 +60,13 @@ def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.in
         return call()
 
 
+def warmed(directory: CacheDirectory, module: nn.Module, settings: Settings | None = None) -> Regions:
+    """A boot's compiler after a warm-up that calls the module once, with `tensor()`."""
+    compiler = boot(directory, module, settings=settings)
+    warm_up(compiler, lambda: module(tensor()))
+    return compiler
+
+
 def only_report(compiler: Regions) -> RegionReport:
     (region,) = compiler.by_class.values()
     return region.report

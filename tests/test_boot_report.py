@@ -13,13 +13,7 @@ from precompiling import boot, build, only_report, tensor, warm_up
 from toy_model import ToyModel
 
 from compile_cache.inductor.make import Answer
-from compile_cache.lifecycle.boot_report import (
-    BootReport,
-    CompileCounts,
-    PublishReport,
-    RefusedPack,
-    RestoreReport,
-)
+from compile_cache.lifecycle.boot_report import BootReport, CompileCounts, PublishReport, RefusedPack, RestoreReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 

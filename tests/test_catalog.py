@@ -11,14 +11,7 @@ from filled_stores import put_pack, put_record, set_age
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.catalog import (
-    Catalog,
-    catalog_of,
-    explain_miss,
-    predecessors,
-    read_catalog,
-    read_record,
-)
+from compile_cache.storage.catalog import Catalog, catalog_of, explain_miss, predecessors, read_catalog, read_record
 from compile_cache.storage.stores.base import StoredObject
 
 PACK = "a" * 64 + ".pack"

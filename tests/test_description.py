@@ -15,11 +15,7 @@ from boots import TESTS
 from programs import run_program
 from torch import nn
 
-from compile_cache.calls.description import (
-    NotDescribedError,
-    code_digest,
-    describe,
-)
+from compile_cache.calls.description import NotDescribedError, code_digest, describe
 from compile_cache.calls.spec import CallSpec, on_gpu
 from compile_cache.inductor.switches import describe_switches, switches
 from compile_cache.key.environment import digest

@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 from programs import run_program
 
 from compile_cache.key.cache_key import key_for, object_name
-from compile_cache.key.environment import (
-    FORMAT_VERSION,
-    Environment,
-    cpu_threads,
-    detect_environment,
-)
+from compile_cache.key.environment import FORMAT_VERSION, Environment, cpu_threads, detect_environment
 from compile_cache.settings import Settings
 
 PROJECT = Path(__file__).parent.parent

@@ -17,20 +17,7 @@ import torch
 import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from boots import run_boot, settings
-from precompiling import (
-    activated,
-    artifacts,
-    boot,
-    build,
-    copied,
-    eager,
-    find,
-    loaded,
-    only_report,
-    tensor,
-    told,
-    warm_up,
-)
+from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, told, warm_up, warmed
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,23 +39,22 @@ def fits(code: Any, module: nn.Module, *args: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(shared):
     """A cache directory in which a cold boot has made what is loaded here. Tests leave it as it is."""
-    with activated(tmp_path_factory.mktemp("made")) as directory:
-        block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
-        compiler = boot(directory, block, layers, batched, pair, build(Global), build(Environ))
-        warm_up(compiler, lambda: block(tensor()))
-        warm_up(compiler, lambda: layers(tensor(), caches()))
-        warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
-        warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
-        for module_class in (Global, Environ, Beside, Tunable):
-            module = build(module_class)
-            compiler.compile(module)
-            warm_up(compiler, lambda module=module: module(tensor()))
-        steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
-        singles = ("Block", "Pair", "Global", "Environ", "Beside", "Tunable")
-        assert steps == dict.fromkeys(singles, ("cold", 1)) | dict.fromkeys(("Layer", "Batched"), ("cold", 2))
-        yield directory
+    block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
+    compiler = boot(shared, block, layers, batched, pair, build(Global), build(Environ))
+    warm_up(compiler, lambda: block(tensor()))
+    warm_up(compiler, lambda: layers(tensor(), caches()))
+    warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
+    warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
+    for module_class in (Global, Environ, Beside, Tunable):
+        module = build(module_class)
+        compiler.compile(module)
+        warm_up(compiler, lambda module=module: module(tensor()))
+    steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
+    singles = ("Block", "Pair", "Global", "Environ", "Beside", "Tunable")
+    assert steps == dict.fromkeys(singles, ("cold", 1)) | dict.fromkeys(("Layer", "Batched"), ("cold", 2))
+    return shared
 
 
 @pytest.fixture
@@ -198,7 +184,7 @@ def test_which_object_a_module_has_is_checked_in_every_call(directory, kind, pla
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(directory, number):
     module = build(blocks.Asking, "object", "attribute", number)
-    warm_up(boot(directory, module), lambda: module(tensor()))
+    warmed(directory, module)
     found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
     assert not isinstance(found[number], str), found
     assert "has changed" in found[1 - number]
@@ -364,8 +350,7 @@ def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(rest
         compiler = boot(restored, changed)
         close(warm_up(compiler, lambda: changed(tensor())), expected, rtol=1e-3, atol=1e-3)
     assert_not_precompiled(compiler)
-    compiler = boot(restored, block)
-    warm_up(compiler, lambda: block(tensor()))
+    compiler = warmed(restored, block)
     assert only_report(compiler).step == "precompiled"
     with CHANGES[change](block):
         close(eager(block, tensor()), expected, rtol=1e-3, atol=1e-3)
@@ -456,8 +441,7 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
 def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restored, change):
     module = build(Tunable)
-    compiler = boot(restored, module)
-    warm_up(compiler, lambda: module(tensor()))
+    compiler = warmed(restored, module)
     assert only_report(compiler).step == "precompiled"
     with TUNED[change](module):
         expected = eager(build(Tunable), tensor())
@@ -506,8 +490,7 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
 
 def test_gradients_are_recorded_as_in_eager(restored):
     block = build(Block)
-    compiler = boot(restored, block)
-    warm_up(compiler, lambda: block(tensor()))
+    warmed(restored, block)
     with torch.enable_grad():
         block(torch.ones(4, blocks.SIZE)).sum().backward()
     gradient, block.first.grad = block.first.grad, None
@@ -566,7 +549,7 @@ def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boo
 
 
 def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
-    records = [read_artifact(path)[:2] for path in artifacts(made)]
+    records = [read_artifact(path)[:2] for path in made.path.rglob("*.aot")]
     hosts = [record["host"] for key, record in records if key["class"] == "blocks.Layer"]
     assert [set(host) for host in hosts] == [{"instructions", "threads"}] * 2
     assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}

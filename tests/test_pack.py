@@ -11,19 +11,7 @@ from random import Random
 import msgspec
 import pytest
 import zstandard
-from hostile_packs import (
-    KEY,
-    MIB,
-    OURS,
-    OneObject,
-    assemble,
-    digest,
-    encode,
-    name_of,
-    record_of,
-    restore,
-    write_tree,
-)
+from hostile_packs import KEY, MIB, OURS, OneObject, assemble, digest, encode, name_of, record_of, restore, write_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import read_files

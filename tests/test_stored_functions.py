@@ -18,7 +18,20 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import (
+    activated,
+    artifacts,
+    boot,
+    build,
+    copied,
+    eager,
+    find,
+    loaded,
+    only_report,
+    tensor,
+    warm_up,
+    warmed,
+)
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -34,14 +47,13 @@ close = torch.testing.assert_close
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(shared):
     """A cache directory in which a cold boot has made two artifacts. Tests leave it as it is."""
-    with activated(tmp_path_factory.mktemp("made")) as directory:
-        block, batched = build(Block), build(Batched)
-        compiler = boot(directory, block, batched)
-        warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
-        assert len(artifacts(directory)) == 2
-        yield directory
+    block, batched = build(Block), build(Batched)
+    compiler = boot(shared, block, batched)
+    warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
+    assert len(artifacts(shared)) == 2
+    return shared
 
 
 @pytest.fixture
@@ -153,7 +165,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
     threads = torch.get_num_threads()
     with activated(tmp_path) as directory:
         block = build(Block)
-        warm_up(boot(directory, block), lambda: block(tensor()))
+        warmed(directory, block)
         (path,) = artifacts(directory)
         assert "threads" not in header_of(path)["key"]["switches"]
         try:
@@ -195,8 +207,7 @@ def test_damaged_artifact_costs_the_step_and_the_report_says_why(restored):
     assert (report.step, report.loaded) == ("cached", 0)
     assert "not precompiled: it is damaged" in report.reason
     again = build(Block)
-    compiler = boot(restored, again)
-    warm_up(compiler, lambda: again(tensor()))
+    compiler = warmed(restored, again)
     assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
 
 
@@ -240,8 +251,7 @@ def test_an_artifact_is_found_while_another_thread_loads_one(made):
 def test_artifact_of_another_graph_pass_is_not_served(name, directory):
     module = build(Block)
     with torch._inductor.config.patch({name: Versioned("first")}):
-        compiler = boot(directory, module)
-        warm_up(compiler, lambda: module(tensor()))
+        warmed(directory, module)
         assert isinstance(find(directory, build(Block), tensor()), Precompiled)
     with torch._inductor.config.patch({name: Versioned("second")}):
         assert isinstance(find(directory, build(Block), tensor()), str)

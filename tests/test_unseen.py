@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocks import SIZE, Product
-from precompiling import boot, build, eager, only_report, tensor, warm_up
+from precompiling import boot, build, eager, only_report, tensor, warm_up, warmed
 from torch import nn
 
 from compile_cache.background.orders import Orders
@@ -271,8 +271,7 @@ class Adaptable(Product):
 
 def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(directory):
     block = build(Adaptable)
-    compiler = boot(directory, block, settings=BACKGROUND)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BACKGROUND)
     compiler.policy.release()
     assert compiler.policy.wait(600)
     block.adapter = nn.Parameter(torch.eye(16))
@@ -297,8 +296,7 @@ class Scaled(Product):
 
 def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(directory):
     block = build(Scaled)
-    compiler = boot(directory, block, settings=BACKGROUND)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BACKGROUND)
     compiler.policy.release()
     assert compiler.policy.wait(600)
     block.scale = 2.0
@@ -356,8 +354,7 @@ class Breaking(Product):
 def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directory):
     for _ in range(2):
         block = build(Breaking)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda block=block: block(tensor(4, 16)))
+        compiler = warmed(directory, block, settings=BACKGROUND)
         assert compiler.policy.waiting == 1
         compiler.policy.release()
         assert compiler.policy.wait(600)
@@ -367,8 +364,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directo
         assert "a branch depends on the values of tensors" in only_report(compiler).reason
         compiler.policy.orders().queue.close()
     block = build(Breaking)
-    compiler = boot(directory, block, settings=BLOCK)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BLOCK)
     assert only_report(compiler).step == "cold"
     assert "with graph breaks" in only_report(compiler).reason
 
@@ -392,12 +388,10 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
 
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
     block = build(Product)
-    compiler = boot(directory, block, settings=BLOCK)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BLOCK)
     warm_up(compiler, lambda: block(tensor(5, 16)))
     block = build(Product)
-    compiler = boot(directory, block, settings=BLOCK)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BLOCK)
     before = read_counts()
     for _ in range(2):
         torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
@@ -416,8 +410,7 @@ def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
 def varied(directory):
     """A block that compiles in the background, and calls of five sizes before the second process begins."""
     block = build(Product)
-    compiler = boot(directory, block, settings=BACKGROUND)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BACKGROUND)
     for rows in (5, 6, 7, 8):
         answer(block, rows)
     return block, compiler
@@ -467,8 +460,7 @@ def cancelled(*_: object) -> None:
 
 def test_a_call_that_was_cancelled_is_ordered_next_time(directory, monkeypatch):
     block = build(Product)
-    compiler = boot(directory, block, settings=BACKGROUND)
-    warm_up(compiler, lambda: block(tensor(4, 16)))
+    compiler = warmed(directory, block, settings=BACKGROUND)
     with monkeypatch.context() as patch:
         patch.setattr(trial, "call_region", cancelled)
         with pytest.raises(Cancelled):
