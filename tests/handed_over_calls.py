@@ -60,16 +60,6 @@ def layers() -> Call:
     return Layers(), (torch.tensor([3]), torch.tensor([7])), {}
 
 
-def flux() -> Call:
-    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel.from_pretrained(PROJECT / "demo" / "flux-digits" / "transformer").eval()
-    size = model.inner_dim
-    rotary = tuple(torch.randn(12, sum(model.config.axes_dims_rope)) for _ in range(2))
-    inputs = {"hidden_states": torch.randn(1, 8, size), "encoder_hidden_states": torch.randn(1, 4, size)}
-    return model.transformer_blocks[0], (), {**inputs, "temb": torch.randn(1, size), "image_rotary_emb": rotary}
-
-
 def flux_whole() -> Call:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
@@ -92,23 +82,10 @@ def llama_layer() -> Call:
     return model.layers[1], (x,), {"position_ids": places, "position_embeddings": model.rotary_emb(x, places)}
 
 
-def prefill() -> Call:
-    from models.text.generation import Generator
-
-    made = Generator(make("llama"), 64, (16, 48))
-    return made.prefill, (torch.zeros(1, 16, dtype=torch.long), torch.tensor([5])), {}
-
-
-def decode() -> Call:
-    from models.text.generation import Generator
-
-    return Generator(make("gemma2"), 64, (16, 48)).decode, (torch.zeros(1, 1, dtype=torch.long),), {}
-
-
 CASES = {
     made.__name__: made
     for made in (
         attributed, inference, inference_mixed, quantized, inference_quantized, bits, misaligned, layers,
-        flux, flux_whole, llama, llama_layer, prefill, decode,
+        flux_whole, llama, llama_layer,
     )
 }  # fmt: skip

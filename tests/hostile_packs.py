@@ -6,7 +6,6 @@ packs.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import struct
@@ -24,6 +23,7 @@ from unittest import mock
 import msgspec
 import zstandard
 from machines import write_files
+from signing_keys import make_keys
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
@@ -38,7 +38,7 @@ from compile_cache.storage.pack.format import (
     write_pack,
 )
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
@@ -195,14 +195,7 @@ def write_tree(folder: Path, files: Mapping[str, bytes]) -> list[Source]:
 
 
 # Sound packs, to be changed.
-
-
-def signer(number: int) -> Signer:
-    """The same key for the same number, always."""
-    return Signer(PRIVATE_PREFIX + base64.b64encode(bytes([number]) * 32).decode())
-
-
-OURS, THEIRS = signer(1), signer(2)
+OURS, THEIRS = (Signer(make_keys(name)[0]) for name in ("ours", "theirs"))
 
 
 @dataclass

@@ -9,8 +9,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from web_servers import answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
@@ -245,23 +243,3 @@ def test_an_index_that_is_too_large_is_read_no_further(folder):
     with serving_folder(folder, ranges=True) as served, pytest.raises(StoreError, match=f"than {MOST_INDEX_BYTES}"):
         open_url(served.url).list("")
     assert served.sent_bytes == MOST_INDEX_BYTES + 1
-
-
-_ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*OBJECT, "objects"]) | st.text(), inner),
-)
-
-
-@given(
-    _ANYTHING | st.fixed_dictionaries({"objects": st.lists(st.fixed_dictionaries(dict.fromkeys(OBJECT, _ANYTHING)))})
-)
-def test_any_json_is_an_index_or_a_value_error(value):
-    try:
-        found = parse_index(json.dumps(value).encode())
-    except ValueError:
-        return
-    for entry in found:
-        assert not entry.name.startswith("/")
-        assert ".." not in entry.name.split("/")
-        assert abs(entry.modified_s) < float("inf")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import flagged_block
+import faulty_blocks
 import pytest
 import torch
 from background_blocks import Wide
-from faulty_blocks import Cheating
 from precompiling import boot, build, only_report, warm_up
 from torch import nn
 from toy_model import WideBlock
@@ -78,7 +77,7 @@ def test_a_call_for_which_too_many_wait_is_eager_and_says_so(directory, monkeypa
 
 
 def test_new_code_is_taken_between_two_predictions(directory):
-    good, bad = build(Wide), build(Cheating)
+    good, bad = build(Wide), build(faulty_blocks.Cheating)
     compiler = background(directory, good, bad)
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
     moment, regions = compiler.policy.moment, compiler.by_class
@@ -93,7 +92,7 @@ def test_new_code_is_taken_between_two_predictions(directory):
         served.append(dict(regions[Wide].served))
         moment.end(is_complete=True, had_new_code=is_new)
     assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
-    assert set(regions[Cheating].served) == {"eager"}
+    assert set(regions[faulty_blocks.Cheating].served) == {"eager"}
 
 
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
@@ -145,8 +144,8 @@ def test_no_prediction_begins_while_generators_are_set_back():
 
 def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     """The second process does not know what the server has changed."""
-    monkeypatch.setattr(flagged_block, "IS_DOUBLED", True)
-    block = build(flagged_block.FlaggedBlock)
+    monkeypatch.setattr(faulty_blocks, "IS_DOUBLED", True)
+    block = build(faulty_blocks.Flagged)
     compiler = background(directory, block)
     eager = warm_up(compiler, lambda: block(rows(4)))
     compiler.policy.release()
