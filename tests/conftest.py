@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
 from commands import Run, run_command
+from marked_processes import Marked
 from namespaces import as_nobody
 from web_servers import Certificates, make_certificates
 
@@ -304,6 +305,14 @@ def variables(tmp_path, monkeypatch) -> pytest.MonkeyPatch:
 def run(variables) -> Run:
     """Runs a command with these settings."""
     return run_command
+
+
+@pytest.fixture
+def marked() -> Iterator[Marked]:
+    """A mark for processes, which end with the test."""
+    marked = Marked()
+    yield marked
+    marked.kill()
 
 
 @pytest.fixture

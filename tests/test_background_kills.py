@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ KILLS = int(os.environ.get("KILLS", "10"))  # `make soak` has more
 SIDE_BY_SIDE = 10
 # From before the server has imported its modules to after its process is at work, on two busy cores.
 LONGEST_LIFE_S = 4.0
-
-
-@pytest.fixture
-def marked() -> Iterator[Marked]:
-    marked = Marked()
-    yield marked
-    marked.kill()
 
 
 def serve(folder: Path, marked: Marked, mode: str, *wrapper: str, life_s: str = "") -> subprocess.Popen[str]:

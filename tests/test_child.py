@@ -16,17 +16,10 @@ from pathlib import Path
 
 import pytest
 from background_handlers import order
-from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
+from marked_processes import PATIENCE_S, shared_memory, wait_for
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
-
-
-@pytest.fixture
-def marked() -> Iterator[Marked]:
-    marked = Marked()
-    yield marked
-    marked.kill()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from boots import python_path
 from cog_server import PROJECT
 from demo_servers import stages
-from marked_processes import Marked, wait_for
+from marked_processes import wait_for
 from outcome import headline
 from progress import Doing, told
 from rich.console import Console
@@ -27,9 +27,9 @@ def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
     assert stages(booted.log) == ["starting the server", *compiled, "ready"]
 
 
-def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path):
+def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path, marked):
     code = "import pathlib, sys, run_demo; run_demo.OUTPUT = pathlib.Path(sys.argv[1]); sys.exit(run_demo.main())"
-    marked, log = Marked(), tmp_path / "output" / "text-to-image" / "eager" / "server.log"
+    log = tmp_path / "output" / "text-to-image" / "eager" / "server.log"
     environ = {**marked.environ, "PYTHONPATH": python_path(PROJECT / "demo", PROJECT)}
     command = [sys.executable, "-c", code, str(tmp_path / "output")]
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as demo:
