@@ -59,7 +59,7 @@ def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: fl
 
 def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(warm, toy_store):
     environ = shared(warm, toy_store)
-    with server(warm, environ) as running:
+    with server(warm, {**environ, "TOY_PUBLISHES_SOON": "1"}) as running:
         running.wait_ready()
         report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
