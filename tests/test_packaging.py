@@ -31,11 +31,6 @@ def lines(name: str) -> list[str]:
     return [line for line in (PROJECT / name).read_text().splitlines() if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("left", [".cog/", "output.*"])
-def test_git_ignores_what_cog_leaves_in_the_folder(left):
-    assert f"/{left}" in lines(".gitignore")
-
-
 def configuration(name: str) -> dict:
     return yaml.safe_load((PROJECT / name).read_text())
 
