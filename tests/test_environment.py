@@ -190,11 +190,6 @@ def test_any_text_becomes_a_safe_path_segment(text):
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name)
 
 
-@given(st.text(max_size=150))
-def test_a_path_segment_stays_as_it_is(text):
-    assert object_name(object_name(text)).rstrip(".-") == object_name(text).rstrip(".-")
-
-
 def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):
     key = key_for(Settings(model_version="7"), environment, "org/model", ())
     assert key.prefix == f"v2/{environment.digest}/org--model/7/"

@@ -195,18 +195,3 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
     assert all("notes.txt" not in name for name in store.deleted)
     assert plan_prune(left, policy, NOW_S) == []
     assert left.records.keys() <= {version.key.environment for version in left.versions}
-
-
-@given(stores, st.integers(0, 4))
-def test_of_each_model_and_environment_no_version_kept_was_used_before_one_removed(entries, keep):
-    catalog = catalog_of(entries)
-    gone = {removal.version.key for removal in plan_prune(catalog, PrunePolicy(None, keep, 0), NOW_S)}
-    groups: dict[tuple[str, str], list[Version]] = {}
-    for version in with_packs(catalog).values():
-        groups.setdefault((version.key.environment, version.key.model_name), []).append(version)
-    for group in groups.values():
-        kept = [version for version in group if version.key not in gone]
-        lost = [version for version in group if version.key in gone]
-        in_use = [version for version in group if youngest_days(version) == 0]
-        assert min(keep, len(group)) <= len(kept) <= max(keep, keep + len(in_use))
-        assert all(mine.used_s <= yours.used_s for mine in lost for yours in kept if yours not in in_use)
