@@ -65,6 +65,7 @@ def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_fi
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
         # One pack, or one for each of the two classes: the second class's code may take seconds longer.
         wait_for(lambda: len(packs(warm)) - len(packs(toy_store)) in (1, 2))
+        wait_for(lambda: running.health().get("status") == "READY")  # it is not, right after an answer
         before = packs(warm)
         running.predict_later(rows=16, sleep_s=2.0)
         time.sleep(1.0)
