@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from background_scenes import MODEL, PATIENCE_S, begun, report, served_alone, told_of
@@ -118,48 +117,3 @@ def killed() -> dict[str, Any]:
     while True:
         predict(model)
         boot.wait_compiled(0.05)
-
-
-def not_started() -> dict[str, Any]:
-    """The second process cannot be started: the workshop is no folder, and cannot be removed."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Wide
-
-        model = begun(boot, (Wide,))
-        cache = Path(boot.report.cache_dir)
-        cache.with_name("a").touch()
-    assert boot.wait_compiled(PATIENCE_S)
-    told = {
-        "regions": told_of(boot, model, (Wide,)),
-        "ready": sorted(boot._regions.policy.outgoing.ready(is_ending=True)),
-    }
-    served_alone(boot, model, Wide)
-    return told | {"report": report(boot)}
-
-
-def arriving() -> dict[str, Any]:
-    """When an artifact may be published: the publisher may look at any moment."""
-    from compile_cache.background.orders import Orders
-
-    ready: dict[str, bool] = {}
-    take = Orders.take
-
-    def take_and_look(self: Orders, answer: Any) -> None:
-        take(self, answer)
-        outgoing = boot._regions.policy.outgoing
-        outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
-        ready["with_its_file"] = bool({*answer.files} & outgoing.ready().keys())
-
-    Orders.take = take_and_look
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Wide
-
-        model = begun(boot, (Wide,))
-    assert boot.wait_compiled(PATIENCE_S)
-    outgoing = boot._regions.policy.outgoing
-    (path,) = [path for path in outgoing.ready(is_ending=True) if path.endswith(".aot")]
-    ready["before_its_call"] = path in outgoing.ready()
-    for _ in range(2):  # it is compared, and then taken
-        served_alone(boot, model, Wide)
-    ready["after_its_call"] = path in outgoing.ready()
-    return {"ready": ready}

@@ -26,11 +26,14 @@ import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
 from commands import Run, run_command
+from marked_processes import Marked
+from namespaces import as_nobody
 from web_servers import Certificates, make_certificates
 
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
+from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 
@@ -253,6 +256,24 @@ def cold(tmp_path_factory) -> tuple[Path, Booted]:
     return folder, boot_once(settings(folder))
 
 
+@pytest.fixture
+def directory(tmp_path) -> Iterator[CacheDirectory]:
+    """An empty cache directory that Inductor writes while the test lasts."""
+    from precompiling import activated
+
+    with activated(tmp_path) as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[CacheDirectory]:
+    """One for the tests of a module that do not look at what was stored, or leave it as it is."""
+    from precompiling import activated
+
+    with activated(tmp_path_factory.mktemp("shared")) as directory:
+        yield directory
+
+
 @pytest.fixture(params=["local", "s3"])
 def store(request, tmp_path) -> ObjectStore:
     """An empty store of each kind."""
@@ -287,13 +308,18 @@ def run(variables) -> Run:
 
 
 @pytest.fixture
+def marked() -> Iterator[Marked]:
+    """A mark for processes, which end with the test."""
+    marked = Marked()
+    yield marked
+    marked.kill()
+
+
+@pytest.fixture
 def not_root() -> Iterator[None]:
-    """Root may write everywhere: for this test, be nobody."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(before)
+    """Not even for root may this test write everywhere."""
+    with as_nobody():
+        yield
 
 
 @pytest.fixture

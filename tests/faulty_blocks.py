@@ -104,3 +104,13 @@ class Doubling(Wide):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(super().forward(x))
+
+
+IS_DOUBLED = False
+
+
+class Flagged(Wide):
+    """Depends on something that one process alone has changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x.T) * 2.0 if IS_DOUBLED else torch.mm(x, x.T)

@@ -47,4 +47,6 @@ if __name__ == "__main__":
     become(request)
     second_processes.fork_parent()
     importlib.import_module("compile_cache.background.child")._spawn = second_processes.fork
+    publisher = importlib.import_module("compile_cache.lifecycle.publisher")
+    publisher._QUIET_S = publisher._SPREAD_S = 0.1  # a boot that waits until all is stored waits for nobody else
     importlib.import_module(request["program"]).main()

@@ -152,20 +152,10 @@ def shapes(output: Any) -> Any:
     return [list(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _prepare(module: nn.Module) -> None:
-    """As the family does it in the server."""
-    if "models.text.static_cache" in sys.modules:
-        from models.text.static_cache import use_static_cache
-
-        use_static_cache(module.model)
-
-
 def main(folder: Path) -> None:
     for path in sorted(folder.glob("*.call")):
         module, args, kwargs = receive(path.read_bytes())
         found = description(module, args, kwargs)
-        if path.stem in ("prefill", "decode"):
-            _prepare(module)
         with torch.inference_mode(path.stem.startswith("inference")), torch.no_grad():
             output = call_region(module, args, kwargs)
         path.with_suffix(".json").write_text(json.dumps([found, shapes(output)]))

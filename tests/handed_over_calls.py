@@ -1,4 +1,4 @@
-"""Calls to hand over: small ones that are hard to describe, and those of real models."""
+"""Calls to hand over: small ones that are hard to describe. The demo servers hand over those of real models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from handed_over import SIZE, Attributed, Complex, Labelled, Layers, Quantized
-from random_texts import make, prompt
 from torch import nn
 
 PROJECT = Path(__file__).parent.parent
@@ -60,55 +59,7 @@ def layers() -> Call:
     return Layers(), (torch.tensor([3]), torch.tensor([7])), {}
 
 
-def flux() -> Call:
-    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel.from_pretrained(PROJECT / "demo" / "flux-digits" / "transformer").eval()
-    size = model.inner_dim
-    rotary = tuple(torch.randn(12, sum(model.config.axes_dims_rope)) for _ in range(2))
-    inputs = {"hidden_states": torch.randn(1, 8, size), "encoder_hidden_states": torch.randn(1, 4, size)}
-    return model.transformer_blocks[0], (), {**inputs, "temb": torch.randn(1, size), "image_rotary_emb": rotary}
-
-
-def flux_whole() -> Call:
-    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8],
-    )  # fmt: skip
-    inputs = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32)}
-    ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3), "timestep": torch.tensor([1.0])}
-    return model.eval(), (), {**inputs, **ids, "pooled_projections": torch.randn(1, 32), "return_dict": False}
-
-
-def llama() -> Call:
-    return make("llama"), (torch.tensor([prompt(8)]),), {"use_cache": False}
-
-
-def llama_layer() -> Call:
-    model = make("llama").model
-    x, places = torch.randn(1, 8, 64), torch.arange(8)[None]
-    return model.layers[1], (x,), {"position_ids": places, "position_embeddings": model.rotary_emb(x, places)}
-
-
-def prefill() -> Call:
-    from models.text.generation import Generator
-
-    made = Generator(make("llama"), 64, (16, 48))
-    return made.prefill, (torch.zeros(1, 16, dtype=torch.long), torch.tensor([5])), {}
-
-
-def decode() -> Call:
-    from models.text.generation import Generator
-
-    return Generator(make("gemma2"), 64, (16, 48)).decode, (torch.zeros(1, 1, dtype=torch.long),), {}
-
-
 CASES = {
     made.__name__: made
-    for made in (
-        attributed, inference, inference_mixed, quantized, inference_quantized, bits, misaligned, layers,
-        flux, flux_whole, llama, llama_layer, prefill, decode,
-    )
-}  # fmt: skip
+    for made in (attributed, inference, inference_mixed, quantized, inference_quantized, bits, misaligned, layers)
+}

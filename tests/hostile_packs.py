@@ -6,24 +6,17 @@ packs.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import accumulate, pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
-from unittest import mock
 
-import msgspec
 import zstandard
 from machines import write_files
+from signing_keys import make_keys
 
 from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
@@ -35,10 +28,9 @@ from compile_cache.storage.pack.format import (
     read_head,
     runs,
     unpack_run,
-    write_pack,
 )
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import PRIVATE_PREFIX, Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
@@ -195,14 +187,7 @@ def write_tree(folder: Path, files: Mapping[str, bytes]) -> list[Source]:
 
 
 # Sound packs, to be changed.
-
-
-def signer(number: int) -> Signer:
-    """The same key for the same number, always."""
-    return Signer(PRIVATE_PREFIX + base64.b64encode(bytes([number]) * 32).decode())
-
-
-OURS, THEIRS = signer(1), signer(2)
+OURS, THEIRS = (Signer(make_keys(name)[0]) for name in ("ours", "theirs"))
 
 
 @dataclass
@@ -537,96 +522,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-# Packs that are changed at random.
-
-
-def _content(rng: Random, size_bytes: int) -> bytes:
-    """Compresses about as well as code does."""
-    words = [rng.randbytes(8) + bytes(24) for _ in range(64)]
-    return b"".join(rng.choices(words, k=size_bytes // 32 + 1))[:size_bytes]
-
-
-def _shapes() -> list[dict[str, bytes]]:
-    content = partial(_content, Random(0))
-    return [
-        {"fxgraph/ab/abc/content": b"a graph", "triton/0/X/k.cubin": content(900), "empty": b""},
-        {"a": b"", "b/c": b"", "b/d": b"x", "e": b""},
-        {"a": b"a", "exactly": content(MIB), "large": content(2 * MIB + 77), "z": b"z"},
-        {f"kernels/{number}": content(400_000) for number in range(7)},
-        {f"aotautograd/{number:03}/{number % 7}": content(number) for number in range(200)},
-        {"deep/" * 20 + "file": b"x", "ünï/cödé": content(3000), "-rf": b"y", "a b/%2e%2e": b"z"},
-    ]
-
-
-@cache
-def sound_drafts() -> list[Draft]:
-    """Each shape unsigned and signed."""
-    with mock.patch("time.time", return_value=1.0):
-        return [_take_apart(files, is_signed) for files in _shapes() for is_signed in (False, True)]
-
-
-def _take_apart(files: dict[str, bytes], is_signed: bool) -> Draft:
-    with tempfile.TemporaryDirectory() as folder:
-        pack = write_pack(Path(folder), KEY, write_tree(Path(folder, "in"), files), "the test")
-        content = pack.local.read_bytes()
-    sizes = [frame.stored_bytes for frame in pack.manifest.frames]
-    ends = list(accumulate(sizes, initial=-sum(sizes)))
-    frames = [content[start : end or None] for start, end in pairwise(ends)]
-    return Draft(json.loads(msgspec.json.encode(pack.manifest)), frames, is_signed)
-
-
-def _flip(rng: Random, content: bytearray) -> None:
-    for _ in range(rng.choice([1, 1, 8])):
-        content[rng.randrange(min(len(content), rng.choice([600, len(content)])))] ^= 1 << rng.randrange(8)
-
-
-def _overwrite(rng: Random, content: bytearray) -> None:
-    start, length = rng.randrange(len(content)), rng.choice([0, 1, 2, 64, 5000])
-    content[start : start + length] = rng.choice([rng.randbytes(length + rng.choice([0, 0, 2])), bytes(length), b""])
-
-
-def _cut(rng: Random, content: bytearray) -> None:
-    del content[rng.randrange(min(len(content), rng.choice([HEADER_BYTES + 8, 1000, len(content)]))) :]
-
-
-def _extend(rng: Random, content: bytearray) -> None:
-    content += rng.choice([b"\0", rng.randbytes(5000), zstandard.compress(b"more"), bytes(content)])
-
-
-def _replace(rng: Random, content: bytearray) -> None:
-    content[rng.choice([0, HEADER_BYTES, len(content)]) :] = rng.randbytes(rng.choice([0, 1, 31, 33, 300, 100_000]))
-
-
-def _damaged_bytes(rng: Random, draft: Draft) -> None:
-    def damage(pack: bytes) -> bytes:
-        content = bytearray(pack)
-        rng.choice([_flip, _flip, _overwrite, _cut, _extend, _replace])(rng, content)
-        return bytes(content)
-
-    draft.damage = damage
-
-
-def _moved_frames(rng: Random, draft: Draft) -> None:
-    """Frames in another order, twice, missing or packed anew; with a manifest that says so, or with the old one."""
-    if rng.random() < 0.2:
-        number = rng.randrange(len(draft.frames))
-        content = zstandard.decompress(draft.frames[number])
-        draft.frames[number] = zstandard.compress(rng.choice([content, content[::-1]]), level=9)
-        draft.record["frames"][number]["stored_bytes"] = len(draft.frames[number])
-    order = rng.choices(range(len(draft.frames)), k=len(draft.frames) + rng.choice([-1, 0, 0, 1]))
-    draft.frames = [draft.frames[number] for number in order]
-    if rng.random() < 0.5:
-        draft.record["frames"] = [draft.record["frames"][number] for number in order]
-
-
-def _rows(rng: Random, draft: Draft) -> None:
-    """One row of the table, or several at once as far as they suit each other."""
-    draft.is_signed = rng.random() < 0.2
-    for row in rng.sample(TABLE, rng.choice([1, 1, 2, 3])):
-        draft.is_signed = draft.is_signed or row.is_signed
-        with suppress(TypeError, KeyError, IndexError, AttributeError):
-            row.change(draft)
-
+# Values for a manifest.
 
 ODD_VALUES = [
     *(None, True, False, 0, -1, 1.0, -0.0, 1.5, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**400, 10**4299),
@@ -641,28 +537,3 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inside in items:
         yield from places(inside, (*place, name))
-
-
-def json_trick(rng: Random) -> str:
-    """Text in the place of a value, legal JSON or not, that costs a parser as much as it can."""
-    count = rng.choice([10, 300, 990, 5000, 60_000])
-    nested = ["[" * count + "]" * count, "[" * count, '{"a":' * count + "1" + "}" * count]
-    numbers = [rng.choice(["9", "-9", "0.", "1e", "0"]) + "9" * count, *("NaN", "-Infinity", "1e999", "-0", "0x10")]
-    one = rng.choice(["[]", "{}", '""', '{"":0}', "null", "1.5", '"' + "𐀀" * 9 + '"'])
-    strings = ['"' + "\\ud83d" * count + '"', '"' + "x" * count, '"' + "𐀀" * count + '"', '"\\ud800"', "\\ud800"]
-    return rng.choice([*nested, *numbers, "[" + ",".join([one] * count) + "]", *strings, "'a'", "//", "", "\0"])
-
-
-def _json_tricks(rng: Random, draft: Draft) -> None:
-    place = rng.choice([place for place in places(draft.record) if len(place) != 2][:40])
-    text = encode(put_at(draft.record, place, "THE PLACE")).decode().replace('"THE PLACE"', json_trick(rng))
-    text = rng.choice([text, text, text, text + text, text[:-1], text[:-1] + ',"files":[]}', "\ufeff" + text])
-    draft.text = text.encode(rng.choice(["utf-8", "utf-8", "utf-8", "utf-16"]), "surrogatepass")
-
-
-KINDS: dict[str, Callable[[Random, Draft], None]] = {
-    "damaged bytes": _damaged_bytes,
-    "frames moved or replaced": _moved_frames,
-    "rows of the table": _rows,
-    "JSON tricks": _json_tricks,
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +46,14 @@ class Machine:
         self.restore()
         return self.files()
 
-    def stage(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
+    def stage(self) -> tuple[Pack, ...]:
         """Packs of everything that no restore brought."""
         outgoing = self.directory.outgoing
         outgoing.hand_over(outgoing.appeared())
-        files = {path: owner for path, owner in outgoing.ready().items() if path not in withheld}
-        return self.publication.stage(files, "the test")
+        return self.publication.stage(outgoing.ready(), "the test")
 
-    def publish(self, withheld: Collection[str] = ()) -> tuple[Pack, ...]:
-        packs = self.stage(withheld)
+    def publish(self) -> tuple[Pack, ...]:
+        packs = self.stage()
         for pack in packs:
             self.publication.publish(pack)
         return packs

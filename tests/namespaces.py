@@ -1,14 +1,26 @@
-"""What root can do in most places, mounts and PID namespaces; a test is skipped where this user cannot."""
+"""What root can do in most places, mounts and PID namespaces, where a test is skipped if this user cannot; and what
+root must not do."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read and write everywhere: be nobody while the context lasts."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
 
 
 @contextlib.contextmanager

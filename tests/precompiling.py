@@ -60,6 +60,13 @@ def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.in
         return call()
 
 
+def warmed(directory: CacheDirectory, module: nn.Module, settings: Settings | None = None) -> Regions:
+    """A boot's compiler after a warm-up that calls the module once, with `tensor()`."""
+    compiler = boot(directory, module, settings=settings)
+    warm_up(compiler, lambda: module(tensor()))
+    return compiler
+
+
 def only_report(compiler: Regions) -> RegionReport:
     (region,) = compiler.by_class.values()
     return region.report
@@ -87,6 +94,16 @@ def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def artifacts(directory: CacheDirectory) -> list[Path]:
     return sorted(directory.path.glob("precompiled/*/*.aot"))
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Have torch told something while the context lasts."""
+    tell(value)
+    try:
+        yield
+    finally:
+        tell(before)
 
 
 @contextlib.contextmanager

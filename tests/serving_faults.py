@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -209,13 +208,6 @@ class Looping(Wide):
 
 class Autocast(Wide):
     """Called under `torch.autocast`: see `call`."""
-
-
-class Square(Wide):
-    """Takes any two sizes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, x.T)
 
 
 class Nested(Wide):
@@ -434,39 +426,6 @@ def paths_of(pack: Path) -> list[str]:
     content = pack.read_bytes()
     head = read_head(content, pack.name, Limits(), TrustedKeys())
     return [file.path for file in head.manifest.files]
-
-
-class KillFirst(logging.Handler):
-    """Kills the first second process as soon as it is started, before it is ready."""
-
-    killed = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Look for the line that says the process's number."""
-        if record.msg.startswith("background.started") and not self.killed:
-            self.killed = int(record.args[0])  # type: ignore[index, arg-type]
-            os.kill(self.killed, signal.SIGKILL)
-
-
-def killed() -> dict[str, Any]:
-    """The second process is killed before it is ready, when three kinds of calls wait for it."""
-    handler = KillFirst()
-    logging.getLogger("compile_cache").addHandler(handler)
-    boot, pairs = begun("Wide", "Other", "Factor")
-    told = {"answered": boot.wait_compiled(PATIENCE_S), "killed": handler.killed}
-    for _ in range(2):
-        for pair in pairs:
-            pair.call(boot)
-    return told | {"pairs": {pair.name: pair.told for pair in pairs}}
-
-
-def many() -> dict[str, Any]:
-    """Calls of 200 sizes, no two with a size in common, while the second process starts."""
-    boot, (pair,) = begun("Square")
-    for rows in range(20, 220):
-        with torch.inference_mode():
-            pair.module(torch.ones(rows, 2 * rows + 1))
-    return {"waiting": boot.waiting}
 
 
 def unrepeated() -> dict[str, Any]:

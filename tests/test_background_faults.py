@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from background_boots import BACKGROUND, Told, play
-from boots import TESTS, settings, stored
-from marked_processes import Marked, wait_for
-
-from compile_cache.storage.pack.format import Head, read_head
-from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import TrustedKeys
+from boots import TESTS, settings
+from marked_processes import wait_for
+from serving_faults import paths_of
 
 TOLERANCE = 1e-3
 # Where each region's failure is, in words of its reason.
@@ -87,52 +82,27 @@ def test_a_program_that_ends_while_a_thread_calls_torch_is_not_aborted(faulty, f
     play(tmp_path, "ends_while", work, after=folder if work == "preload" else None)
 
 
-def test_a_process_that_cannot_be_started_leaves_its_region_eager(tmp_path):
-    told = play(tmp_path, "not_started")
-    assert told["regions"]["Wide"]["step"] == "eager"
-    assert "cannot be started" in told["regions"]["Wide"]["reason"]
-    assert [path for path in told["ready"] if path.startswith("precompiled/")] == []
-
-
-def test_an_artifact_is_published_with_its_files_once_it_was_compared(tmp_path):
-    told = play(tmp_path, "arriving")
-    assert told["ready"] == {"with_its_file": False, "before_its_call": False, "after_its_call": True}
-
-
-def test_a_server_that_is_killed_while_compiling_leaves_no_process_and_a_sound_store(tmp_path):
+def test_a_server_that_is_killed_while_compiling_leaves_no_process_and_a_sound_store(tmp_path, marked):
     """The next boot goes on where this one was: what was published is a hit, and the rest compiles."""
-    marked, hangs = Marked(), tmp_path / "hangs"
+    hangs = tmp_path / "hangs"
     environ = {**settings(tmp_path, **BACKGROUND), **marked.environ, "BACKGROUND_HANGS": str(hangs)}
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen([sys.executable, TESTS / "background_boot.py", "killed"], env=environ, stderr=log)
-    try:
-        wait_for(lambda: hangs.exists() and has_precompiled(tmp_path))
-        assert len(marked.pids()) > 1
-        os.kill(server.pid, signal.SIGKILL)
-        server.wait()
-        wait_for(lambda: not marked.pids())
-    finally:
-        marked.kill()
-        server.wait()
+    wait_for(lambda: hangs.exists() and has_precompiled(tmp_path))
+    assert len(marked.pids()) > 1
+    server.kill()
+    server.wait()
+    wait_for(lambda: not marked.pids())
     (tmp_path / "next").mkdir()
     told = play(tmp_path / "next", "faulty_again", "Wide", "Hanging", after=tmp_path)
     assert told["ready"]["restore"]["outcome"] == "hit"
     assert told["ready"]["restore"]["refused"] == []
-    assert {region["name"]: region["step"] for region in told["ready"]["regions"]} == {
-        "Wide": "precompiled",
-        "Hanging": "eager",
-    }
+    steps = {region["name"]: region["step"] for region in told["ready"]["regions"]}
+    assert steps == {"Wide": "precompiled", "Hanging": "eager"}
     assert told.done == ["Hanging 4x16"]
     assert {region["step"] for region in told["regions"].values()} == {"precompiled"}
 
 
 def has_precompiled(folder: Path) -> bool:
     """Whether the store has a function that was compiled ahead of time."""
-    packs = {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
-    return any(
-        file.path.endswith(".aot") for name, content in packs.items() for file in head_of(name, content).manifest.files
-    )
-
-
-def head_of(name: str, content: bytes) -> Head:
-    return read_head(content, Path(name).name, Limits(), TrustedKeys())
+    return any(path.endswith(".aot") for pack in folder.glob("store/**/*.pack") for path in paths_of(pack))

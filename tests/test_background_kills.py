@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ KILLS = int(os.environ.get("KILLS", "10"))  # `make soak` has more
 SIDE_BY_SIDE = 10
 # From before the server has imported its modules to after its process is at work, on two busy cores.
 LONGEST_LIFE_S = 4.0
-
-
-@pytest.fixture
-def marked() -> Iterator[Marked]:
-    marked = Marked()
-    yield marked
-    marked.kill()
 
 
 def serve(folder: Path, marked: Marked, mode: str, *wrapper: str, life_s: str = "") -> subprocess.Popen[str]:
@@ -44,14 +36,6 @@ def test_process_ends_with_a_killed_server(tmp_path, marked, number):
         assert len(marked.pids()) > 3
         server.send_signal(number)
     wait_for(lambda: not marked.pids() and not shared_memory() - before)
-
-
-def test_process_ends_with_a_server_that_exits(tmp_path, marked):
-    with serve(tmp_path, marked, "exit") as server:
-        said = server.stdout.read()
-    assert server.returncode == 0
-    assert said == "at work 0\n"
-    wait_for(lambda: not marked.pids())
 
 
 def test_process_ends_with_its_server_while_c_code_holds_pythons_lock(tmp_path, marked):

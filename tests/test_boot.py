@@ -140,20 +140,6 @@ def test_setting_that_is_wrong_fails_the_boot_and_names_the_variable(tmp_path):
     assert "COMPILE_CACHE_MODE='fastest'" in done.stderr
 
 
-def test_truncated_pack_is_refused_and_named_and_left_in_place(cold, tmp_path):
-    environ = seeded(cold, tmp_path)
-    (name,) = [name for name in stored(tmp_path / "store") if name.endswith(".pack")]
-    pack = tmp_path / "store" / name
-    pack.write_bytes(pack.read_bytes()[:-100])
-    before = stored(tmp_path / "store")[name]
-    booted = boot_once(environ | ONE_CLASS)
-    assert set(booted.steps.values()) == {"cold"}
-    (refused,) = booted.report["restore"]["refused"]
-    assert refused["name"] == name
-    assert "its manifest describes" in refused["reason"]
-    assert stored(tmp_path / "store")[name] == before
-
-
 @pytest.mark.parametrize(
     ("options", "steps", "words"),
     [

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from build_context import is_left_out, read_patterns, sent
+from build_context import is_left_out, read_patterns
 
 PROJECT = Path(__file__).parent.parent
 PATTERNS = read_patterns(PROJECT / ".dockerignore")
@@ -76,12 +76,3 @@ def test_what_the_image_needs_beside_the_checkout_is_sent(path):
 )
 def test_what_git_and_tools_leave_in_a_checkout_is_not_sent(path):
     assert is_left_out(path, PATTERNS)
-
-
-def test_a_pattern_is_of_the_root_and_its_star_of_one_folder(tmp_path):
-    """As Docker reads it: `*.md` leaves `models/notes.md` in, and an exception reopens a folder that is left out."""
-    (tmp_path / ".dockerignore").write_text("*.md\n.*\n!.cog/schema.json\n**/cache\n# a comment\n")
-    for name in ("README.md", "models/notes.md", ".cog/schema.json", ".cog/lock", "a/b/cache/file", "predict.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert sent(tmp_path) == {"models/notes.md", ".cog/schema.json", "predict.py"}

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from machines import Machine
 
-from compile_cache.errors import ObjectNotFound, PackError, StoreError, StoreUnavailable
+from compile_cache.errors import PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory
@@ -125,14 +125,6 @@ def test_another_machine_restores_the_same_files(store, machine, files):
     assert second.files() == files
 
 
-def test_an_empty_store_restores_nothing_and_an_empty_directory_publishes_nothing(store, machine):
-    booted = machine(store)
-    fetched = booted.restore()
-    assert (fetched.packs, fetched.refused, fetched.stored_bytes) == ((), (), 0)
-    assert booted.publish() == ()
-    assert stored(store) == {}
-
-
 def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, machine, key):
     first = machine(store)
     packs = []
@@ -183,30 +175,12 @@ def test_what_the_store_has_is_not_published_again_and_the_first_wins(local, mac
     assert machine(local).restored() == COLD
 
 
-def test_only_new_logical_keys_are_sent_the_second_time(store, machine):
-    filled(machine(store))
-    second = machine(store)
-    second.restore()
-    new = {"fxgraph/cd/fcde/one": b"for small inputs", "fxgraph/cd/fcde/two": b"for large ones", "cd/kernel.so": b""}
-    second.write(new)
-    assert sorted(packed_paths(second.publish())) == sorted(new)
-    assert machine(store).restored() == {**COLD, **new}
-
-
 def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine):
     """As a second cold compile makes them: the same lookup key, another file name and content."""
     filled(machine(local))
     second = machine(local)
     second.write({"fxgraph/ab/fabc/two": b"the same graph, other bytes", "aotautograd/aabc/two": b"other bytes"})
     assert second.publish() == ()
-
-
-def test_what_failed_to_be_published_is_staged_again_and_what_is_withheld_is_not(local, machine):
-    withheld = {KERNEL, "fxgraph/ab/fabc/one"}
-    first = machine(local)
-    first.write(COLD)
-    assert packed_paths(first.stage(withheld)) == packed_paths(first.stage(withheld))
-    assert set(packed_paths(first.publish(withheld))) == COLD.keys() - withheld
 
 
 @pytest.mark.parametrize(
@@ -246,26 +220,6 @@ def test_the_most_valuable_files_come_first(local, machine, monkeypatch, files, 
 
 
 # Two packs for the same thing.
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "won"),
-    [
-        (["fxgraph/ab/fabc/one"], ["fxgraph/ab/fabc/other"], []),
-        (["kernel.so"], ["kernel.so", "only.so"], ["only.so"]),
-        (["x"], ["x/file", "y"], ["y"]),
-        (["x/file"], ["x", "y"], ["y"]),
-    ],
-)
-def test_of_two_packs_with_a_logical_key_or_paths_that_exclude_each_other_the_first_wins(
-    local, machine, first, second, won
-):
-    machines = machine(local), machine(local)
-    for one, paths in zip(machines, (first, second), strict=True):
-        filled(one, {path: str(paths).encode() for path in paths})
-        tick(local)
-    won = {path: str(second).encode() for path in won}
-    assert machine(local).restored() == {**machines[0].files(), **won}
 
 
 # What is wrong in a store costs only itself.
@@ -362,14 +316,6 @@ def test_a_pack_that_disappears_after_the_listing_costs_only_itself(local, machi
     fetched = booted.restore()
     assert booted.files() == {"more.so": b"more"}
     assert all(refused.name == gone for refused in fetched.refused)
-
-
-def test_a_store_that_cannot_be_listed_is_an_error_of_the_store(s3_bucket, machine):
-    from compile_cache.storage.stores.s3 import S3Store
-
-    booted = machine(S3Store("no-such-bucket", ""))
-    with pytest.raises(ObjectNotFound):
-        booted.fetch()
 
 
 # An abandoned fetch.
@@ -632,13 +578,6 @@ def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
     unsigned.restore()
     assert unsigned.publication.merge("the test").packs == 0
     assert len(unsigned.packs.list()) == 5
-
-
-def test_merging_leaves_one_pack_with_everything(store, machine):
-    publisher, booted = published_five(machine(store)), machine(store)
-    assert publisher.publication.merge("the test").packs == 5
-    assert booted.restored() == publisher.files()
-    assert len(booted.packs.known) == 1
 
 
 def test_four_packs_are_left_as_they_are(local, machine):

@@ -11,14 +11,7 @@ from filled_stores import put_pack, put_record, set_age
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.catalog import (
-    Catalog,
-    catalog_of,
-    explain_miss,
-    predecessors,
-    read_catalog,
-    read_record,
-)
+from compile_cache.storage.catalog import Catalog, catalog_of, explain_miss, predecessors, read_catalog, read_record
 from compile_cache.storage.stores.base import StoredObject
 
 PACK = "a" * 64 + ".pack"
@@ -80,17 +73,6 @@ def test_what_no_boot_would_have_named_is_a_stranger(name):
     assert [entry.name for entry in catalog.strangers] == [name]
     assert catalog.versions == ()
     assert catalog.records == {}
-
-
-def test_a_store_of_each_kind_is_read_from_its_listing(store, key, environment):
-    name = put_pack(store, key)
-    put_record(store, environment)
-    store.put("v2/readme.txt", b"hello")
-    catalog = read_catalog(store)
-    assert [(version.key, [pack.name for pack in version.packs]) for version in catalog.versions] == [(key, [name])]
-    assert read_record(store, catalog, key.environment) == environment
-    assert [entry.name for entry in catalog.strangers] == ["v2/readme.txt"]
-    assert read_catalog(store, "v2/other/") == Catalog()
 
 
 # Records.

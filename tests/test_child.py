@@ -16,17 +16,10 @@ from pathlib import Path
 
 import pytest
 from background_handlers import order
-from marked_processes import PATIENCE_S, Marked, shared_memory, wait_for
+from marked_processes import PATIENCE_S, shared_memory, wait_for
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
-
-
-@pytest.fixture
-def marked() -> Iterator[Marked]:
-    marked = Marked()
-    yield marked
-    marked.kill()
 
 
 @pytest.fixture
@@ -266,22 +259,3 @@ def test_process_outlives_the_thread_that_started_it_and_a_fork_of_the_server(st
     assert os.waitpid(fork, 0)[1] == 0
     time.sleep(1.5)  # three looks of the process at its server
     assert describe(process)["pid"] == pid
-
-
-FLAGGED = """
-import json, os, sys
-from pathlib import Path
-from background_handlers import order
-from compile_cache.background.child import CompilingProcess
-process = CompilingProcess("background_handlers:make", b"", Path(sys.argv[1]), os.environ)
-print(json.loads(process.answer(order("describe"), 60.0))["flags"])
-process.stop()
-"""
-
-
-def test_process_has_the_servers_flags(tmp_path):
-    """With others, such as without assertions, it would compile other code."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-OO", "-X", "no_debug_ranges", "-c", FLAGGED, tmp_path / "log"]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout == "[2, {'no_debug_ranges': True}]\n"

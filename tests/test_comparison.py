@@ -20,11 +20,29 @@ def test_complex_outputs_may_round_as_real_ones_do():
     assert not compare((reference * 1.1,), (reference,)).passed
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_numbers_of_8_bits_are_equal_or_different(dtype):
-    reference = torch.tensor([1.0, -2.0, 0.5]).to(dtype)
-    assert compare((reference.clone(),), (reference,)).passed
-    assert not compare((torch.tensor([1.0, -2.0, 0.75]).to(dtype),), (reference,)).passed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_error_is_that_of_the_norms(dtype):
+    reference = torch.full((1000,), 2.0, dtype=dtype)
+    assert compare((reference * 1.5,), (reference,)).error == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("output", "reference"),
+    [
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), (torch.zeros(2),)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.tensor([1, 2]), torch.tensor([1, 3])),
+    ],
+)
+def test_what_cannot_be_compared_is_infinitely_wrong(output, reference):
+    assert compare((output,), (reference,)).error == float("inf")
+
+
+def test_the_largest_error_of_several_outputs_counts():
+    reference = (torch.ones(4), {"a": torch.ones(4)})
+    output = (torch.ones(4), {"a": torch.full((4,), 1.1)})
+    assert compare((output,), (reference,)).error == pytest.approx(0.1)
 
 
 NAN, INF = float("nan"), float("inf")

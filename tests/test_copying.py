@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from filled_stores import GRAPH, damage, put_pack, put_record
+from filled_stores import damage, put_pack, put_record
 from machines import read_files
-from programs import run_program
 
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.storage.copy import Copied, copy_versions
@@ -22,7 +20,6 @@ from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 
-TESTS = Path(__file__).parent
 MIB = 1 << 20
 LIMITS = Limits()
 
@@ -85,16 +82,6 @@ def test_packs_and_records_arrive_as_they_are_from_and_in_a_store_of_each_kind(s
     arrived = [entry.name for entry in target.list("v2/")]
     assert {*arrived} == {*names, f"v2/{environment.digest}/environment.json"}
     assert all(target.read(name) == store.read(name) == source.read(name) for name in arrived)
-
-
-def test_a_second_copy_copies_nothing(tmp_path, source, target, key, environment):
-    name = put_pack(source, key)
-    put_record(source, environment)
-    copy(source, target)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")}
-    copied = copy(source, target)
-    assert (copied.packs, list(copied.present)) == ({}, [name])
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "target").rglob("*")} == before
 
 
 def test_only_packs_that_are_wanted_are_copied_and_other_objects_stay(source, target, key):
@@ -188,38 +175,6 @@ def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, 
     with pytest.raises(StoreError):
         copy(source, LocalStore(tmp_path / "target"))
     assert list(temporary.iterdir()) == []
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from compile_cache.storage.copy import copy_versions
-from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.rules import Rules
-
-class Killing(LocalStore):
-    puts = 0
-    def put(self, name, content):
-        self.puts += 1
-        if self.puts == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().put(name, content)
-
-copy_versions(LocalStore(Path(sys.argv[1])), Killing(Path(sys.argv[2])), lambda key: True, Rules())
-"""
-
-
-def test_a_killed_copy_leaves_whole_packs_and_the_next_goes_on(tmp_path, source, target, key):
-    for number in range(5):
-        put_pack(source, key, {**GRAPH, "number": bytes([number])})
-    done = run_program(KILLED, tmp_path / "source", tmp_path / "target", folder=TESTS.parent, TMPDIR=str(tmp_path))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    arrived = read_files(tmp_path / "target")
-    assert len(arrived) == 2
-    assert arrived.items() <= read_files(tmp_path / "source").items()
-    copied = copy(source, target)
-    assert (len(copied.packs), copied.present.keys()) == (3, arrived.keys())
-    assert read_files(tmp_path / "target") == read_files(tmp_path / "source")
 
 
 # What changes meanwhile.

@@ -15,7 +15,7 @@ import toxic_proxy
 from marked_processes import wait_for
 from toxic_proxy import ToxicProxy
 
-from compile_cache.errors import ObjectNotFound, StoreUnavailable
+from compile_cache.errors import StoreUnavailable
 from compile_cache.settings import Settings
 from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
@@ -110,29 +110,9 @@ def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient
     assert within_limit("ask", 0, lambda: 7) == 7
 
 
-@pytest.mark.parametrize("kind", ["s3", "cloud", "web"])
-def test_a_store_that_recovers_is_used_again(open_store, proxy, be_impatient, monkeypatch, kind):
-    store = open_store(kind)
-    be_impatient()
-    proxy.poison(toxic_proxy.trickle)
-    with pytest.raises(StoreUnavailable):
-        store.read("v2/a", 0, 1000)
-    proxy.heal()
-    monkeypatch.setattr(transfer, "limit_s", limit_s)
-    assert store.read("v2/a", 0, 1000) == bytes(1000)
-
-
 def test_a_larger_transfer_has_more_time_and_a_pack_that_drips_leaves_some_for_the_others_of_a_restore():
     assert limit_s(0) < limit_s(4 * MIB) < limit_s(None) + 1 < limit_s(100 * MIB) < 10 * 60
     assert limit_s(transfer.READ_BYTES) < Settings().restore_timeout_s
-
-
-def test_what_a_call_returns_or_raises_is_the_callers():
-    assert within_limit("ask", 0, lambda: 7) == 7
-    error = ObjectNotFound("not there")
-    with pytest.raises(ObjectNotFound) as caught:
-        within_limit("ask", 0, mock.Mock(side_effect=error))
-    assert caught.value is error
 
 
 def test_where_no_thread_can_be_started_the_call_is_made_all_the_same():

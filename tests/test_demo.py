@@ -13,12 +13,10 @@ import pytest
 from boots import python_path
 from cog_server import PROJECT
 from demo_servers import stages
-from marked_processes import Marked, wait_for
+from marked_processes import wait_for
 from outcome import headline
-from PIL import Image
 from progress import Doing, told
 from rich.console import Console
-from side_by_side import largest_difference, side_by_side
 
 
 def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
@@ -29,9 +27,9 @@ def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
     assert stages(booted.log) == ["starting the server", *compiled, "ready"]
 
 
-def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path):
+def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path, marked):
     code = "import pathlib, sys, run_demo; run_demo.OUTPUT = pathlib.Path(sys.argv[1]); sys.exit(run_demo.main())"
-    marked, log = Marked(), tmp_path / "output" / "text-to-image" / "eager" / "server.log"
+    log = tmp_path / "output" / "text-to-image" / "eager" / "server.log"
     environ = {**marked.environ, "PYTHONPATH": python_path(PROJECT / "demo", PROJECT)}
     command = [sys.executable, "-c", code, str(tmp_path / "output")]
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as demo:
@@ -68,21 +66,3 @@ def test_the_headline_compares_the_restored_boot_with_the_eager_one(eager_s, com
     assert headline("text to image", eager_s, 29.5, 3.4) == (
         f"text to image: a cold boot took 29.5 s, the restored one 3.4 s: {compared} an eager boot ({eager_s} s)"
     )
-
-
-def test_pictures_side_by_side_are_enlarged_without_smoothing(tmp_path):
-    paths = {"cold": tmp_path / "cold.png", "restored": tmp_path / "restored.png"}
-    across = Image.linear_gradient("L")
-    drawn = Image.merge("RGB", (across, across.rotate(90), Image.radial_gradient("L"))).resize((64, 64))
-    drawn.putpixel((0, 0), (9, 200, 30))
-    drawn.save(paths["cold"])
-    drawn.putpixel((0, 0), (0, 0, 0))
-    drawn.save(paths["restored"])
-    side_by_side(paths, {"cold": "after 9 s", "restored": "after 1 s"}, "seven", tmp_path / "both.png")
-    with Image.open(tmp_path / "both.png") as sheet:
-        corners = sheet.crop((24, 70, 344, 390)), sheet.crop((368, 70, 688, 390))
-    for path, corner in zip(paths.values(), corners, strict=True):
-        with Image.open(path) as small:
-            assert corner.tobytes() == small.resize((320, 320), Image.Resampling.NEAREST).tobytes()
-    assert largest_difference(paths["cold"], paths["restored"]) == 200
-    assert largest_difference(paths["cold"], paths["cold"]) == 0

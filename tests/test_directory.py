@@ -278,35 +278,6 @@ def test_a_scan_follows_no_links(tmp_path):
 # What may be published.
 
 
-def test_a_file_appears_until_it_is_handed_over_or_withheld_and_not_if_it_was_expected(tmp_path):
-    directory = CacheDirectory.claim(tmp_path)
-    outgoing = directory.outgoing
-    outgoing.expect(["expected"])
-    fill(directory, "expected", "a", "b")
-    os.utime(directory.path / "b", ns=(2, 2))
-    assert outgoing.appeared(finished_ns=2) == {"b"}
-    assert outgoing.appeared() == {"a", "b"}
-    outgoing.withheld |= {"a"}
-    assert outgoing.ready(is_ending=True) == {}
-    outgoing.hand_over(outgoing.appeared())
-    assert (outgoing.appeared(), [*outgoing.ready()]) == (set(), ["b"])
-
-
-def test_files_wait_for_their_time_for_their_owner_or_for_the_end(tmp_path):
-    outgoing = CacheDirectory.claim(tmp_path).outgoing
-    outgoing.hand_over(["now"])
-    outgoing.hand_over(["released", "its.so"], "released", 60)
-    outgoing.hand_over(["waits"], "waits", 60)
-    assert outgoing.ready() == {"now": ""}
-    outgoing.release("released")
-    assert outgoing.ready() == {"now": "", "released": "released", "its.so": "released"}
-    assert outgoing.ready(is_ending=True) == {**outgoing.ready(), "waits": "waits"}
-    outgoing.doubt("waits")
-    assert outgoing.ready(is_ending=True) == outgoing.ready()
-    outgoing.hand_over(["waits"], "waits", -1)
-    assert outgoing.ready(is_ending=True) == outgoing.ready()
-
-
 def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
     outgoing = CacheDirectory.claim(tmp_path).outgoing
     outgoing.plant({"seed": "seed", "seed.so": "seed", "other": "other", "nobody's": ""})

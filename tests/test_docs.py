@@ -17,7 +17,7 @@ import click
 import pytest
 import typer.main
 import yaml
-from documents import NEEDS, PROJECT, Block, anchors, blocks, codes, guides, headings, links, pages, rows, words
+from documents import NEEDS, PROJECT, Block, anchors, blocks, codes, guides, links, pages, rows, words
 from documents import source_texts as texts
 from filled_stores import put_pack, set_age
 from huggingface_hub import constants
@@ -142,10 +142,6 @@ def has_option(command: click.Command, word: str) -> bool:
 def test_a_page_has_what_its_script_prints(script, page):
     done = subprocess.run([sys.executable, PROJECT / "docs" / script], capture_output=True, text=True, check=True)
     assert done.stdout in (PROJECT / "docs" / page).read_text(), f"run python docs/{script}"
-
-
-def test_cli_md_has_a_section_for_every_command():
-    assert [token.content for token in headings(PROJECT / "docs" / "cli.md")][1:] == list(COMMANDS.commands)
 
 
 def test_extras_that_pip_shall_install_exist():

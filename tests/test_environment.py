@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -11,14 +12,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from programs import run_program
 
-from compile_cache.key.environment import (
-    FORMAT_VERSION,
-    Environment,
-    cpu_threads,
-    detect_environment,
-)
+from compile_cache.key.cache_key import key_for, object_name
+from compile_cache.key.environment import FORMAT_VERSION, Environment, cpu_threads, detect_environment
+from compile_cache.settings import Settings
 
 PROJECT = Path(__file__).parent.parent
 ASKED_THREADS = {"nothing asked": "", "one thread": "1", "more threads than cores": str(4 * (os.cpu_count() or 1))}
@@ -124,24 +124,14 @@ def test_detection_agrees_with_torch(observed, asked):
     assert differences == []
 
 
-@pytest.mark.parametrize("asked", ["1", "1,4"])
-def test_threads_are_those_asked_for_and_of_several_levels_the_first_counts(asked):
+def test_of_threads_asked_for_in_several_levels_the_first_counts():
     """OpenMP 5.2, section 21.1.2: OMP_NUM_THREADS is a list, of which torch uses the outermost level."""
-    assert cpu_threads({"OMP_NUM_THREADS": asked}) == 1
-
-
-def test_threads_not_asked_for_are_at_least_one_and_no_more_than_allowed_cpus():
-    assert 1 <= cpu_threads({}) <= len(os.sched_getaffinity(0))
+    assert cpu_threads({"OMP_NUM_THREADS": "1,4"}) == 1
 
 
 @pytest.mark.parametrize("nonsense", ["", "many", "0", "-1", "²", "1.5"])
 def test_a_number_of_threads_that_is_none_counts_as_not_set(nonsense):
     assert cpu_threads({"OMP_NUM_THREADS": nonsense}) == cpu_threads({})
-
-
-def test_the_record_keeps_the_path_and_the_options(environment):
-    detected = detect_environment("/some/path", "some options", {})
-    assert (detected.cache_dir, detected.options) == ("/some/path", "some options")
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_DEBUG", "INDUCTOR_X", "TORCH_COMPILE_X"])
@@ -170,3 +160,37 @@ def test_the_order_in_which_variables_are_set_does_not_matter():
     one = detect(TORCHINDUCTOR_A="1", TRITON_B="2")
     assert one == detect(TRITON_B="2", TORCHINDUCTOR_A="1")
     assert one.variables == ("TORCHINDUCTOR_A=1", "TRITON_B=2")
+
+
+# The key: its parts make object paths, whatever a model is called.
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/FLUX.1-schnell", "org--FLUX.1-schnell"),
+        ("plain", "plain"),
+        ("a b\tc", "a--b--c"),
+        ("../../etc/passwd", "etc--passwd"),
+        ("..", "unnamed"),
+        (".", "unnamed"),
+        ("", "unnamed"),
+        ("/", "unnamed"),
+        ("모델", "unnamed"),
+        (".hidden", "hidden"),
+    ],
+)
+def test_a_name_becomes_one_readable_path_segment(text, name):
+    assert object_name(text) == name
+
+
+@given(st.text(max_size=150))
+def test_any_text_becomes_a_safe_path_segment(text):
+    name = object_name(text)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name)
+
+
+def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):
+    key = key_for(Settings(model_version="7"), environment, "org/model", ())
+    assert key.prefix == f"v2/{environment.digest}/org--model/7/"
+    assert key.environment_prefix == f"v2/{environment.digest}/"

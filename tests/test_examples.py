@@ -1,15 +1,12 @@
-"""The examples: small, complete, and the cheapest of them booted. `make examples` boots all."""
+"""The examples: complete, and the cheapest of them booted. `make examples` boots all."""
 
 from __future__ import annotations
 
-import ast
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -22,19 +19,6 @@ from compile_cache.settings import VERSION, Settings
 
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
 CONFIGURATIONS = sorted(EXAMPLES.glob("*/cog*.yaml"))
-_LINES = 60
-_WORDS = {"flux-lora": 300}
-_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-def code_lines(text: str) -> int:
-    """Lines without blanks, comments and docstrings."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
 
 
 def test_every_example_is_booted():
@@ -55,17 +39,10 @@ def test_a_configuration_names_its_predictor_and_settings_that_can_be(file: Path
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.py")), ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_a_file_is_short_and_takes_the_library_alone(file: Path):
+def test_a_file_takes_the_library_alone(file: Path):
     text = file.read_text()
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
     assert not imported & {"models", "warmup", "demo", "benchmarks"}
-    assert code_lines(text) <= _LINES
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_readme_is_short(folder: Path):
-    parts = (folder / "README.md").read_text().split()
-    assert sum(bool(re.search(r"\w", part)) for part in parts) <= _WORDS.get(folder.name, 120)
 
 
 def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_library(tmp_path):

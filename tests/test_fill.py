@@ -13,7 +13,6 @@ import pytest
 from boots import run_boot, settings, stored
 from cog_server import PROJECT
 
-from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.stores.local import INDEX, parse_index
 
@@ -250,13 +249,3 @@ def test_a_fill_that_cannot_fill_anything_ends_with_a_line_and_a_traceback_of_th
     assert done.stderr.splitlines()[-1].startswith(said)
     assert ("in setup" in done.stderr) == (predict == MISTAKEN)
     assert "SystemError" not in done.stderr
-
-
-def test_a_boot_is_observed_only_while_somebody_looks(tmp_path):
-    import compile_cache
-
-    environ = {"COMPILE_CACHE_DIR": str(tmp_path), "COMPILE_CACHE_STORE": "off", "COMPILE_CACHE_SCOPE": "off"}
-    with observed_boots() as boots:
-        begun = compile_cache.boot("toy/model", environ=environ)
-    compile_cache.boot("toy/model", environ=environ)
-    assert boots == [begun]

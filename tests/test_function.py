@@ -17,7 +17,7 @@ import torch
 import zstandard
 from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
 from boots import run_boot, settings
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, told, warm_up, warmed
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,35 +39,26 @@ def fits(code: Any, module: nn.Module, *args: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(shared):
     """A cache directory in which a cold boot has made what is loaded here. Tests leave it as it is."""
-    with activated(tmp_path_factory.mktemp("made")) as directory:
-        block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
-        compiler = boot(directory, block, layers, batched, pair, build(Global), build(Environ))
-        warm_up(compiler, lambda: block(tensor()))
-        warm_up(compiler, lambda: layers(tensor(), caches()))
-        warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
-        warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
-        for module_class in (Global, Environ, Beside, Tunable):
-            module = build(module_class)
-            compiler.compile(module)
-            warm_up(compiler, lambda module=module: module(tensor()))
-        steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
-        assert steps == {
-            "Block": ("cold", 1),
-            "Layer": ("cold", 2),
-            "Batched": ("cold", 2),
-            "Pair": ("cold", 1),
-            "Global": ("cold", 1),
-            "Environ": ("cold", 1),
-            "Beside": ("cold", 1),
-            "Tunable": ("cold", 1),
-        }
-        yield directory
+    block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
+    compiler = boot(shared, block, layers, batched, pair, build(Global), build(Environ))
+    warm_up(compiler, lambda: block(tensor()))
+    warm_up(compiler, lambda: layers(tensor(), caches()))
+    warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), batched(tensor(2, 4, 16))])
+    warm_up(compiler, lambda: pair(tensor(16, 16), tensor(16, 16, seed=2)))
+    for module_class in (Global, Environ, Beside, Tunable):
+        module = build(module_class)
+        compiler.compile(module)
+        warm_up(compiler, lambda module=module: module(tensor()))
+    steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
+    singles = ("Block", "Pair", "Global", "Environ", "Beside", "Tunable")
+    assert steps == dict.fromkeys(singles, ("cold", 1)) | dict.fromkeys(("Layer", "Batched"), ("cold", 2))
+    return shared
 
 
 @pytest.fixture
-def directory(made, tmp_path):
+def restored(made, tmp_path):
     """A restored boot's cache directory, of the test's own."""
     with copied(made, tmp_path) as directory:
         yield directory
@@ -85,9 +76,9 @@ def assert_not_precompiled(compiler) -> None:
     assert report.reason
 
 
-def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(directory):
+def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(restored):
     block = build(Block)
-    compiler = boot(directory, block)
+    compiler = boot(restored, block)
     output = warm_up(compiler, lambda: block(tensor()))
     report = only_report(compiler)
     assert (report.step, report.reason) == ("precompiled", "")
@@ -112,20 +103,11 @@ def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(mad
         Precompiled("here", Record.from_json({**record, "triton_key": "of another build"}), payload)
 
 
-def test_all_instances_are_served_by_one_artifact(directory):
-    several = [build(Block, seed=seed) for seed in range(3)]
-    compiler = boot(directory, *several)
-    outputs = warm_up(compiler, lambda: [block(tensor()) for block in several])
-    assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 1)
-    for seed, output in enumerate(outputs):
-        close(output, eager(build(Block, seed=seed), tensor()))
-
-
-def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(directory):
+def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(restored):
     """As a caller's own tensors are."""
     for _ in range(2):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         outside = tensor().clone() if torch.is_inference_mode_enabled() else torch.ones(4, blocks.SIZE)
         output = warm_up(compiler, lambda block=block, outside=outside: block(outside))
         close(output, eager(build(Block), outside))
@@ -186,39 +168,36 @@ def test_instance_whose_attribute_is_changed_in_place_after_the_load_is_not_serv
     ("kind", "place"),
     [*((kind, "nested") for kind in blocks.OBJECTS), ("object", "attribute"), ("object", "list"), ("object", "dict")],
 )
-def test_which_object_a_module_has_is_checked_in_every_call(tmp_path, kind, place):
+def test_which_object_a_module_has_is_checked_in_every_call(directory, kind, place):
     """torch has no guard on it. The second boot finds the code for the other object, and makes its own."""
     expected = [eager(build(blocks.Asking, kind, place, number), tensor()) for number in (0, 1)]
     assert not torch.equal(*expected)
-    with activated(tmp_path) as directory:
-        for first, then in ((0, 1), (1, 0)):
-            module = build(blocks.Asking, kind, place, first)
-            compiler = boot(directory, module)
-            close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
-            for number in (first, then, first):
-                module.put(number)
-                close(eager(module, tensor()), expected[number])
+    for first, then in ((0, 1), (1, 0)):
+        module = build(blocks.Asking, kind, place, first)
+        compiler = boot(directory, module)
+        close(warm_up(compiler, lambda module=module: module(tensor())), expected[first])
+        for number in (first, then, first):
+            module.put(number)
+            close(eager(module, tensor()), expected[number])
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(tmp_path, number):
-    with activated(tmp_path) as directory:
-        module = build(blocks.Asking, "object", "attribute", number)
-        warm_up(boot(directory, module), lambda: module(tensor()))
-        found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
-        assert not isinstance(found[number], str), found
-        assert "has changed" in found[1 - number]
+def test_a_function_serves_the_modules_that_have_the_object_of_the_traced_one(directory, number):
+    module = build(blocks.Asking, "object", "attribute", number)
+    warmed(directory, module)
+    found = [find(directory, build(blocks.Asking, "object", "attribute", each), tensor()) for each in (0, 1)]
+    assert not isinstance(found[number], str), found
+    assert "has changed" in found[1 - number]
 
 
-def test_which_object_an_input_is_is_checked_in_every_call(tmp_path):
+def test_which_object_an_input_is_is_checked_in_every_call(directory):
     calls = [(), (blocks.SENTINEL_TOO,), (blocks.SENTINEL_TOO, blocks.SENTINEL_TOO), (blocks.SENTINEL, blocks.SENTINEL)]
-    with activated(tmp_path) as directory:
-        module = build(blocks.AskingInputs)
-        compiler = boot(directory, module)
-        warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
-        for call in calls:
-            close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
-        assert only_report(compiler).step == "cold"
+    module = build(blocks.AskingInputs)
+    compiler = boot(directory, module)
+    warm_up(compiler, lambda: [module(tensor(), *call) for call in calls])
+    for call in calls:
+        close(eager(module, tensor(), *call), eager(build(blocks.AskingInputs), tensor(), *call))
+    assert only_report(compiler).step == "cold"
 
 
 def times_weight(module: Any, args: Any, output: Any = None) -> Any:
@@ -364,15 +343,14 @@ def test_hook_of_a_module_that_is_no_part_is_noticed(made):
 
 
 @pytest.mark.parametrize("change", ANSWERED)
-def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(directory, change):
+def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(restored, change):
     block, changed = build(Block), build(Block)
     with CHANGES[change](changed):
         expected = eager(changed, tensor())
-        compiler = boot(directory, changed)
+        compiler = boot(restored, changed)
         close(warm_up(compiler, lambda: changed(tensor())), expected, rtol=1e-3, atol=1e-3)
     assert_not_precompiled(compiler)
-    compiler = boot(directory, block)
-    warm_up(compiler, lambda: block(tensor()))
+    compiler = warmed(restored, block)
     assert only_report(compiler).step == "precompiled"
     with CHANGES[change](block):
         close(eager(block, tensor()), expected, rtol=1e-3, atol=1e-3)
@@ -461,10 +439,9 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
 
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
-def test_function_that_is_tuned_after_the_load_answers_as_in_eager(directory, change):
+def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restored, change):
     module = build(Tunable)
-    compiler = boot(directory, module)
-    warm_up(compiler, lambda: module(tensor()))
+    compiler = warmed(restored, module)
     assert only_report(compiler).step == "precompiled"
     with TUNED[change](module):
         expected = eager(build(Tunable), tensor())
@@ -475,16 +452,6 @@ def test_block_that_reads_an_environment_variable_is_not_served_with_another_val
     """As far as it was set before the load: torch.compile itself does not see it set between two calls."""
     monkeypatch.setenv("BLOCK_GAIN", "1")
     assert isinstance(find(made, build(Environ), tensor()), str)
-
-
-@contextlib.contextmanager
-def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    """Have torch told something while the context lasts."""
-    tell(value)
-    try:
-        yield
-    finally:
-        tell(before)
 
 
 @contextlib.contextmanager
@@ -521,10 +488,9 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     assert fits(found, block, tensor())
 
 
-def test_gradients_are_recorded_as_in_eager(directory):
+def test_gradients_are_recorded_as_in_eager(restored):
     block = build(Block)
-    compiler = boot(directory, block)
-    warm_up(compiler, lambda: block(tensor()))
+    warmed(restored, block)
     with torch.enable_grad():
         block(torch.ones(4, blocks.SIZE)).sum().backward()
     gradient, block.first.grad = block.first.grad, None
@@ -540,11 +506,11 @@ def test_call_that_records_gradients_is_told_what_to_do(made):
     assert "torch.inference_mode()" in reason
 
 
-def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
+def test_no_grad_and_inference_mode_have_an_artifact_each(restored):
     # torch's own caches may know the graph, which is the same; the artifact is made anew.
     for steps in ({"cold", "cached"}, {"precompiled"}):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         with torch.no_grad(), compiler.watching():
             output = block(torch.ones(4, blocks.SIZE))
         assert not output.is_inference()
@@ -553,23 +519,10 @@ def test_no_grad_and_inference_mode_have_an_artifact_each(directory):
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
 
 
-ARGUMENTS = {"number": 2.0, "whole number": 1, "flag": True, "tensor": torch.tensor(1.0)}
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_call_with_another_argument_is_not_served(made, kind):
-    block = build(Block)
-    found = find(made, block, tensor())
-    with torch.inference_mode():
-        assert not found.fits(block, (tensor(), ARGUMENTS[kind]), {})
-        assert not found.fits(block, (tensor(),), {"by": ARGUMENTS[kind]})
-    assert isinstance(find(made, block, tensor(), ARGUMENTS[kind]), str)
-
-
-def test_numbers_in_arguments_have_an_artifact_each(directory):
+def test_numbers_in_arguments_have_an_artifact_each(restored):
     for step in ("cold", "precompiled"):
         block = build(Block)
-        compiler = boot(directory, block)
+        compiler = boot(restored, block)
         outputs = warm_up(
             compiler, lambda block=block: [block(tensor()), block(tensor(), 2.0), block(tensor(), by=3.0)]
         )
@@ -596,25 +549,16 @@ def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boo
 
 
 def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
-    records = [read_artifact(path)[:2] for path in artifacts(made)]
+    records = [read_artifact(path)[:2] for path in made.path.rglob("*.aot")]
     hosts = [record["host"] for key, record in records if key["class"] == "blocks.Layer"]
     assert [set(host) for host in hosts] == [{"instructions", "threads"}] * 2
     assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
-def test_artifact_of_one_layer_does_not_serve_another(made):
-    layers = build(Layers).layers
-    first, second = find(made, layers[0], tensor(), caches()), find(made, layers[1], tensor(), caches())
-    assert first.path != second.path
-    with torch.inference_mode():
-        assert not first.fits(layers[1], (tensor(), caches()), {})
-        assert "layer_idx" in first.misfit(layers[1], (tensor(), caches()), {})
-
-
-def test_strides_of_a_batch_of_one_need_one_artifact(directory):
+def test_strides_of_a_batch_of_one_need_one_artifact(restored):
     """A slice of a longer batch has other strides in dimensions where no address depends on them."""
     module = build(Batched)
-    compiler = boot(directory, module)
+    compiler = boot(restored, module)
     long = tensor(1, 8, 16)
     with torch.inference_mode():
         variants = [tensor(1, 4, 16), long[:, :4], long[:, 4:]]
@@ -624,69 +568,35 @@ def test_strides_of_a_batch_of_one_need_one_artifact(directory):
     assert (report.step, report.loaded, report.graphs) == ("precompiled", 1, 0)
 
 
-def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(directory):
+def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(restored):
     with torch.inference_mode():
         sliced = tensor(2, 8, 16)[:, :4]
     for step in ("cold", "precompiled"):
         module = build(Batched)
-        compiler = boot(directory, module)
+        compiler = boot(restored, module)
         outputs = warm_up(compiler, lambda module=module: [module(tensor(2, 4, 16)), module(sliced)])
         close(outputs, [eager(build(Batched), each) for each in (tensor(2, 4, 16), sliced)])
         assert only_report(compiler).step == step
 
 
-def test_other_shape_is_not_served(directory):
-    block = build(Block)
-    compiler = boot(directory, block)
-    close(warm_up(compiler, lambda: block(tensor(6, blocks.SIZE))), eager(build(Block), tensor(6, blocks.SIZE)))
-    assert_not_precompiled(compiler)
-    found = find(directory, block, tensor())
-    assert not fits(found, block, tensor(6, blocks.SIZE))
-
-
-def test_one_tensor_twice_is_not_taken_for_two(directory):
-    def twice(module):
-        x = tensor(16, 16)
-        return module(x, x), x
-
-    def two(module):
-        x = tensor(16, 16)
-        return module(x, tensor(16, 16)), x
-
-    for call in (twice, two):
-        pair = build(Pair)
-        compiler = boot(directory, pair)
-        with torch.inference_mode():
-            expected = call(build(Pair))
-        close(warm_up(compiler, lambda call=call, pair=pair: call(pair)), expected)
-        with torch.inference_mode():
-            close(call(pair), expected)
-
-
-def test_artifact_for_two_tensors_does_not_serve_one_twice(made):
-    pair, one = build(Pair), tensor(16, 16)
-    found = find(made, pair, tensor(16, 16), tensor(16, 16))
-    with torch.inference_mode():
-        assert found.fits(pair, (tensor(16, 16), tensor(16, 16)), {})
-        assert not found.fits(pair, (one, one), {})
-
-
-def test_inputs_that_overlap_in_the_warm_up_end_as_in_eager(directory):
+@pytest.mark.parametrize(
+    ("rows", "views"), [(24, lambda x: (x[:16], x[8:])), (16, lambda x: (x, x[:])), (16, lambda x: (x, x))]
+)
+def test_inputs_that_overlap_or_are_one_tensor_end_as_in_eager(restored, rows, views):
     """torch.compile takes two inputs for disjoint once it has seen disjoint ones: the check finds out."""
-    for first, second in ((0, 8), (0, 0)):
-        pair, storage, expected = build(Pair), tensor(24, 16), tensor(24, 16)
-        answer = eager(build(Pair), expected[first : first + 16], expected[second : second + 16])
-        compiler = boot(directory, pair)
-        with torch.inference_mode():
-            views = storage[first : first + 16], storage[second : second + 16]
-        close(warm_up(compiler, lambda pair=pair, views=views: pair(*views)), answer)
+    pair, storage, expected = build(Pair), tensor(rows, 16), tensor(rows, 16)
+    compiler = boot(restored, pair)
+    with torch.inference_mode():
+        answer = build(Pair)(*views(expected))
+        close(warm_up(compiler, lambda: pair(*views(storage))), answer)
         close(storage, expected)
+        close(pair(*views(tensor(rows, 16))), answer)
 
 
-def test_input_that_is_changed_ends_as_in_eager(directory):
+def test_input_that_is_changed_ends_as_in_eager(restored):
     pair, expected = build(Pair), tensor(16, 16)
     answer = eager(build(Pair), expected, tensor(16, 16, seed=2))
-    compiler = boot(directory, pair)
+    compiler = boot(restored, pair)
     for _ in range(2):
         changed = tensor(16, 16)
         close(warm_up(compiler, lambda changed=changed: pair(changed, tensor(16, 16, seed=2))), answer)

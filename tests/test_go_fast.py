@@ -25,7 +25,7 @@ from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Lora
 from models.image.lora_files import LoraError
 from models.image.pipeline import DiffusionModel, ImageInputs
-from models.image.settings import ImageSettings, Size
+from models.image.settings import Size
 from models.kernels.float8 import scaled_linear, to_float8, to_float8_at_once
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
@@ -103,13 +103,6 @@ def test_requests_choose_what_the_setting_allows():
     for model, asked, setting in ((off, True, "off"), (only, False, "only")):
         with pytest.raises(ValueError, match=f"GO_FAST={setting}"):
             model.chooses_fast(asked)
-
-
-def test_the_setting_is_read():
-    assert ImageSettings.from_env({}).go_fast == "off"
-    assert ImageSettings.from_env({"GO_FAST": "On"}).go_fast == "on"
-    with pytest.raises(ValueError, match="GO_FAST is 'maybe'; give one of off, on, only"):
-        ImageSettings.from_env({"GO_FAST": "maybe"})
 
 
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {

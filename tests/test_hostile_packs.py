@@ -4,47 +4,34 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 import tempfile
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
 from hostile_packs import (
-    KINDS,
     LIMITS,
-    MIB,
     ODD_VALUES,
     OURS,
     TABLE,
     THEIRS,
     Draft,
     Hostile,
-    digest,
     encode,
     places,
     put_at,
     record_of,
     restore,
     small_draft,
-    sound_drafts,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import read_files
 
 from compile_cache.errors import PackError
-from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.format import Head
-from compile_cache.storage.pack.manifest import Frame, Manifest, PackFile, check_paths, parse_manifest
+from compile_cache.storage.pack.manifest import check_paths, parse_manifest
 from compile_cache.storage.pack.signing import TrustedKeys
 
-KEY = CacheKey("environment", "model", "version")
-SHA256 = "0123456789abcdef" * 4
-
-texts = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
-names = st.lists(st.sampled_from("abcXYZ019_-é"), min_size=1, max_size=8).map("".join)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -58,17 +45,21 @@ def reason_to_refuse(draft: Draft, folder: Path | None) -> str:
     return str(refusal.value)
 
 
+def assert_fit_to_be_shown(reason: str) -> None:
+    """It ends in logs and reports: with escape codes or a megabyte in it, it would be an attack itself."""
+    assert reason.isprintable()
+    assert 0 < len(reason) < 400
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: ascii(row.name)[:60])
 def test_a_hostile_pack_is_refused_whether_it_is_unpacked_or_only_verified(tmp_path, row: Hostile):
-    """The reason ends in logs and reports: with escape codes or a megabyte in it, it would be an attack itself."""
     draft = small_draft(is_signed=row.is_signed)
     row.change(draft)
     reason = reason_to_refuse(draft, None)
     assert reason_to_refuse(draft, tmp_path / "inside") == reason
     with pytest.raises(PackError, match=row.words):
         raise PackError(reason)
-    assert reason.isprintable()
-    assert len(reason) < 400
+    assert_fit_to_be_shown(reason)
     assert {path for path in read_files(tmp_path) if not path.startswith("inside/")} == set()
 
 
@@ -88,74 +79,32 @@ def test_a_pack_cut_short_anywhere_is_refused():
             restore(name, content[:length], None)
 
 
+def assert_refused_or_unchanged(name: str, content: bytes) -> None:
+    """The content is what the name stands for, and some bits of a zstd frame mean nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            restore(name, content, Path(folder), trusted=TrustedKeys([OURS.public_key]))
+        except PackError as error:
+            assert_fit_to_be_shown(str(error))
+        else:
+            assert read_files(Path(folder)) == {"a/file": b"content", "b": b"more"}
+
+
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing():
-    """Some bits of a zstd frame mean nothing; the content is what the name stands for."""
     name, content = small_draft(is_signed=True).put_together()
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                restore(name, bytes(flipped), Path(folder), trusted=TrustedKeys([OURS.public_key]))
-            except PackError:
-                continue
-            assert read_files(Path(folder)) == {"a/file": b"content", "b": b"more"}
+        assert_refused_or_unchanged(name, bytes(flipped))
 
 
-@given(st.binary(max_size=200))
-def test_anything_at_all_is_refused(content):
-    for pack in (Draft({}, [], text=content), Draft({}, [], text=content, damage=lambda pack: content)):
-        assert reason_to_refuse(pack, None)
-
-
-def assert_gives_what_it_states(head: Head, folder: Path) -> None:
-    found = {path: digest(content) for path, content in read_files(folder).items()}
-    assert found == {file.path: file.sha256 for file in head.manifest.files}
-
-
-@given(st.sampled_from(sorted(KINDS)), st.integers(0, 2**32))
-@settings(max_examples=3 * settings().max_examples)
-def test_a_pack_changed_at_random_is_refused_in_one_line_or_gives_what_it_states(kind, seed):
-    rng = Random(seed)
-    draft = copy.deepcopy(rng.choice(sound_drafts()))
-    KINDS[kind](rng, draft)
-    with tempfile.TemporaryDirectory() as root:
-        inside = Path(root, "inbox", "pack")
-        try:
-            head = restore(*draft.put_together(), inside, LIMITS, TrustedKeys(draft.trusted))
-        except PackError as error:
-            reason = str(error)
-            assert reason.isprintable()
-            assert 0 < len(reason) < 500
-        else:
-            assert not (draft.is_signed and draft.sign), "its signature was forged"
-            assert_gives_what_it_states(head, inside)
-        shutil.rmtree(inside, ignore_errors=True)
-        assert {path.name for path in Path(root).rglob("*")} <= {"inbox"}
-
-
-def test_packs_that_are_not_changed_are_not_refused(tmp_path):
-    for number, draft in enumerate(sound_drafts()):
-        head = restore(*draft.put_together(), tmp_path / str(number), LIMITS, TrustedKeys(draft.trusted))
-        assert_gives_what_it_states(head, tmp_path / str(number))
+@given(st.integers(0, 1000), st.integers(0, 1000), st.binary(max_size=1000))
+def test_other_bytes_anywhere_are_refused_or_change_nothing(start, length, replacement):
+    name, content = small_draft(is_signed=True).put_together()
+    assert_refused_or_unchanged(name, content[:start] + replacement + content[start + length :])
 
 
 # Manifests.
-
-
-@given(
-    st.dictionaries(names.map(str.casefold), st.tuples(texts, st.integers(0, 3 * MIB)), max_size=2),
-    texts,
-    st.floats(0, 1e11),
-    st.sampled_from(["", "precompiled/a/1.aot"]),
-)
-def test_a_manifest_says_what_was_written(files, creator, created_s, owner):
-    listed = tuple(PackFile(path, key, size_bytes, SHA256, owner) for path, (key, size_bytes) in files.items())
-    size_bytes = sum(file.size_bytes for file in listed)
-    sizes = [MIB] * (size_bytes // MIB) + ([size_bytes % MIB] if size_bytes % MIB else [])
-    manifest = Manifest(KEY, listed, tuple(Frame(10, size) for size in sizes), creator, created_s)
-    assert parse_manifest(msgspec.json.encode(manifest), LIMITS) == manifest
-    assert manifest.size_bytes == size_bytes
 
 
 @given(st.data(), json_values | st.sampled_from(ODD_VALUES))
@@ -165,19 +114,14 @@ def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, va
     place = data.draw(st.sampled_from(list(places(record))))
     try:
         manifest = parse_manifest(encode(put_at(record, place, copy.deepcopy(value))), LIMITS)
-    except PackError:
+    except PackError as error:
+        assert_fit_to_be_shown(str(error))
         return
     assert parse_manifest(msgspec.json.encode(manifest), LIMITS) == manifest
     assert manifest.size_bytes == sum(frame.size_bytes for frame in manifest.frames) == 11
 
 
 # Signatures.
-
-
-def test_a_signed_pack_is_used_where_no_key_is_asked_for():
-    draft = small_draft()
-    draft.sign = THEIRS.sign
-    assert restore(*draft.put_together(), None).signed_by == THEIRS.public_key
 
 
 @pytest.mark.parametrize("content", [b"[" * 10_000, b"no frame of zstd"], ids=["hard to read", "not compressed"])

@@ -8,7 +8,7 @@ import types
 
 import blocks
 import pytest
-from precompiling import activated, boot, build, copied, only_report, tensor, warm_up
+from precompiling import activated, build, copied, only_report, warmed
 
 from compile_cache.importable import find, reference, why_not
 
@@ -60,9 +60,8 @@ def test_code_from_the_hub_is_in_folders_named_after_commits(tmp_path, monkeypat
         assert find(reference(value)) is value
     with activated(tmp_path / "first") as directory:
         block = build(module.Block)
-        warm_up(boot(directory, block), lambda: block(tensor()))
+        warmed(directory, block)
         with copied(directory, tmp_path / "second") as restored:
             block = build(module.Block)
-            compiler = boot(restored, block)
-            warm_up(compiler, lambda: block(tensor()))
+            compiler = warmed(restored, block)
             assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 1)

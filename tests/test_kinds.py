@@ -149,19 +149,6 @@ def test_an_instance_of_another_structure_makes_calls_of_another_kind():
     assert case_of(kinds, other, 1) is not case
 
 
-def test_code_that_fits_an_instance_again_is_not_compared_again():
-    """As when a number is set, and set back."""
-    kinds, module, changes = Kinds(), nn.Identity(), []
-    without = case_of(kinds, module, 0)
-    arrive(without, Code(lambda _: not changes))
-    serve(without, module)
-    changes.append("style")
-    assert case_of(kinds, module, 0) is not without
-    changes.clear()
-    assert case_of(kinds, module, 0) is without
-    assert not without.is_to_compare(module)
-
-
 def test_code_that_twice_does_not_fit_what_it_was_made_for_is_not_made_again():
     kinds, module = Kinds(), nn.Identity()
     for _ in range(2):
@@ -176,15 +163,6 @@ def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instanc
         case_of(kinds, module, number).move(State.EAGER, "it differs")
     cases = {id(case_of(kinds, module, number)) for number in (1, 2) * 10}
     assert len(cases) == 2
-
-
-def test_calls_that_grow_are_eager_at_any_size_of_the_cache():
-    kinds, module, x = Kinds(), nn.Identity(), torch.ones(1, 4)
-    case = kinds.case((module, (x, torch.ones(5, 4)), {}))
-    assert case.move(State.CLAIMED)
-    assert case.move(State.GROWING)
-    assert kinds.case((module, (x, torch.ones(6, 4)), {})) is case
-    assert kinds.case((module, (torch.ones(2, 4), torch.ones(6, 4)), {})).state is State.NEW
 
 
 @pytest.mark.parametrize("told", [lambda number: (number,), lambda number: (str(number),)])
@@ -224,12 +202,6 @@ def test_a_region_keeps_64_kinds():
     assert case_of(kinds, module, torch.ones(150, 4)).state is State.EAGER
     assert case_of(kinds, module, torch.ones(2, 4)).state is State.CLAIMED
     assert len(list(kinds)) == 64
-
-
-def test_one_of_two_threads_finds_or_orders_the_code_of_a_new_case():
-    kinds, module = Kinds(), nn.Identity()
-    case = case_of(kinds, module, 1)
-    assert [case.move(State.CLAIMED), case.move(State.CLAIMED)] == [True, False]
 
 
 def test_a_nested_tensor_can_be_described_and_has_no_size():

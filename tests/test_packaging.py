@@ -1,7 +1,8 @@
-"""What is installed, distributed and ignored; and what GitHub is told."""
+"""What is installed, distributed and ignored; what `cog build` reads; and what GitHub is told."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import os
@@ -19,17 +20,15 @@ import yaml
 
 import compile_cache
 import predict
+from compile_cache.settings import Settings
+from models.image.settings import ImageSettings
+from models.text.settings import TextSettings
 
 PROJECT = Path(__file__).parent.parent
 
 
 def lines(name: str) -> list[str]:
     return [line for line in (PROJECT / name).read_text().splitlines() if line and not line.startswith("#")]
-
-
-@pytest.mark.parametrize("left", [".cog/", "output.*"])
-def test_git_ignores_what_cog_leaves_in_the_folder(left):
-    assert f"/{left}" in lines(".gitignore")
 
 
 def configuration(name: str) -> dict:
@@ -164,3 +163,40 @@ def test_make_installs_another_torch_when_asked(checkout, torch, installs):
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, check=True)
     assert ("pip install" in done.stdout) == installs
     assert "-m pytest" in done.stdout
+
+
+# What cog build reads.
+
+CONFIGURATIONS = {"cog.yaml": ImageSettings, "cog.text.yaml": TextSettings}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_predictor_is_there(name):
+    path, _, predictor = configuration(name)["run"].partition(":")
+    classes = [node.name for node in ast.parse((PROJECT / path).read_text()).body if isinstance(node, ast.ClassDef)]
+    assert predictor in classes
+
+
+@pytest.mark.parametrize(("name", "settings"), CONFIGURATIONS.items())
+def test_the_environment_has_settings_that_can_be(name, settings):
+    environ = dict(variable.split("=", 1) for variable in configuration(name)["environment"])
+    Settings.from_env(environ)
+    model = settings.from_env(environ)
+    assert (PROJECT / model.model).is_dir()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_torch_is_pinned_and_launches_no_overlapping_kernels(name):
+    """And kernels stay such as a warm boot loads fast.
+
+    torch cannot launch overlapping kernels statically: a warm boot then loads every candidate through Triton.
+    """
+    requirements = (PROJECT / configuration(name)["build"]["python_requirements"]).read_text()
+    assert any(line.startswith("torch==") for line in requirements.splitlines())
+
+    assert not any(variable.startswith("TORCHINDUCTOR_ENABLE_PDL") for variable in configuration(name)["environment"])
+
+
+def test_both_images_are_built_alike():
+    first, second = (configuration(name)["build"] for name in CONFIGURATIONS)
+    assert first == second

@@ -20,13 +20,7 @@ from PIL import Image
 from programs import run_program
 
 from models.image.pictures import PictureFiles, open_picture
-from models.image.pipeline import (
-    DiffusionModel,
-    ImageInputs,
-    check_pipeline,
-    find_picture_pipeline,
-    ignored_inputs,
-)
+from models.image.pipeline import DiffusionModel, ImageInputs, check_pipeline, find_picture_pipeline, ignored_inputs
 from models.image.settings import Size
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import flagged_block
+import faulty_blocks
 import pytest
 import torch
-from precompiling import activated, boot, build, only_report, warm_up
+from background_blocks import Wide
+from precompiling import boot, build, only_report, warm_up
 from torch import nn
-from toy_model import CheatingBlock, NormBlock, WideBlock
+from toy_model import WideBlock
 
 from compile_cache.background.queue import Order
-from compile_cache.errors import UnseenCallError
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
 PATIENCE_S = 400.0
-
-
-@pytest.fixture
-def directory(tmp_path) -> Iterator[CacheDirectory]:
-    with activated(tmp_path) as directory:
-        yield directory
 
 
 def rows(count: int) -> torch.Tensor:
@@ -50,15 +43,6 @@ def orders(compiler: Regions) -> list[Order]:
     backlog = compiler.policy.orders()
     assert not isinstance(backlog, str)
     return [order for *_, order in sorted(backlog.queue._orders.queue)]
-
-
-def test_where_unseen_calls_are_errors_those_of_the_warm_up_are_not(directory):
-    block = build(WideBlock)
-    compiler = background(directory, block, unseen="error")
-    warm_up(compiler, lambda: block(rows(4)))
-    assert predict(block, 4).shape == (4, 16)
-    with pytest.raises(UnseenCallError, match="5x16"):
-        predict(block, 5)
 
 
 @pytest.mark.parametrize("cold_start", ["background", "block"])
@@ -93,7 +77,7 @@ def test_a_call_for_which_too_many_wait_is_eager_and_says_so(directory, monkeypa
 
 
 def test_new_code_is_taken_between_two_predictions(directory):
-    good, bad = build(NormBlock), build(CheatingBlock)
+    good, bad = build(Wide), build(faulty_blocks.Cheating)
     compiler = background(directory, good, bad)
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
     moment, regions = compiler.policy.moment, compiler.by_class
@@ -105,10 +89,10 @@ def test_new_code_is_taken_between_two_predictions(directory):
         if served:
             assert moment.begin() == is_new
         torch.testing.assert_close([predict(good, 4), predict(bad, 4)], eager)
-        served.append(dict(regions[NormBlock].served))
+        served.append(dict(regions[Wide].served))
         moment.end(is_complete=True, had_new_code=is_new)
     assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
-    assert set(regions[CheatingBlock].served) == {"eager"}
+    assert set(regions[faulty_blocks.Cheating].served) == {"eager"}
 
 
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
@@ -160,8 +144,8 @@ def test_no_prediction_begins_while_generators_are_set_back():
 
 def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     """The second process does not know what the server has changed."""
-    monkeypatch.setattr(flagged_block, "IS_DOUBLED", True)
-    block = build(flagged_block.FlaggedBlock)
+    monkeypatch.setattr(faulty_blocks, "IS_DOUBLED", True)
+    block = build(faulty_blocks.Flagged)
     compiler = background(directory, block)
     eager = warm_up(compiler, lambda: block(rows(4)))
     compiler.policy.release()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from filled_stores import DAY_S, put_pack, put_record, set_age
+from filled_stores import DAY_S
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import Catalog, Version, catalog_of, read_catalog
+from compile_cache.storage.catalog import Catalog, Version, catalog_of
 from compile_cache.storage.prune import PrunePolicy, Removal, apply_prune, plan_prune, remove_version
 from compile_cache.storage.stores.base import StoredObject
 
@@ -147,19 +146,6 @@ def test_a_version_is_removed_with_what_is_published_meanwhile():
     assert list(store.entries) == [pack("2", 2, 50).name]
 
 
-def test_a_real_store_is_pruned_to_what_is_kept(local, key, environment):
-    put_pack(local, replace(key, model_version="old"))
-    new = put_pack(local, key)
-    put_pack(local, replace(key, environment="0" * 32))
-    put_record(local, environment)
-    local.put(f"v2/{'0' * 32}/environment.json", b"{}")
-    set_age(Path(local.location), "v2/", 50, NOW_S)
-    set_age(Path(local.location), new, 1, NOW_S)
-    gone, kept = apply_prune(local, plan_prune(read_catalog(local), MONTH, NOW_S))
-    assert {entry.name for entry in local.list("v2/")} == {new, f"v2/{environment.digest}/environment.json"}
-    assert (len(gone), kept) == (2, [])
-
-
 # For any store and any policy.
 
 days = st.floats(0, 100)
@@ -209,18 +195,3 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
     assert all("notes.txt" not in name for name in store.deleted)
     assert plan_prune(left, policy, NOW_S) == []
     assert left.records.keys() <= {version.key.environment for version in left.versions}
-
-
-@given(stores, st.integers(0, 4))
-def test_of_each_model_and_environment_no_version_kept_was_used_before_one_removed(entries, keep):
-    catalog = catalog_of(entries)
-    gone = {removal.version.key for removal in plan_prune(catalog, PrunePolicy(None, keep, 0), NOW_S)}
-    groups: dict[tuple[str, str], list[Version]] = {}
-    for version in with_packs(catalog).values():
-        groups.setdefault((version.key.environment, version.key.model_name), []).append(version)
-    for group in groups.values():
-        kept = [version for version in group if version.key not in gone]
-        lost = [version for version in group if version.key in gone]
-        in_use = [version for version in group if youngest_days(version) == 0]
-        assert min(keep, len(group)) <= len(kept) <= max(keep, keep + len(in_use))
-        assert all(mine.used_s <= yours.used_s for mine in lost for yours in kept if yours not in in_use)

@@ -215,16 +215,6 @@ def test_a_file_that_waits_is_published_when(store, tmp_path, start, way):
     assert restored(store, tmp_path, started) == {**FILES, "one.aot": b"code", "one.so": b"its kernel"}
 
 
-def test_what_fails_after_it_was_packed_is_not_published(store, tmp_path, start, monkeypatch):
-    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", PATIENCE_S)
-    started = start(store)
-    started.make({"one.aot": b"code"}, "one.aot")
-    wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
-    started.machine.directory.outgoing.withdraw("one.aot")
-    started.publisher.flush()
-    assert restored(store, tmp_path, started) == FILES
-
-
 @pytest.mark.parametrize("slow", ["nothing", "_QUIET_S", "_POLL_S"])
 def test_what_is_made_later_is_packed_soon_and_published_when_it_is_quiet_or_at_the_exit(
     store, tmp_path, start, monkeypatch, slow
@@ -322,14 +312,6 @@ def test_all_is_stored_only_if_nothing_was_left_out(store, start, tmp_path, more
     (failure,) = started.report.failures
     assert failure.startswith("no boot could restore 1 files, such as ")
     assert len(restored(store, tmp_path, started)) == len(files)
-
-
-def test_flushing_twice_publishes_once(tmp_path, start):
-    started = start(LocalStore(tmp_path / "store"), begin=False)
-    started.publisher.start()
-    started.publisher.flush()
-    started.publisher.flush()
-    assert started.report.packs == 1
 
 
 # The end of a process.

@@ -17,12 +17,11 @@ import blocks
 import numpy
 import pytest
 import torch
-from precompiling import activated, artifacts, boot, build, eager, find, only_report, tensor, warm_up
+from precompiling import artifacts, boot, build, eager, find, only_report, tensor, warm_up, warmed
 from torch import nn
 from torch._inductor import compile_fx
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.modules import module as module_hooks
 
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
@@ -33,19 +32,6 @@ from compile_cache.storage.directory import Outgoing
 
 close = torch.testing.assert_close
 CACHED = Settings(precompile=False)
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A cache directory for tests that look at calls and not at what was stored."""
-    with activated(tmp_path_factory.mktemp("shared")) as directory:
-        yield directory
-
-
-@pytest.fixture
-def directory(tmp_path):
-    with activated(tmp_path) as directory:
-        yield directory
 
 
 class Product(nn.Module):
@@ -259,8 +245,7 @@ def test_inputs_are_changed_once_where_the_warm_up_fails_to_compile(shared, no_s
 def test_a_failed_compile_after_ready_demotes_calls_of_its_kind_alone(directory, monkeypatch):
     for settings in (Settings(), CACHED):  # served by a precompiled function, and by a graph
         module = build(Product)
-        compiler = boot(directory, module, settings=settings)
-        warm_up(compiler, lambda module=module: module(tensor()))
+        compiler = warmed(directory, module, settings=settings)
         with monkeypatch.context() as patch:
             patch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", failing)
             close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
@@ -298,8 +283,7 @@ class Cheating(Product):
 def test_a_graph_that_was_not_compared_or_failed_serves_no_call(shared, monkeypatch, change):
     """torch would serve any call by a graph whose guards hold."""
     module = build(Cheating)
-    compiler = boot(shared, module, settings=Settings(precompile=False, dynamic=None))
-    warm_up(compiler, lambda: module(tensor()))
+    compiler = warmed(shared, module, settings=Settings(precompile=False, dynamic=None))
     monkeypatch.setitem(blocks.CHEATS, "now", True)
     if change == "another kind":
         close(predict(module, tensor(8, 16)), eager(build(Product), tensor(8, 16)))
@@ -347,7 +331,7 @@ class Catching(Product):
 @pytest.mark.parametrize("kind", [Halved, Catching])
 def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(directory, monkeypatch, kind):
     module = build(kind)
-    warm_up(boot(directory, module), lambda: module(tensor()))
+    warmed(directory, module)
     for folder in ("fxgraph", "aotautograd"):
         shutil.rmtree(directory.path / folder)
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
@@ -361,7 +345,7 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
 
 def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph_is(directory, monkeypatch):
     module = build(Halved)
-    warm_up(boot(directory, module), lambda: module(tensor()))
+    warmed(directory, module)
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
     stored, other, unused = build(Halved), build(Halved, 2.0), build(Scaled)
     compiler = boot(directory, stored, other, unused, settings=Settings(cold_start="background"))
@@ -401,45 +385,6 @@ def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no
     close(predict(module, tensor(), Hidden()), eager(build(CountingFurther), tensor(), Hidden()))
 
 
-def hundredfold(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output * 100
-
-
-def hundredfold_products(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-    return output * 100 if isinstance(module, Product) else None
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Product()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self.inner(x), self.inner.weight)
-
-
-HOOKS: dict[str, Callable[[Outer], Any]] = {
-    "module": lambda module: module.register_forward_hook(hundredfold),
-    "child": lambda module: module.inner.register_forward_hook(hundredfold),
-    "all": lambda module: module_hooks.register_module_forward_hook(hundredfold_products),
-}
-
-
-@pytest.mark.parametrize("which", HOOKS)
-@pytest.mark.parametrize("settings", [Settings(), CACHED], ids=["precompiled", "compiled"])
-def test_a_hook_added_after_ready_is_called_until_it_is_removed(shared, which, settings):
-    module = build(Outer)
-    expected = eager(module, tensor())
-    compiler = boot(shared, module, settings=settings)
-    warm_up(compiler, lambda: module(tensor()))
-    handle = HOOKS[which](module)
-    try:
-        close(predict(module, tensor()), expected * 100, rtol=1e-4, atol=1e-3)
-    finally:
-        handle.remove()
-    close(predict(module, tensor()), expected)
-
-
 class Acting(Product):
     def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -461,7 +406,7 @@ def test_every_instance_is_compared_with_eager_once(shared):
 
 def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeypatch):
     module = build(Product)
-    warm_up(boot(directory, module), lambda: module(tensor()))
+    warmed(directory, module)
     right, wrong = build(Product), build(Product, 2.0)
     compiler = boot(directory, right, wrong)
     # As if nothing of an artifact said which factor it was made for.
@@ -481,7 +426,7 @@ def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_insta
     directory, monkeypatch, is_hit, comparisons
 ):
     module = build(Product)
-    warm_up(boot(directory, module), lambda: module(tensor()))
+    warmed(directory, module)
     compared = []
     monkeypatch.setattr(
         "compile_cache.serving.comparison.compare", lambda *answers: compared.append(answers) or compare(*answers)

@@ -177,12 +177,6 @@ def test_the_page_says_in_a_sentence_how_a_boot_went(run, page, tmp_path, region
     assert said in page().text
 
 
-def test_spans_that_overlap_are_in_rows_of_their_own():
-    report = BootReport(ready_s=3.0, spans=[Span("regions", name, float(name), 1.5) for name in "012"])
-    (rows,) = lanes_of(report).values()
-    assert [[span.name for span in row] for row in rows] == [["0", "2"], ["1"]]
-
-
 times_s = st.floats(0.0, 1e15, exclude_max=True)
 lanes = st.sampled_from(["setup", "regions", "publish", "second process", "new"])
 

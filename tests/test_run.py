@@ -26,6 +26,13 @@ print(json.dumps({"hits": hits, "misses": misses, "parent_has_torch": "libtorch"
 """
 WRITES = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/kernel.so', 'w').write('code')\n"
 WAITS = "print('ready', flush=True); import time; time.sleep(60)\n"
+# The command, for which a file stands still after two seconds, and which waits for no other containers.
+IMPATIENT = """
+from compile_cache.cli import main
+from compile_cache.lifecycle import publisher, run
+run._STILL_S, publisher._QUIET_S, publisher._SPREAD_S = 2.0, 0.1, 0.1
+main()
+"""
 COUNTS_INTERRUPTS = """
 import signal, time
 came = []
@@ -45,13 +52,13 @@ def marked(variables):
     assert not marked.pids()
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "compile_cache.cli", "run", "toy", *map(str, arguments)]
+def command(*arguments: str | Path, program: tuple[str, str] = ("-m", "compile_cache.cli")) -> list[str]:
+    return [sys.executable, *program, "run", "toy", *map(str, arguments)]
 
 
-def start(marked: Marked, *arguments: str | Path) -> subprocess.Popen[str]:
+def start(marked: Marked, *arguments: str | Path, **program: tuple[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command(*arguments), env=marked.environ, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command(*arguments, **program), env=marked.environ, stdout=pipe, stderr=pipe, text=True)
 
 
 def run(marked: Marked, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -217,7 +224,8 @@ def test_a_program_that_is_ended_has_published_what_stood_still(marked, tmp_path
 import pathlib, time
 while not [*pathlib.Path("{tmp_path}/store").rglob("*.pack")]: time.sleep(0.1)
 """
-    with start(marked, *python(f"{WRITES}{until_stored}{young}{WAITS}")) as running:
+    program = python(f"{WRITES}{until_stored}{young}{WAITS}")
+    with start(marked, *program, program=("-c", IMPATIENT)) as running:
         assert running.stdout.readline() == "ready\n"
         running.send_signal(signal.SIGTERM)
     assert running.returncode == 143

@@ -97,11 +97,6 @@ def packs_of(files: st.SearchStrategy[PackFile]) -> st.SearchStrategy[list[Manif
     return st.lists(one, max_size=6)
 
 
-@given(packs_of(own_files))
-def test_a_union_has_every_logical_key(packs):
-    assert chosen_keys(packs) == keys(packs)
-
-
 @given(packs_of(own_files), st.data())
 def test_merging_any_packs_into_one_loses_no_logical_key(packs, data):
     """Whichever packs a compaction has read: those published meanwhile stay, and the merged one is listed last."""

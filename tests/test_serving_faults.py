@@ -76,19 +76,6 @@ def test_code_whose_comparison_did_not_end_serves_no_call_and_is_not_published(t
     assert [pair["wrong"] for pair in told["pairs"].values()] == [[]] * 3
 
 
-def test_a_second_process_that_is_killed_before_it_is_ready_loses_no_call(tmp_path):
-    told = play(tmp_path, "killed")
-    assert told["killed"]
-    assert told["answered"]
-    assert {name: pair["steps"][-1] for name, pair in told["pairs"].items()} == dict.fromkeys(
-        ("Wide", "Other", "Factor"), "precompiled"
-    )
-
-
-def test_orders_are_bounded(tmp_path):
-    assert 0 < play(tmp_path, "many")["waiting"] <= 64
-
-
 @pytest.mark.parametrize(
     ("scene", "then"), [("unrepeated", ("right", "Wide")), ("brief", ("brief",))], ids=["warm-up", "short life"]
 )

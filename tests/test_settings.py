@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import fields
 
 import pytest
 from signing_keys import make_keys
@@ -113,10 +112,6 @@ def test_a_variable_sets_its_field(name, text, value):
     assert getattr(read(**{name: text}), name.lower()) == value
 
 
-def test_every_setting_has_a_variable_that_is_tested():
-    assert {name.lower() for name, _, _ in GOOD} == {field.name for field in fields(Settings)}
-
-
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in GOOD}))
 @pytest.mark.parametrize("nothing", ["", "  "])
 def test_an_empty_variable_counts_as_not_set(name, nothing):
@@ -170,12 +165,6 @@ def test_a_mode_with_cuda_graphs_is_refused_with_the_reason_and_another_mode(sco
     assert f"{PREFIX}MODE={mode} does not suit {PREFIX}SCOPE={scope}" in message
     assert reason in message
     assert message.endswith(f"Use {PREFIX}MODE={instead}.")
-
-
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("scope", ["regional", "whole"])
-def test_a_mode_without_cuda_graphs_suits_every_scope(scope, mode):
-    assert read(SCOPE=scope, MODE=mode).mode == mode
 
 
 def test_a_boot_that_compiles_nothing_takes_any_mode():

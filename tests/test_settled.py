@@ -16,6 +16,7 @@ import torch
 from blocks import SIZE
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
@@ -163,6 +164,7 @@ def other_part(module: Block) -> Callable[[], None]:
 # Each changes a block, and returns what takes the change back.
 AT_ONCE: dict[str, Callable[[Block], Callable[[], Any]]] = {
     "hook": lambda module: module.register_forward_hook(double).remove,
+    "hook of all modules": lambda module: module_hooks.register_module_forward_hook(double).remove,
     "hook of a part": lambda module: module.part.register_forward_hook(double).remove,
     "forward of its own": own_forward,
     "forward of its class": lambda module: patched(Block, "forward", lambda self, x, by=1.0: x * 3),
@@ -247,49 +249,46 @@ def test_other_inputs_are_served_as_their_own_kind(served, other):
         assert_right(block, twin)
 
 
-def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_gone(tmp_path):
-    with activated(tmp_path) as directory:
-        block, twin = build(Block), build(Block)
-        handles = [module.register_forward_hook(double) for module in (block, twin)]
-        compiler = boot(directory, block, settings=Settings(cold_start="block"))
-        warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
-        assert "has a hook" in only_report(compiler).reason
-        for handle in handles:
-            handle.remove()
-        steps = []
-        for _ in range(3):
-            with prediction(compiler):
-                assert_right(block, twin)
-                steps.append(step_of(compiler, block))
-        assert steps[-1] == "precompiled", steps
+def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_gone(directory):
+    block, twin = build(Block), build(Block)
+    handles = [module.register_forward_hook(double) for module in (block, twin)]
+    compiler = boot(directory, block, settings=Settings(cold_start="block"))
+    warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
+    assert "has a hook" in only_report(compiler).reason
+    for handle in handles:
+        handle.remove()
+    steps = []
+    for _ in range(3):
+        with prediction(compiler):
+            assert_right(block, twin)
+            steps.append(step_of(compiler, block))
+    assert steps[-1] == "precompiled", steps
 
 
-def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        compiler = boot(directory, block, settings=PRECOMPILED)
-        warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        remove = AT_ONCE["hook"](block)
-        assert step_of(compiler, block) == "eager"
-        remove()
-        steps = [step_of(compiler, block) for _ in range(70)]
-        assert steps[-1] == "precompiled"
+def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(directory):
+    block = build(Block)
+    compiler = boot(directory, block, settings=PRECOMPILED)
+    warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+    remove = AT_ONCE["hook"](block)
+    assert step_of(compiler, block) == "eager"
+    remove()
+    steps = [step_of(compiler, block) for _ in range(70)]
+    assert steps[-1] == "precompiled"
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_an_eager_call_is_described_once_a_prediction(tmp_path, monkeypatch, outside):
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        compiler = boot(directory, block, settings=STATES["eager"][0])
-        inputs = {"again": [tensor(3, 3), 1, "text"]}
-        eager(block, tensor(), inputs)
-        described, real = [], call_spec.structure
-        monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
-        for _ in range(2):
-            with contextlib.nullcontext() if outside else prediction(compiler):
-                for number in range(20):
-                    eager(block, tensor(seed=number), inputs)
-        assert len(described) == (0 if outside else 2)
+def test_an_eager_call_is_described_once_a_prediction(directory, monkeypatch, outside):
+    block = build(Block)
+    compiler = boot(directory, block, settings=STATES["eager"][0])
+    inputs = {"again": [tensor(3, 3), 1, "text"]}
+    eager(block, tensor(), inputs)
+    described, real = [], call_spec.structure
+    monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
+    for _ in range(2):
+        with contextlib.nullcontext() if outside else prediction(compiler):
+            for number in range(20):
+                eager(block, tensor(seed=number), inputs)
+    assert len(described) == (0 if outside else 2)
 
 
 class Attributes(dict[str, Any]):
@@ -300,16 +299,15 @@ class Attributes(dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", ["precompiled", "ordered"])
-def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(tmp_path, name):
-    with activated(tmp_path) as directory:
-        block, twin = build(Block), build(Block)
-        compiler = boot(directory, block, settings=STATES[name][0])
-        block.options = Attributes(a=1)
-        warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
-        for _ in range(3):
-            with prediction(compiler):
-                torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
-        assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
+def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(directory, name):
+    block, twin = build(Block), build(Block)
+    compiler = boot(directory, block, settings=STATES[name][0])
+    block.options = Attributes(a=1)
+    warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
+    for _ in range(3):
+        with prediction(compiler):
+            torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
+    assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
 
 
 class Shapeless(torch.Tensor):
@@ -321,16 +319,15 @@ class Shapeless(torch.Tensor):
 
 
 @pytest.mark.parametrize("first", [nn.UninitializedParameter(), torch.ones(2).as_subclass(Shapeless)])
-def test_a_first_input_without_a_shape_fails_no_call(tmp_path, first):
+def test_a_first_input_without_a_shape_fails_no_call(directory, first):
     class Ignoring(Block):
         def forward(self, ignored: Any, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
 
-    with activated(tmp_path) as directory:
-        block, twin = build(Ignoring), build(Block)
-        boot(directory, block, settings=STATES["eager"][0])
-        for given in (tensor(), first, first):
-            torch.testing.assert_close(eager(block, given, tensor()), eager(twin, tensor()))
+    block, twin = build(Ignoring), build(Block)
+    boot(directory, block, settings=STATES["eager"][0])
+    for given in (tensor(), first, first):
+        torch.testing.assert_close(eager(block, given, tensor()), eager(twin, tensor()))
 
 
 @pytest.mark.parametrize(
@@ -354,18 +351,17 @@ def test_objects_of_one_class_that_are_other_kinds_are_not_alike(pair):
 
 
 @pytest.fixture
-def compared(tmp_path):
+def compared(directory):
     """A block whose code has passed and is taken at the next moment, its case, and its boot."""
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        compiler = boot(directory, block, settings=Settings(cold_start="block"))
-        compiler.policy.moment.begin()
-        warm_up(compiler, lambda: block(tensor()))
-        (region,) = compiler.by_class.values()
-        (case,) = region.kinds
-        yield block, case, compiler, region
-        assert step_of(compiler, block) == "eager"
-        assert (case.state, case.reason) == (State.EAGER, "another thread gave it up")
+    block = build(Block)
+    compiler = boot(directory, block, settings=Settings(cold_start="block"))
+    compiler.policy.moment.begin()
+    warm_up(compiler, lambda: block(tensor()))
+    (region,) = compiler.by_class.values()
+    (case,) = region.kinds
+    yield block, case, compiler, region
+    assert step_of(compiler, block) == "eager"
+    assert (case.state, case.reason) == (State.EAGER, "another thread gave it up")
 
 
 def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared, monkeypatch):
@@ -396,10 +392,10 @@ class Drawing(Block):
         return torch.mm(x, self.weight) + torch.rand(1)
 
 
-def test_another_thread_draws_no_random_numbers_twice(tmp_path, monkeypatch):
+def test_another_thread_draws_no_random_numbers_twice(directory, monkeypatch):
     """While code that draws some is compared, no prediction begins."""
     began, real = threading.Event(), Comparison.check
-    with activated(tmp_path) as directory, ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor() as threads:
         block = build(Drawing)
         compiler = boot(directory, block, settings=Settings(cold_start="block"))
 
@@ -418,10 +414,10 @@ def test_another_thread_draws_no_random_numbers_twice(tmp_path, monkeypatch):
 
 
 def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_the_copy_and_the_call(
-    tmp_path, monkeypatch
+    directory, monkeypatch
 ):
     # With this option, compiled code draws the same numbers as eager.
-    with activated(tmp_path) as directory, torch._inductor.config.patch(fallback_random=True):
+    with torch._inductor.config.patch(fallback_random=True):
         block = build(Drawing)
         compiler = boot(directory, block, settings=Settings(cold_start="block"))
         moment, real = compiler.policy.moment, trial.call_region
@@ -440,19 +436,18 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
         assert region.served["precompiled"] > 0
 
 
-def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(tmp_path, monkeypatch):
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        compiler = boot(directory, block, settings=STATES["ordered"][0])
-        with monkeypatch.context() as patch:
-            patch.setattr("compile_cache.serving.trial.reachable_sizes", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                warm_up(compiler, lambda: block(tensor()))
-        (region,) = compiler.by_class.values()
-        (case,) = region.kinds
-        assert case.state is State.NEW
-        warm_up(compiler, lambda: block(tensor()))
-        assert case.state is State.ORDERED
+def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(directory, monkeypatch):
+    block = build(Block)
+    compiler = boot(directory, block, settings=STATES["ordered"][0])
+    with monkeypatch.context() as patch:
+        patch.setattr("compile_cache.serving.trial.reachable_sizes", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            warm_up(compiler, lambda: block(tensor()))
+    (region,) = compiler.by_class.values()
+    (case,) = region.kinds
+    assert case.state is State.NEW
+    warm_up(compiler, lambda: block(tensor()))
+    assert case.state is State.ORDERED
 
 
 def test_an_own_forward_that_another_thread_takes_away_meanwhile_fails_no_call(monkeypatch):
@@ -480,18 +475,17 @@ class Streaming(nn.Module):
         return torch.mm(x, self.weight)
 
 
-def test_an_input_that_is_a_part_of_a_buffer_is_another_kind_of_call(tmp_path):
-    with activated(tmp_path) as directory:
-        block, twin = build(Streaming), build(Streaming)
-        for module in (block, twin):
-            with torch.inference_mode():
-                module.past = tensor(8, SIZE).clone()
-        compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="block"))
-        warm_up(compiler, lambda: [block(tensor().clone()) for _ in range(3)])
-        for _ in range(3):
-            eager(twin, tensor().clone())
-        for is_part in (False, True) * 4:
-            with prediction(compiler):
-                found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        assert only_report(compiler).settled != "eager", only_report(compiler).reason
+def test_an_input_that_is_a_part_of_a_buffer_is_another_kind_of_call(directory):
+    block, twin = build(Streaming), build(Streaming)
+    for module in (block, twin):
+        with torch.inference_mode():
+            module.past = tensor(8, SIZE).clone()
+    compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="block"))
+    warm_up(compiler, lambda: [block(tensor().clone()) for _ in range(3)])
+    for _ in range(3):
+        eager(twin, tensor().clone())
+    for is_part in (False, True) * 4:
+        with prediction(compiler):
+            found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert only_report(compiler).settled != "eager", only_report(compiler).reason

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from programs import run_program
 from signing_keys import make_keys
 
@@ -60,11 +58,6 @@ def test_signing_twice_gives_the_same_signature():
     assert Signer(PRIVATE).sign(MANIFEST) == SIGNATURE
 
 
-def test_no_keys_are_false():
-    assert not TrustedKeys()
-    assert TrustedKeys([PUBLIC])
-
-
 # What is no key. No message shows one: it may be a private key in the wrong place.
 
 
@@ -72,15 +65,6 @@ def test_a_private_key_with_the_name_of_a_public_one_trusts_nothing_that_its_pai
     """Nobody can tell: both are 32 bytes. Packs are then refused."""
     swapped = PUBLIC_PREFIX + PRIVATE.removeprefix(PRIVATE_PREFIX)
     assert "not trusted" in refused(MANIFEST, SIGNATURE, swapped)
-
-
-@given(st.text())
-def test_any_text_is_a_key_or_a_settings_error(text):
-    for key in (text, PUBLIC_PREFIX + text):
-        try:
-            TrustedKeys([key])
-        except SettingsError:
-            continue
 
 
 # Without `cryptography`

@@ -7,20 +7,20 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-import types
 from dataclasses import replace
 
 import passes
 import pytest
 import torch
 from blocks import Block
-from precompiling import activated, build, find, tensor
+from precompiling import build, find, tensor, told
 from state_process import StateProcess, environment, facts
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.state import Option, ServerState
+from compile_cache.inductor.state import Option, ServerState, prepare_with
 from compile_cache.inductor.switches import (
     CONTEXTS,
     SWITCHES,
@@ -30,27 +30,20 @@ from compile_cache.inductor.switches import (
     switches,
 )
 from compile_cache.inductor.toolchain import configure_torch
+from models.text.steps import prepare_process
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _settings():
-    """What both processes set before they compile."""
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch):
+    """What both processes set before they compile. A preparation of one test stays for no other."""
     configure_torch()
+    monkeypatch.setattr("compile_cache.inductor.state._registered", {})
 
 
 @pytest.fixture(scope="module")
 def process():
     with StateProcess() as process:
         yield process
-
-
-@contextlib.contextmanager
-def told(tell, value, before):
-    tell(value)
-    try:
-        yield
-    finally:
-        tell(before)
 
 
 @contextlib.contextmanager
@@ -250,37 +243,11 @@ def test_options_of_a_thread_that_loads_an_artifact_are_not_the_server_s():
         assert ServerState.take(on_gpu=False) == before
 
 
-def local_pass():
-    class Local(passes.Versioned):
-        pass
-
-    return Local("first")
-
-
-def of_the_script():
-    function = types.FunctionType(passes.leave.__code__, {}, "leave")
-    function.__module__ = "__main__"
-    return function
-
-
-def of_a_module_without_a_file(monkeypatch):
-    module = types.ModuleType("made_in_memory")
-    exec("def leave(graph): pass", vars(module))
-    monkeypatch.setitem(sys.modules, "made_in_memory", module)
-    return module.leave
-
-
-@pytest.mark.parametrize("kind", ["lambda", "local class", "script", "module without a file"])
-def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option(kind, monkeypatch):
-    values = {
-        "lambda": lambda: lambda graph: None,
-        "local class": local_pass,
-        "script": of_the_script,
-        "module without a file": lambda: of_a_module_without_a_file(monkeypatch),
-    }
+def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option():
+    refusal = r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"
     with (
-        torch._inductor.config.patch(post_grad_custom_post_pass=values[kind]()),
-        pytest.raises(NotHandedOver, match=r"^torch\._inductor\.config\.post_grad_custom_post_pass cannot be handed"),
+        torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None),
+        pytest.raises(NotHandedOver, match=refusal),
     ):
         ServerState.take(on_gpu=False)
 
@@ -313,28 +280,19 @@ def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for_a
         assert "diffusers is imported, and was not in the server" in process.ask("make_state", state)["refused"]
 
 
-def test_state_is_taken_without_importing_anything():
-    before = set(sys.modules)
-    ServerState.take(on_gpu=False)
-    assert set(sys.modules) == before
-
-
-def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, tmp_path):
-    with activated(tmp_path) as directory:
-        with (
-            torch.inference_mode(),
-            determinism(True, True),
-            order([3, 1, 2, 0, 4]),
-            torch._inductor.config.patch(
-                post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False
-            ),
-        ):
-            state = ServerState.take(on_gpu=False)
-            path = process.ask("make_artifact", state, directory.path)
-            found = find(directory, build(Block), tensor())
-            assert isinstance(found, Precompiled), found
-            assert found.path == path
-        assert isinstance(find(directory, build(Block), tensor()), str)
+def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, directory):
+    with (
+        torch.inference_mode(),
+        determinism(True, True),
+        order([3, 1, 2, 0, 4]),
+        torch._inductor.config.patch(post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False),
+    ):
+        state = ServerState.take(on_gpu=False)
+        path = process.ask("make_artifact", state, directory.path)
+        found = find(directory, build(Block), tensor())
+        assert isinstance(found, Precompiled), found
+        assert found.path == path
+    assert isinstance(find(directory, build(Block), tensor()), str)
 
 
 def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
@@ -345,41 +303,38 @@ def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatc
         raise AssertionError("the state was made")
 
 
-def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeypatch):
-    """On some GPUs torch changes its order of attentions when it first chooses one, as this does."""
-    before = torch._C._get_sdp_priority_order()
-    chosen = [*before[1:], before[0]]
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """As if there were a GPU, for which torch has chosen no attention yet; what it chooses lasts as long as a test."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
-    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order(chosen))
     settle_attention_priority.cache_clear()
-    try:
-        assert switches(on_gpu=True) == switches(on_gpu=True)
-        assert torch._C._get_sdp_priority_order() == chosen
-    finally:
-        torch._C._set_sdp_priority_order(before)
-        settle_attention_priority.cache_clear()
+    with order(torch._C._get_sdp_priority_order()):
+        yield
+    settle_attention_priority.cache_clear()
 
 
-def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch):
+def test_the_first_call_of_a_process_is_described_as_the_same_call_later(monkeypatch, beside_a_gpu):
+    """On some GPUs torch changes its order of attentions when it first chooses one, as this does."""
+    first, *others = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order([*others, first]))
+    assert switches(on_gpu=True) == switches(on_gpu=True)
+    assert torch._C._get_sdp_priority_order() == [*others, first]
+
+
+def test_a_full_memory_is_tried_again_and_named_where_it_counts(monkeypatch, beside_a_gpu):
     failures = [torch.OutOfMemoryError("no memory")] * 2
 
     def choose(*_: torch.Tensor) -> None:
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.zeros", lambda *_, **__: torch.ones(1))
     monkeypatch.setattr("torch._fused_sdp_choice", choose)
-    settle_attention_priority.cache_clear()
-    try:
-        assert switches(on_gpu=True)
-        with pytest.raises(torch.OutOfMemoryError):
-            settle_attention_priority()
+    assert switches(on_gpu=True)
+    with pytest.raises(torch.OutOfMemoryError):
         settle_attention_priority()
-        assert not failures
-    finally:
-        settle_attention_priority.cache_clear()
+    settle_attention_priority()
+    assert not failures
 
 
 def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
@@ -391,3 +346,36 @@ def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
     found = pickle.loads(option.value)
     assert found is not armed
     assert found.version == "armed by the setup"
+
+
+# Functions that a model family has the compiling process call first.
+
+
+def test_preparations_are_called_once_in_order_and_what_they_set_stays():
+    before = ServerState.take(on_gpu=False).preparations
+    for _ in range(2):
+        prepare_with(passes.register)
+    prepare_with(passes.set_pass)
+    state = ServerState.take(on_gpu=False)
+    assert state.preparations == (*before, "passes:register", "passes:set_pass")
+    with StateProcess() as process:
+        first, second = (process.ask("make_state", state) for _ in range(2))
+    assert second["registered"] == ["registered"]
+    with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
+        assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
+    assert first["before"]["digest"] == facts()["digest"] != first["within"]["digest"]
+
+
+@pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, len.__call__])
+def test_preparation_that_no_other_process_can_import_is_refused(function):
+    before = ServerState.take(on_gpu=False).preparations
+    with pytest.raises(NotHandedOver, match="the compiling process cannot import"):
+        prepare_with(function)
+    assert ServerState.take(on_gpu=False).preparations == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="operators are joined on a GPU")
+def test_preparing_the_compiling_process_leaves_options_as_the_servers_are_on_a_cpu():
+    """Artifacts are found by their options: with another pass over graphs, the server would never find one."""
+    prepare_process()
+    assert config.post_grad_custom_pre_pass is None

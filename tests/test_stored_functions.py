@@ -18,7 +18,20 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import activated, artifacts, boot, build, copied, eager, find, loaded, only_report, tensor, warm_up
+from precompiling import (
+    activated,
+    artifacts,
+    boot,
+    build,
+    copied,
+    eager,
+    find,
+    loaded,
+    only_report,
+    tensor,
+    warm_up,
+    warmed,
+)
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -34,18 +47,17 @@ close = torch.testing.assert_close
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(shared):
     """A cache directory in which a cold boot has made two artifacts. Tests leave it as it is."""
-    with activated(tmp_path_factory.mktemp("made")) as directory:
-        block, batched = build(Block), build(Batched)
-        compiler = boot(directory, block, batched)
-        warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
-        assert len(artifacts(directory)) == 2
-        yield directory
+    block, batched = build(Block), build(Batched)
+    compiler = boot(shared, block, batched)
+    warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
+    assert len(artifacts(shared)) == 2
+    return shared
 
 
 @pytest.fixture
-def directory(made, tmp_path):
+def restored(made, tmp_path):
     """A restored boot's cache directory, of the test's own."""
     with copied(made, tmp_path) as directory:
         yield directory
@@ -100,10 +112,10 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES | FOREIGN)
-def test_artifact_that_is_damaged_or_that_torch_cannot_read_is_refused(directory, damage):
-    path = artifact_of(directory, Block)
+def test_artifact_that_is_damaged_or_that_torch_cannot_read_is_refused(restored, damage):
+    path = artifact_of(restored, Block)
     path.write_bytes((DAMAGES | FOREIGN)[damage](path.read_bytes()))
-    reason = find(directory, build(Block), tensor())
+    reason = find(restored, build(Block), tensor())
     assert isinstance(reason, str)
     assert re.search("cannot be loaded" if damage in FOREIGN else "damaged|its name does not match its content", reason)
 
@@ -117,12 +129,12 @@ class Executed:
         return Executed.traces.append, ("executed",)
 
 
-def test_damaged_artifact_is_not_unpickled(directory):
-    path = artifact_of(directory, Block)
+def test_damaged_artifact_is_not_unpickled(restored):
+    path = artifact_of(restored, Block)
     content = path.read_bytes()
     path.write_bytes(content[: payload_start(content)] + pickle.dumps(Executed()))
     Executed.traces.clear()
-    find(directory, build(Block), tensor())
+    find(restored, build(Block), tensor())
     assert Executed.traces == []
 
 
@@ -134,16 +146,16 @@ def test_damaged_artifact_is_not_unpickled(directory):
         ({}, ""),
     ],
 )
-def test_artifact_with_kernels_for_another_host_is_refused_alone(directory, other, reason):
-    path = artifact_of(directory, Block)
+def test_artifact_with_kernels_for_another_host_is_refused_alone(restored, other, reason):
+    path = artifact_of(restored, Block)
     key, record, payload = read_artifact(path)
     assert record["host"] == {}, "it calls torch's own kernels only"
     path.unlink()
     host = {"instructions": instruction_flags(), "threads": str(torch.get_num_threads()), **other}
     write_artifact(path.parent, key, {**record, "host": host}, payload)
-    found = find(directory, build(Block), tensor())
+    found = find(restored, build(Block), tensor())
     assert reason in found if reason else isinstance(found, Precompiled)
-    assert isinstance(find(directory, build(Batched), tensor(1, 4, 16)), Precompiled)
+    assert isinstance(find(restored, build(Batched), tensor(1, 4, 16)), Precompiled)
 
 
 def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
@@ -153,7 +165,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
     threads = torch.get_num_threads()
     with activated(tmp_path) as directory:
         block = build(Block)
-        warm_up(boot(directory, block), lambda: block(tensor()))
+        warmed(directory, block)
         (path,) = artifacts(directory)
         assert "threads" not in header_of(path)["key"]["switches"]
         try:
@@ -168,35 +180,34 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
             assert not found.fits(block, (tensor(),), {})
 
 
-def test_artifact_under_another_name_is_refused_and_a_missing_one_is_no_error(directory):
-    path = artifact_of(directory, Block)
+def test_artifact_under_another_name_is_refused_and_a_missing_one_is_no_error(restored):
+    path = artifact_of(restored, Block)
     path = path.rename(path.with_name("0" * 32 + ".aot"))
-    assert find(directory, build(Block), tensor()) == "its name does not match its content"
+    assert find(restored, build(Block), tensor()) == "its name does not match its content"
     path.unlink()
-    assert find(directory, build(Block), tensor()) == "none is stored for these inputs and this code"
+    assert find(restored, build(Block), tensor()) == "none is stored for these inputs and this code"
 
 
-def test_artifact_in_another_group_is_refused(directory):
-    block, batched = artifact_of(directory, Block), artifact_of(directory, Batched)
+def test_artifact_in_another_group_is_refused(restored):
+    block, batched = artifact_of(restored, Block), artifact_of(restored, Batched)
     shutil.move(block, batched.parent / block.name)
-    found = find(directory, build(Batched), tensor(1, 4, 16))
+    found = find(restored, build(Batched), tensor(1, 4, 16))
     assert found.path.endswith(batched.name)
     batched.unlink()
-    assert find(directory, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
+    assert find(restored, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
 
 
-def test_damaged_artifact_costs_the_step_and_the_report_says_why(directory):
-    path = artifact_of(directory, Block)
+def test_damaged_artifact_costs_the_step_and_the_report_says_why(restored):
+    path = artifact_of(restored, Block)
     path.write_bytes(path.read_bytes()[:-1])
     block = build(Block)
-    compiler = boot(directory, block)
+    compiler = boot(restored, block)
     close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
     report = only_report(compiler)
     assert (report.step, report.loaded) == ("cached", 0)
     assert "not precompiled: it is damaged" in report.reason
     again = build(Block)
-    compiler = boot(directory, again)
-    warm_up(compiler, lambda: again(tensor()))
+    compiler = warmed(restored, again)
     assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
 
 
@@ -237,46 +248,42 @@ def test_an_artifact_is_found_while_another_thread_loads_one(made):
 
 
 @pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "joint_custom_post_pass"])
-def test_artifact_of_another_graph_pass_is_not_served(name, tmp_path):
-    with activated(tmp_path) as directory:
-        module = build(Block)
-        with torch._inductor.config.patch({name: Versioned("first")}):
-            compiler = boot(directory, module)
-            warm_up(compiler, lambda: module(tensor()))
-            assert isinstance(find(directory, build(Block), tensor()), Precompiled)
-        with torch._inductor.config.patch({name: Versioned("second")}):
-            assert isinstance(find(directory, build(Block), tensor()), str)
+def test_artifact_of_another_graph_pass_is_not_served(name, directory):
+    module = build(Block)
+    with torch._inductor.config.patch({name: Versioned("first")}):
+        warmed(directory, module)
+        assert isinstance(find(directory, build(Block), tensor()), Precompiled)
+    with torch._inductor.config.patch({name: Versioned("second")}):
         assert isinstance(find(directory, build(Block), tensor()), str)
+    assert isinstance(find(directory, build(Block), tensor()), str)
 
 
-def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(made, tmp_path, monkeypatch):
-    with copied(made, tmp_path) as directory:
-        module = build(Cheating)
-        monkeypatch.setitem(blocks.CHEATS, "now", True)
-        with torch.inference_mode():
-            wrong, _ = loaded(directory).make(module, (tensor(),), {})
-        monkeypatch.setitem(blocks.CHEATS, "now", False)
-        compiler = boot(directory, module)
-        expected = eager(build(Cheating), tensor())
-        close(warm_up(compiler, lambda: module(tensor())), expected)
-        assert wrong not in compiler.policy.outgoing.ready(is_ending=True)
-        assert "differs from eager by" in only_report(compiler).reason
-        close(warm_up(compiler, lambda: module(tensor())), expected)
-        with torch.inference_mode():
-            close(module(tensor()), expected)
-        assert only_report(compiler).step == "eager"
-
-
-def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, tmp_path, monkeypatch):
+def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(restored, monkeypatch):
+    module = build(Cheating)
     monkeypatch.setitem(blocks.CHEATS, "now", True)
-    with copied(made, tmp_path) as directory:
-        module = build(Cheating)
-        compiler = boot(directory, module)
-        close(warm_up(compiler, lambda: module(tensor())), eager(build(Cheating), tensor()))
-        assert only_report(compiler).step == "eager"
-        new = {path.relative_to(directory.path).as_posix() for path in artifacts(directory)}
-        old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
-        assert new - old <= compiler.policy.outgoing.withheld
+    with torch.inference_mode():
+        wrong, _ = loaded(restored).make(module, (tensor(),), {})
+    monkeypatch.setitem(blocks.CHEATS, "now", False)
+    compiler = boot(restored, module)
+    expected = eager(build(Cheating), tensor())
+    close(warm_up(compiler, lambda: module(tensor())), expected)
+    assert wrong not in compiler.policy.outgoing.ready(is_ending=True)
+    assert "differs from eager by" in only_report(compiler).reason
+    close(warm_up(compiler, lambda: module(tensor())), expected)
+    with torch.inference_mode():
+        close(module(tensor()), expected)
+    assert only_report(compiler).step == "eager"
+
+
+def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, restored, monkeypatch):
+    monkeypatch.setitem(blocks.CHEATS, "now", True)
+    module = build(Cheating)
+    compiler = boot(restored, module)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(Cheating), tensor()))
+    assert only_report(compiler).step == "eager"
+    new = {path.relative_to(restored.path).as_posix() for path in artifacts(restored)}
+    old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
+    assert new - old <= compiler.policy.outgoing.withheld
 
 
 @pytest.mark.parametrize(
@@ -286,16 +293,15 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
         (ReadsGlobalTensor, "not precompiled: it reads tensors from global variables or a closure"),
     ],
 )
-def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(made, tmp_path, module_class, reason):
-    with copied(made, tmp_path) as directory:
-        before = len(artifacts(directory))
-        for step in ("cold", "cached"):
-            module = build(module_class)
-            compiler = boot(directory, module)
-            close(warm_up(compiler, lambda module=module: module(tensor())), eager(build(module_class), tensor()))
-            assert only_report(compiler).step == step
-            assert reason in only_report(compiler).reason
-        assert len(artifacts(directory)) == before
+def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(restored, module_class, reason):
+    before = len(artifacts(restored))
+    for step in ("cold", "cached"):
+        module = build(module_class)
+        compiler = boot(restored, module)
+        close(warm_up(compiler, lambda module=module: module(tensor())), eager(build(module_class), tensor()))
+        assert only_report(compiler).step == step
+        assert reason in only_report(compiler).reason
+    assert len(artifacts(restored)) == before
 
 
 def prefetched(directory) -> Artifacts:
@@ -322,34 +328,32 @@ def test_artifact_of_other_weights_serves(made):
         close(found(other, (tensor(),), {}), eager(build(Block, seed=5), tensor()))
 
 
-def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made, tmp_path):
-    with activated(tmp_path) as directory:
-        batched, block = build(Batched), build(Block)
-        compiler = boot(directory, batched, block)
-        warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), block(tensor())])
-        assert [path.name for path in artifacts(directory)] == [path.name for path in artifacts(made)]
+def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made, directory):
+    batched, block = build(Batched), build(Block)
+    compiler = boot(directory, batched, block)
+    warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), block(tensor())])
+    assert [path.name for path in artifacts(directory)] == [path.name for path in artifacts(made)]
 
 
-def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced_seven_times(tmp_path):
+def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced_seven_times(directory):
     """Each record is written because the one before it did not hold."""
     found = []
-    with activated(tmp_path) as directory:
-        call = build(Breaking), (tensor(),), {}
-        for number in range(8):
-            artifacts = Artifacts(Settings(), directory.path)
-            path = artifacts.write_cached(*call, 1.5, f"reason {number}")
-            if record := artifacts.cached(CallSpec.of(*call), *call):
-                found.append((record.path == path, record.reason))
-                artifacts.reject(path, "a stored graph was not found")
-                assert artifacts.cached(CallSpec.of(*call), *call) is None
-        with pytest.raises(ArtifactError, match="others in each boot"):
-            artifacts.write_cached(*call, 1.5, "again")
+    call = build(Breaking), (tensor(),), {}
+    for number in range(8):
+        artifacts = Artifacts(Settings(), directory.path)
+        path = artifacts.write_cached(*call, 1.5, f"reason {number}")
+        if record := artifacts.cached(CallSpec.of(*call), *call):
+            found.append((record.path == path, record.reason))
+            artifacts.reject(path, "a stored graph was not found")
+            assert artifacts.cached(CallSpec.of(*call), *call) is None
+    with pytest.raises(ArtifactError, match="others in each boot"):
+        artifacts.write_cached(*call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]
 
 
-def test_with_freezing_nothing_is_made_or_stored_and_the_option_is_named(tmp_path):
+def test_with_freezing_nothing_is_made_or_stored_and_the_option_is_named(directory):
     """The values of the weights would be constants of the code. Each boot is eager, as nothing stored would fit."""
-    with activated(tmp_path) as directory, torch._inductor.config.patch(freezing=True):
+    with torch._inductor.config.patch(freezing=True):
         for cold_start in ("block", "background"):
             block = build(Block)
             compiler = boot(directory, block, settings=Settings(cold_start=cold_start))
@@ -360,27 +364,23 @@ def test_with_freezing_nothing_is_made_or_stored_and_the_option_is_named(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_a_parametrized_module_is_eager_and_the_reason_is_one_line(tmp_path, name):
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        getattr(torch.nn.utils.parametrizations, name)(block, "second")
-        warm_up(compiler := boot(directory, block), lambda: block(tensor()))
-        report = only_report(compiler)
-        assert report.step == "eager"
-        assert "a ParametrizedBlock cannot be handed over. Remove its parametrizations" in report.reason
-        assert "\n" not in report.reason
+def test_a_parametrized_module_is_eager_and_the_reason_is_one_line(directory, name):
+    block = build(Block)
+    getattr(torch.nn.utils.parametrizations, name)(block, "second")
+    warm_up(compiler := boot(directory, block), lambda: block(tensor()))
+    report = only_report(compiler)
+    assert report.step == "eager"
+    assert "a ParametrizedBlock cannot be handed over. Remove its parametrizations" in report.reason
+    assert "\n" not in report.reason
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_call_with_nested_tensors_is_eager_and_says_so(tmp_path):
-    with activated(tmp_path) as directory:
-        layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
-        encoder = build(torch.nn.TransformerEncoder, layer, 2).requires_grad_(False)
-        mask = torch.tensor([[False, False, True]])
-        compiler = boot(directory, encoder)
-        answer = warm_up(compiler, lambda: encoder(tensor(1, 3, 16), src_key_padding_mask=mask))
-        close(answer, eager(encoder, tensor(1, 3, 16), src_key_padding_mask=mask))
-        assert only_report(compiler).step == "eager"
-        assert (
-            "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason
-        )
+def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    encoder = build(torch.nn.TransformerEncoder, layer, 2).requires_grad_(False)
+    mask = torch.tensor([[False, False, True]])
+    compiler = boot(directory, encoder)
+    answer = warm_up(compiler, lambda: encoder(tensor(1, 3, 16), src_key_padding_mask=mask))
+    close(answer, eager(encoder, tensor(1, 3, 16), src_key_padding_mask=mask))
+    assert only_report(compiler).step == "eager"
+    assert "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason

@@ -14,19 +14,19 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from filled_stores import ACTIONS
+from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.settings import Settings
-from compile_cache.storage.stores.base import LayeredStore, ObjectStore, address_in, open_stores, open_url
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores, open_url
 from compile_cache.storage.stores.cloud import CloudStore
 from compile_cache.storage.stores.local import LocalStore, index_folder
 from compile_cache.storage.stores.s3 import S3Store
@@ -221,12 +221,6 @@ def test_a_listing_has_only_what_begins_with_the_prefix(subject, tmp_path):
     assert set(names(store, "")) - {"index.json"} == set(every)
 
 
-@pytest.mark.parametrize("kind", [*FOLDERS, *READ_ONLY])
-def test_a_listing_is_complete_beyond_a_thousand_objects(make_subject, kind):
-    expected = [f"v1/{number:04}" for number in range(1005)]
-    assert sorted(names(make_subject(kind).fill(dict.fromkeys(expected, b"x")), "v1/")) == expected
-
-
 @pytest.mark.parametrize("kind", BUCKETS)
 def test_a_listing_of_a_bucket_is_complete_beyond_a_thousand_objects(open_bucket, big_bucket, kind):
     """S3 answers with a thousand at a time."""
@@ -255,12 +249,6 @@ def test_reading_what_is_not_there_is_object_not_found_by_name_and_no_reason_to_
         with pytest.raises(ObjectNotFound, match="v1/missing") as caught:
             store.read("v1/missing", *place)
         assert "create" not in str(caught.value)
-
-
-def test_many_threads_read_at_once(subject):
-    contents = {f"v1/{number}": bytes([number]) * 100_000 for number in range(THREADS)}
-    store = subject.fill(contents)
-    assert at_once(lambda number: {name: store.read(name) for name in contents}) == [contents] * THREADS
 
 
 # What every store does that can be written.
@@ -523,16 +511,6 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Root may read and write everywhere."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(before)
-
-
 DAY_S = 24 * 60 * 60
 
 
@@ -645,19 +623,6 @@ def test_a_password_in_the_endpoint_is_in_no_location_message_nor_cause(
 )
 def test_an_error_shows_addresses_redacted(text, shown):
     assert str(StoreError(text)) == shown
-
-
-@pytest.mark.parametrize(
-    ("location", "address"),
-    [
-        ("s3://bucket/ at http://host:1", "s3://bucket/v1/a at http://host:1"),
-        ("s3://bucket/prefix/ at http://host:1/", "s3://bucket/prefix/v1/a at http://host:1/"),
-        ("az://container/prefix", "az://container/prefix/v1/a"),
-        ("/store", "/store/v1/a"),
-    ],
-)
-def test_an_address_and_a_key_are_joined_by_a_slash(location, address):
-    assert address_in(location, "v1/a") == address
 
 
 WRONG_REGIONS = {

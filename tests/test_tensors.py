@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from precompiling import activated, build, eager, find, loaded, tensor
+from precompiling import build, eager, find, loaded, tensor
 from torch import nn
 
 from compile_cache.calls import tensors
@@ -138,35 +138,21 @@ def test_tied_weights_and_weights_that_are_views_stay_so():
     assert made.layers[3].weight.data_ptr() == made.layers[2].weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", [Layers, Writing])
-def test_code_made_there_serves_the_module_here(kind, tmp_path: Path):
-    module = build(kind)
-    with activated(tmp_path) as directory:
-        made, x = handed(module, tensor())
-        with torch.inference_mode():
-            loaded(directory).make(made, (x,), {})
-        function = find(directory, module, tensor())
-        assert not isinstance(function, str), function
-        with torch.inference_mode():
-            found = function(module, (tensor(),), {})
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [(Layers, "cpu"), (Writing, "cpu"), pytest.param(Layers, "cuda", marks=pytest.mark.gpu)],
+)
+def test_code_made_there_serves_the_module_here(kind, device, buffer_bytes, directory: Path):
+    module, x = build(kind).to(device), tensor().to(device)
+    made, there = handed(module, x)
+    weights = [layer.weight for layer in made.layers]
+    assert span_bytes(*weights) <= buffer_bytes
+    assert device == "cpu" or all(0 < weight.std() < 1 for weight in weights), "tuning needs random bits"
+    with torch.inference_mode():
+        assert not isinstance(made_there := loaded(directory).make(made, (there,), {}), str), made_there
+    function = find(directory, module, x)
+    assert not isinstance(function, str), function
+    with torch.inference_mode():
+        found = function(module, (x,), {})
 
-    assert (found - eager(build(kind), tensor())).abs().max() < TOLERANCE
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_code_made_there_serves_the_module_on_a_gpu(buffer_bytes, tmp_path: Path):
-    module, x = build(Layers).cuda(), tensor().cuda()
-    with activated(tmp_path) as directory:
-        made, there = handed(module, x)
-        weights = [layer.weight for layer in made.layers]
-        assert span_bytes(*weights) <= buffer_bytes
-        assert all(0 < weight.std() < 1 for weight in weights), "tuning needs random bits"
-        with torch.inference_mode():
-            assert not isinstance(made_there := loaded(directory).make(made, (there,), {}), str), made_there
-        function = find(directory, module, x)
-        assert not isinstance(function, str), function
-        with torch.inference_mode():
-            found = function(module, (x,), {})
-
-    assert (found - eager(build(Layers).cuda(), x)).abs().max() < TOLERANCE
+    assert (found - eager(build(kind).to(device), x)).abs().max() < TOLERANCE

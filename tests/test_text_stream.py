@@ -44,19 +44,6 @@ def test_special_tokens_are_no_text():
     assert stream.add(TOKENIZER.token_to_id("<end>")) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "given_out"),
-    [
-        ("one two three", ("two",), "one "),
-        ("abc def", ("def", "b"), "a"),
-        ("one tw", ("two",), "one tw"),
-        ("xaaabz", ("aab",), "xa"),  # it begins within another beginning
-    ],
-)
-def test_text_before_the_first_stop_sequence_is_given_out_and_nothing_of_it(text, stop, given_out):
-    assert "".join(pieces(text, stop)) == given_out
-
-
 def test_what_only_looked_like_a_stop_sequence_is_given_out():
     assert pieces("aab", ("aaa",)) == ["", "", "aab", ""]
 

@@ -13,7 +13,7 @@ import types
 
 import pytest
 from boots import TESTS, settings
-from marked_processes import Marked, wait_for
+from marked_processes import wait_for
 
 from compile_cache.inductor import toolchain
 from compile_cache.storage.directory import CacheDirectory
@@ -65,7 +65,7 @@ def test_warm_boot_on_a_cpu_compiles_nothing_and_the_thread_that_loads_imports_n
     assert started_by_boot({**environ, "COMPILE_CACHE_PRECOMPILE": "false"}) == []
 
 
-def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_path):
+def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_path, marked):
     """Killed while the assembler reads the compiler's temporary file."""
     reached, slow, temporary = tmp_path / "reached", tmp_path / "slow", tmp_path / "tmp"
     for folder in (slow, temporary):
@@ -74,7 +74,6 @@ def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_pa
     for path, command in commands.items():
         path.write_text(f"#!/bin/sh\n{command}\n")
         path.chmod(0o755)
-    marked = Marked()
     marked.environ |= {**settings(tmp_path, cold_start="background"), "TMPDIR": str(temporary)}
     marked.environ["CXX"] = str(tmp_path / "g++")
     scene = [sys.executable, "background_boot.py", "first"]

@@ -276,16 +276,6 @@ def test_an_answer_that_has_what_was_asked_for_is_read_although_it_promises_more
     assert_full_hit(host.boot())
 
 
-@pytest.mark.parametrize("part", ["head", "frames"])
-def test_a_store_that_knows_no_ranges_is_no_reason_to_refuse_a_pack(host, packs, part):
-    applies, bad, others = spoiled_part(part, packs)
-    host.proxy.poison(toxic_proxy.ignore_range, applies)
-    restored = host.boot()
-    assert restored.refused in ({}, {bad: False})
-    assert restored.files == ({**SMALL, **LARGE} if not restored.refused else others)
-    assert_full_hit(host.boot())
-
-
 # Publishing.
 
 

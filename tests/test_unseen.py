@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocks import SIZE, Product
-from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from precompiling import boot, build, eager, only_report, tensor, warm_up, warmed
 from torch import nn
 
+from compile_cache.background.orders import Orders
 from compile_cache.calls import spec as call_spec
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
@@ -28,13 +29,12 @@ BACKGROUND = Settings(cold_start="background", unseen="background")
 
 
 @pytest.fixture
-def late(tmp_path):
+def late(directory):
     """A block, and a boot that had no time left to compile it in the setup."""
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: block(tensor(4, 16)), until_s=time.monotonic())
-        yield block, compiler
+    block = build(Product)
+    compiler = boot(directory, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(4, 16)), until_s=time.monotonic())
+    return block, compiler
 
 
 def answer(block: Product, rows: int) -> torch.Tensor:
@@ -69,25 +69,25 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompil
     assert (only_report(compiler).step, only_report(compiler).waiting) == ("precompiled", 0)
 
 
-def test_other_calls_of_a_late_boot_wait_for_the_compiler_as_told(late):
-    block, compiler = late
-    (region,) = compiler.by_class.values()
-    for _ in range(2):
-        torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
-        assert region.trials.waited_s > 0
-    assert served(compiler) == {"eager": 2, "precompiled": 1}
-
-
 @pytest.fixture
-def many(tmp_path):
-    """Six blocks of one class whose code has just arrived, their boot, and a function that calls all of them."""
-    with activated(tmp_path) as directory:
-        blocks = [build(Product) for _ in range(6)]
-        compiler = boot(directory, *blocks, settings=BACKGROUND)
-        warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
-        compiler.policy.release()
-        assert compiler.policy.wait(600)
-        yield blocks, compiler
+def many(directory, monkeypatch):
+    """Six blocks of one class whose code has just arrived, and their boot. None of its files is published early."""
+    take, early = Orders.take, set[str]()
+
+    def take_and_look(orders: Orders, answer: Answer) -> None:
+        take(orders, answer)
+        outgoing = orders._directory.outgoing
+        outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
+        early.update({*answer.files} & outgoing.ready().keys())
+
+    monkeypatch.setattr(Orders, "take", take_and_look)
+    blocks = [build(Product) for _ in range(6)]
+    compiler = boot(directory, *blocks, settings=BACKGROUND)
+    warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    assert early == set()
+    return blocks, compiler
 
 
 def answer_all(blocks: list[Product], rows: int = 4) -> None:
@@ -111,18 +111,17 @@ def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_nex
         assert marks(compiler)
 
 
-def test_an_answer_without_code_uses_nothing_of_another_version(tmp_path):
-    with activated(tmp_path) as directory:
-        regions = boot(directory, build(Product), settings=BACKGROUND)
-        directory.outgoing.plant({"seed.so": "Product"})
-        (region,) = regions.by_class.values()
-        region.source._hand_over((), "", has_found=True)
-        assert directory.outgoing.ready() == {}
-        region.source._hand_over((), "precompiled/a/0.cached", has_found=False)
-        assert directory.outgoing.ready().keys() <= {"precompiled/a/0.cached"}
-        region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
-        directory.outgoing.withheld.add("precompiled/a/0.cached")
-        assert directory.outgoing.ready() == {"seed.so": "Product"}
+def test_an_answer_without_code_uses_nothing_of_another_version(directory):
+    regions = boot(directory, build(Product), settings=BACKGROUND)
+    directory.outgoing.plant({"seed.so": "Product"})
+    (region,) = regions.by_class.values()
+    region.source._hand_over((), "", has_found=True)
+    assert directory.outgoing.ready() == {}
+    region.source._hand_over((), "precompiled/a/0.cached", has_found=False)
+    assert directory.outgoing.ready().keys() <= {"precompiled/a/0.cached"}
+    region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
+    directory.outgoing.withheld.add("precompiled/a/0.cached")
+    assert directory.outgoing.ready() == {"seed.so": "Product"}
 
 
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
@@ -130,7 +129,7 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     (path,) = functions_of(compiler)
     outgoing = compiler.policy.outgoing
     answer_all(blocks[:5])
-    assert path not in outgoing.ready()
+    assert outgoing.ready() == {}
     at_the_end = outgoing.ready(is_ending=True)
     assert at_the_end[path] == path
     answer_all(blocks[5:])
@@ -186,22 +185,21 @@ def test_a_comparison_that_was_given_up_leaves_nothing_to_wait_for(many, monkeyp
     assert moment.begun == begun
 
 
-def test_a_round_of_the_warm_up_that_fails_proves_nothing(tmp_path):
-    with activated(tmp_path) as directory:
-        blocks = [build(Product) for _ in range(3)]
-        compiler = boot(directory, *blocks)
+def test_a_round_of_the_warm_up_that_fails_proves_nothing(directory):
+    blocks = [build(Product) for _ in range(3)]
+    compiler = boot(directory, *blocks)
 
-        def call(count: int) -> None:
-            for block in blocks[:count]:
-                block(tensor())
-            if count < len(blocks):
-                raise LookupError("the model's own")
+    def call(count: int) -> None:
+        for block in blocks[:count]:
+            block(tensor())
+        if count < len(blocks):
+            raise LookupError("the model's own")
 
-        with pytest.raises(LookupError):
-            warm_up(compiler, lambda: call(2))
-        assert not marks(compiler)
-        warm_up(compiler, lambda: call(3))
-        assert marks(compiler)
+    with pytest.raises(LookupError):
+        warm_up(compiler, lambda: call(2))
+    assert not marks(compiler)
+    warm_up(compiler, lambda: call(3))
+    assert marks(compiler)
 
 
 class Memory:
@@ -232,35 +230,33 @@ class Lengthening(Product):
 
 @pytest.mark.parametrize("settings", [BLOCK, BACKGROUND], ids=["block", "background"])
 @pytest.mark.parametrize(("block_class", "inputs"), [(Remembering, (Memory,)), (Lengthening, ())])
-def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(tmp_path, settings, block_class, inputs):
-    with activated(tmp_path) as directory:
-        block = build(block_class)
-        compiler, before = boot(directory, block, settings=settings), read_counts()
-        given = [make() for make in inputs]
-        warm_up(compiler, lambda: [block(tensor(4, 16), *given) for _ in range(3)])
-        assert read_counts().since(before).graphs == compiler.policy.waiting == 0
-        assert served(compiler) == {"eager": 3}
-        assert "larger" in only_report(compiler).reason
+def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(directory, settings, block_class, inputs):
+    block = build(block_class)
+    compiler, before = boot(directory, block, settings=settings), read_counts()
+    given = [make() for make in inputs]
+    warm_up(compiler, lambda: [block(tensor(4, 16), *given) for _ in range(3)])
+    assert read_counts().since(before).graphs == compiler.policy.waiting == 0
+    assert served(compiler) == {"eager": 3}
+    assert "larger" in only_report(compiler).reason
 
 
-def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_own_code(tmp_path, monkeypatch):
-    with activated(tmp_path) as directory:
-        block, twin = build(Remembering), build(Remembering)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: [block(tensor(4, 16), None) for _ in range(2)])
-        described, real = [], call_spec.structure
-        monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
-        for known in (2, 1, 1):  # the first call shows that it grows
-            described.clear()
-            compiler.policy.moment.begin()
-            ours, theirs, before = Memory(), Memory(), Counter(served(compiler))
-            for seed in range(4):
-                x = tensor(4, 16, seed=seed)
-                torch.testing.assert_close(eager(block, x, ours), eager(twin, x, theirs))
-            assert len(described) == known
-            torch.testing.assert_close(eager(block, x, None), eager(twin, x, None))
-            compiler.policy.moment.end(is_complete=True, had_new_code=False)
-            assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
+def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_own_code(directory, monkeypatch):
+    block, twin = build(Remembering), build(Remembering)
+    compiler = boot(directory, block, settings=BLOCK)
+    warm_up(compiler, lambda: [block(tensor(4, 16), None) for _ in range(2)])
+    described, real = [], call_spec.structure
+    monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
+    for known in (2, 1, 1):  # the first call shows that it grows
+        described.clear()
+        compiler.policy.moment.begin()
+        ours, theirs, before = Memory(), Memory(), Counter(served(compiler))
+        for seed in range(4):
+            x = tensor(4, 16, seed=seed)
+            torch.testing.assert_close(eager(block, x, ours), eager(twin, x, theirs))
+        assert len(described) == known
+        torch.testing.assert_close(eager(block, x, None), eager(twin, x, None))
+        compiler.policy.moment.end(is_complete=True, had_new_code=False)
+        assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
 
 
 class Adaptable(Product):
@@ -273,22 +269,20 @@ class Adaptable(Product):
         return y if self.adapter is None else torch.mm(y, self.adapter)
 
 
-def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Adaptable)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        compiler.policy.release()
-        assert compiler.policy.wait(600)
-        block.adapter = nn.Parameter(torch.eye(16))
-        answer(block, 4)
-        assert compiler.policy.wait(600)  # for the adapter's code
-        block.adapter = None
-        for _ in range(4):
-            torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
-        assert len(functions_of(compiler)) == 2
-        assert served(compiler)["precompiled"] >= 1
-        assert not only_report(compiler).reason
+def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(directory):
+    block = build(Adaptable)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    block.adapter = nn.Parameter(torch.eye(16))
+    answer(block, 4)
+    assert compiler.policy.wait(600)  # for the adapter's code
+    block.adapter = None
+    for _ in range(4):
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    assert len(functions_of(compiler)) == 2
+    assert served(compiler)["precompiled"] >= 1
+    assert not only_report(compiler).reason
 
 
 class Scaled(Product):
@@ -300,31 +294,29 @@ class Scaled(Product):
         return super().forward(x) * self.scale + self.shift
 
 
-def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Scaled)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        compiler.policy.release()
-        assert compiler.policy.wait(600)
-        block.scale = 2.0
+def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(directory):
+    block = build(Scaled)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    block.scale = 2.0
+    answer(block, 4)
+    assert compiler.policy.wait(600)
+    for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
+        block.scale = scale
+        torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
+    assert len(functions_of(compiler)) == 2
+    assert served(compiler)["precompiled"] == 4
+    block.shift = 5.0
+    for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before
+        block.scale = scale
         answer(block, 4)
         assert compiler.policy.wait(600)
-        for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
-            block.scale = scale
-            torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
-        assert len(functions_of(compiler)) == 2
-        assert served(compiler)["precompiled"] == 4
-        block.shift = 5.0
-        for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before
-            block.scale = scale
-            answer(block, 4)
-            assert compiler.policy.wait(600)
-        for scale in (1.0, 2.0) * 2:
-            block.scale = scale
-            torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
-        assert served(compiler)["precompiled"] == 6
-        assert not only_report(compiler).reason
+    for scale in (1.0, 2.0) * 2:
+        block.scale = scale
+        torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
+    assert served(compiler)["precompiled"] == 6
+    assert not only_report(compiler).reason
 
 
 class BreakingIfTold(Product):
@@ -335,21 +327,20 @@ class BreakingIfTold(Product):
         return torch.mm(y, self.weight)
 
 
-def test_calls_that_this_process_has_compiled_stay_compiled_while_others_are_compared(tmp_path):
-    with activated(tmp_path) as directory:
-        blocks = [build(BreakingIfTold) for _ in range(6)]
-        compiler = boot(directory, *blocks, settings=Settings(cold_start="block", unseen="background"))
-        warm_up(compiler, lambda: [block(tensor(4, 16), True) for block in blocks])
-        compiler.policy.release()
-        with torch.inference_mode():
-            for block in blocks:
-                block(tensor(4, 16), False)
-            assert compiler.policy.wait(600)
-            blocks[0](tensor(4, 16), False)
-            before = served(compiler)
-            for block in blocks:
-                block(tensor(4, 16), True)
-        assert served(compiler) == {**before, "compiled": 6}
+def test_calls_that_this_process_has_compiled_stay_compiled_while_others_are_compared(directory):
+    blocks = [build(BreakingIfTold) for _ in range(6)]
+    compiler = boot(directory, *blocks, settings=Settings(cold_start="block", unseen="background"))
+    warm_up(compiler, lambda: [block(tensor(4, 16), True) for block in blocks])
+    compiler.policy.release()
+    with torch.inference_mode():
+        for block in blocks:
+            block(tensor(4, 16), False)
+        assert compiler.policy.wait(600)
+        blocks[0](tensor(4, 16), False)
+        before = served(compiler)
+        for block in blocks:
+            block(tensor(4, 16), True)
+    assert served(compiler) == {**before, "compiled": 6}
 
 
 class Breaking(Product):
@@ -360,59 +351,52 @@ class Breaking(Product):
         return torch.mm(y, self.weight if y.sum() > 1e9 else self.weight.T)
 
 
-def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(tmp_path):
-    with activated(tmp_path) as directory:
-        for _ in range(2):
-            block = build(Breaking)
-            compiler = boot(directory, block, settings=BACKGROUND)
-            warm_up(compiler, lambda block=block: block(tensor(4, 16)))
-            assert compiler.policy.waiting == 1
-            compiler.policy.release()
-            assert compiler.policy.wait(600)
-            answer(block, 4)
-            assert compiler.policy.waiting == 0
-            assert only_report(compiler).step == "eager"
-            assert "a branch depends on the values of tensors" in only_report(compiler).reason
-            compiler.policy.orders().queue.close()
+def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directory):
+    for _ in range(2):
         block = build(Breaking)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        assert only_report(compiler).step == "cold"
-        assert "with graph breaks" in only_report(compiler).reason
+        compiler = warmed(directory, block, settings=BACKGROUND)
+        assert compiler.policy.waiting == 1
+        compiler.policy.release()
+        assert compiler.policy.wait(600)
+        answer(block, 4)
+        assert compiler.policy.waiting == 0
+        assert only_report(compiler).step == "eager"
+        assert "a branch depends on the values of tensors" in only_report(compiler).reason
+        compiler.policy.orders().queue.close()
+    block = build(Breaking)
+    compiler = warmed(directory, block, settings=BLOCK)
+    assert only_report(compiler).step == "cold"
+    assert "with graph breaks" in only_report(compiler).reason
 
 
-def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many_others(tmp_path, monkeypatch):
+def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many_others(directory, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
-        compiler.policy.open()
-        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
-        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        assert served(compiler)
-        for rows in range(5, 75):
-            with pytest.raises(UnseenCallError):
-                answer(block, rows)
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    block = build(Product)
+    compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
+    compiler.policy.open()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    warm_up(compiler, lambda: block(tensor(4, 16)))
+    assert served(compiler)
+    for rows in range(5, 75):
+        with pytest.raises(UnseenCallError):
+            answer(block, rows)
+    torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
 
 
-def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(tmp_path):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        warm_up(compiler, lambda: block(tensor(5, 16)))
-        block = build(Product)
-        compiler = boot(directory, block, settings=BLOCK)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        before = read_counts()
-        for _ in range(2):
-            torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
-        assert read_counts().since(before).graphs == 0
-        assert served(compiler) == {"eager": 2, "precompiled": 1}
+def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
+    block = build(Product)
+    compiler = warmed(directory, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(5, 16)))
+    block = build(Product)
+    compiler = warmed(directory, block, settings=BLOCK)
+    before = read_counts()
+    for _ in range(2):
+        torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
+    assert read_counts().since(before).graphs == 0
+    assert served(compiler) == {"eager": 2, "precompiled": 1}
 
 
 def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
@@ -423,15 +407,13 @@ def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
 
 
 @pytest.fixture
-def varied(tmp_path):
+def varied(directory):
     """A block that compiles in the background, and calls of five sizes before the second process begins."""
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        for rows in (5, 6, 7, 8):
-            answer(block, rows)
-        yield block, compiler
+    block = build(Product)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    for rows in (5, 6, 7, 8):
+        answer(block, rows)
+    return block, compiler
 
 
 def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it_until_it_is_dropped(varied):
@@ -476,26 +458,23 @@ def cancelled(*_: object) -> None:
     raise Cancelled
 
 
-def test_a_call_that_was_cancelled_is_ordered_next_time(tmp_path, monkeypatch):
-    with activated(tmp_path) as directory:
-        block = build(Product)
-        compiler = boot(directory, block, settings=BACKGROUND)
-        warm_up(compiler, lambda: block(tensor(4, 16)))
-        with monkeypatch.context() as patch:
-            patch.setattr(trial, "call_region", cancelled)
-            with pytest.raises(Cancelled):
-                answer(block, 5)
-        answer(block, 5)
-        assert compiler.policy.waiting == only_report(compiler).waiting == 2
+def test_a_call_that_was_cancelled_is_ordered_next_time(directory, monkeypatch):
+    block = build(Product)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "call_region", cancelled)
+        with pytest.raises(Cancelled):
+            answer(block, 5)
+    answer(block, 5)
+    assert compiler.policy.waiting == only_report(compiler).waiting == 2
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
-def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(tmp_path, monkeypatch, counts, slept):
-    with activated(tmp_path) as directory:
-        compiler = boot(directory, build(Product), settings=BACKGROUND)
-        calls, pauses = iter(counts), []
-        monkeypatch.setattr(compiler.policy, "_calls", lambda: next(calls))
-        monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
-        compiler.policy._wait_for_gap()
+def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(directory, monkeypatch, counts, slept):
+    compiler = boot(directory, build(Product), settings=BACKGROUND)
+    calls, pauses = iter(counts), []
+    monkeypatch.setattr(compiler.policy, "_calls", lambda: next(calls))
+    monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
+    compiler.policy._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001

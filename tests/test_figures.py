@@ -1,27 +1,20 @@
-"""The README's picture of three boots."""
+"""Figures of the pages: the README's picture of three boots, and what the benchmarks compute. The boots themselves take
+minutes and are not run here."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
-import pytest
+from boot import interval, pairs
+from cog_server import PROJECT
+from fresh_boot import read_lines
+from peers import tables
 
 from compile_cache.cli.report_page import read_report, seconds_text
+from docs import draw_boot
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_boot", DOCS / "draw_boot.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DOCS = PROJECT / "docs"
 
 
 def texts(picture: Path) -> list[str]:
@@ -30,10 +23,10 @@ def texts(picture: Path) -> list[str]:
     return ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_the_picture_in_the_tree_is_what_the_script_draws_from_the_reports_beside_it(script, tmp_path):
+def test_the_picture_in_the_tree_is_what_the_script_draws_from_the_reports_beside_it(tmp_path):
     """Texts alone are compared: other versions of matplotlib write other numbers."""
     for name in ("first.svg", "second.svg"):
-        script.draw(tmp_path / name)
+        draw_boot.draw(tmp_path / name)
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
     assert texts(tmp_path / "first.svg") == texts(DOCS / "boot.svg"), "run python docs/draw_boot.py"
 
@@ -49,3 +42,23 @@ def test_the_picture_names_the_time_of_three_kinds_of_boots_and_has_colours_that
     assert "var(" not in picture
     assert "fill: #f5ab77" in picture
     assert "@media" not in picture
+
+
+# What the benchmarks compute.
+
+
+def test_the_interval_holds_the_mean_with_90_percent_by_students_t():
+    shown = interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2)  # 4.5 ± 1.895 · 2.449 / √8
+    assert shown.startswith("mean 4.50, 90 % interval 2.86 to 6.14, median 4.50, n = 8 (1.00, 2.00,")
+    assert interval([0.5], 2) == "0.50, n = 1"
+
+
+def test_a_boot_without_its_counterpart_is_no_pair():
+    ours, theirs = ([{"round": number, "value": number * scale} for number in (1, 2, 3)] for scale in (1.0, 10.0))
+    assert pairs(ours, theirs[1:], lambda boot: boot["value"]) == [(2.0, 20.0), (3.0, 30.0)]
+
+
+def test_readme_has_the_tables_of_the_records():
+    page = (PROJECT / "benchmarks" / "README.md").read_text()
+    for part in tables(read_lines(PROJECT / "benchmarks" / "peers-h200.jsonl")).split("\n\n"):
+        assert not part.startswith("|") or part in page

@@ -1,12 +1,15 @@
-"""Boots in company: layers, signatures, other versions, another boot that compiles the same."""
+"""Boots and what they share: buckets, layers, signatures, other versions, another boot that compiles the same."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import urllib.request
 from pathlib import Path
 
 import pytest
-from boots import ONE_CLASS, assert_fully_warm, boot_once, run_boot, settings
+from boots import ONE_CLASS, TESTS, Booted, assert_fully_warm, boot_once, settings
+from programs import run_program
 
 from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.pack.signing import generate_keys
@@ -39,11 +42,6 @@ def test_boot_restores_from_a_layer_and_publishes_nothing_that_is_there(signed, 
     assert_fully_warm(booted)
     assert booted.report["publish"]["packs"] == 0
     assert not list(tmp_path.glob("store/**/*.pack"))
-
-
-def test_boot_without_a_store_restores_from_a_layer(signed, tmp_path):
-    """As on Replicate: the packs are in the image, and there are no secrets."""
-    assert_fully_warm(boot_once(from_layer(signed, tmp_path, store="off")))
 
 
 def test_layer_that_cannot_be_read_is_named_and_the_others_are_used(signed, tmp_path, closed_port):
@@ -93,9 +91,75 @@ def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path
     assert f"cache dir {source / 'cache'}/0 → {tmp_path / 'cache'}/0" in booted.report["restore"]["reason"]
 
 
-def test_key_that_cannot_be_fails_the_boot_and_is_not_shown(tmp_path):
-    private, _ = generate_keys()
-    done = run_boot(one_class(tmp_path, trusted_keys=private))
-    assert done.returncode != 0
-    assert "COMPILE_CACHE_TRUSTED_KEYS" in done.stderr
-    assert private.partition(":")[2] not in done.stderr
+# A real S3 protocol server, working and refusing.
+
+
+def s3_settings(folder: Path, bucket: str) -> dict[str, str]:
+    return settings(folder, store=f"s3://{bucket}/models")
+
+
+def assert_cold_with_one_reason(environ: dict[str, str], *words: str) -> Booted:
+    """The boot succeeds cold, and one line of its report says what was wrong with the store."""
+    booted = boot_once(environ | ONE_CLASS)
+    assert set(booted.steps.values()) == {"cold"}
+    assert booted.report["restore"]["outcome"] == "failed"
+    for word in words:
+        assert word in booted.report["restore"]["reason"]
+    assert booted.report["publish"]["packs"] == 0
+    assert len(set(booted.report["publish"]["failures"])) == 1
+    return booted
+
+
+def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
+    environ = {**s3_settings(tmp_path, "bucket"), "AWS_ENDPOINT_URL_S3": f"http://user:SECRET@127.0.0.1:{closed_port}"}
+    booted = assert_cold_with_one_reason(environ, "AWS_ENDPOINT_URL_S3", str(closed_port))
+    assert "SECRET" not in f"{booted.log} {booted.report}"
+
+
+@pytest.fixture
+def checking_credentials(s3_server):
+    """The S3 server checks credentials while the test lasts."""
+
+    def check(after_requests: str) -> None:
+        url = f"{s3_server}/moto-api/reset-auth"
+        request = urllib.request.Request(url, after_requests.encode(), {"Content-Type": "text/plain"})
+        urllib.request.urlopen(request).close()
+
+    check("0")
+    yield
+    check("inf")
+
+
+def test_wrong_credentials_cost_the_cache_and_not_the_boot(tmp_path, s3_bucket, checking_credentials):
+    environ = s3_settings(tmp_path, s3_bucket.name)
+    assert_cold_with_one_reason(environ, "InvalidAccessKeyId", "check the credentials")
+
+
+WAITS_PUBLISHED = """
+import json, os, sys
+import compile_cache
+for variables in json.loads(sys.argv[1]):
+    environ = {**os.environ, **variables}
+    with compile_cache.boot("toy", environ=environ) as boot:
+        told = [boot.wait_published(0)]
+    print(json.dumps([*told, boot.wait_published(60)]))
+"""
+
+
+def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, closed_port):
+    given = [({}, [False, True]), ({"STORE": "s3://bucket"}, [False, False])]
+    given += [({"PUBLISH": "false"}, [False, False]), ({"SCOPE": "off"}, [True, True])]
+    variables = [{f"COMPILE_CACHE_{name}": value for name, value in each.items()} for each, _ in given]
+    environ = {**settings(tmp_path), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
+    done = run_program(WAITS_PUBLISHED, json.dumps(variables), **environ)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [told for _, told in given], done.stderr
+
+
+def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):
+    code = (
+        "import compile_cache, json, sys\n"
+        "with compile_cache.boot('toy') as boot: pass\n"
+        "print(json.dumps([name in sys.modules for name in ('boto3', 'torch._dynamo')]))"
+    )
+    done = run_program(code, folder=TESTS.parent, **settings(tmp_path))
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, False], done.stderr
