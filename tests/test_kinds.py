@@ -32,7 +32,7 @@ class Code:
 
 
 def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
-    return kinds.case((module, args, {}))
+    return kinds.case((module, args, {}))[0]
 
 
 def arrive(case: Case, code: Code) -> None:
@@ -169,7 +169,7 @@ def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instanc
 def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_told(told):
     kinds, module, cases = Kinds(), nn.Identity(), set()
     for number in range(200):
-        case = kinds.case((module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {}))
+        case, _ = kinds.case((module, (torch.ones(1, 4), torch.ones(5 + number, 4), *told(number)), {}))
         if case.state is State.NEW:
             cases.add(case)
             assert case.move(State.CLAIMED)

@@ -232,8 +232,9 @@ class Kinds:
         """How many cases are served eager until their code arrives."""
         return sum(case.state is State.ORDERED for case in self)
 
-    def case(self, call: Call) -> Case:
-        """The case of this call, made if it is new. Its code, if any, fits the call."""
+    def case(self, call: Call) -> tuple[Case, Code | None]:
+        """The case of this call, made if it is new, and its code, which fits the call. Code that arrives later may
+        not."""
         module, spec = call[0], CallSpec.of(*call)
         with LOCK:
             covering, misfit = list[Case](), ""
@@ -243,7 +244,7 @@ class Kinds:
                     continue
                 if not (reason := case.misfit(spec, call)):
                     case.meet(module)
-                    return case
+                    return case, case.code
                 case.leave(module)
                 covering.append(case)
                 misfit = reason if case.first is module else misfit
@@ -253,7 +254,7 @@ class Kinds:
             else:
                 self._cases.setdefault(spec.without_sizes, []).append(case)
             case.meet(module)
-            return case
+            return case, None
 
     def _why_none(self, module: nn.Module, spec: CallSpec, covering: list[Case], misfit: str) -> str:
         """Why no other case of a kind is made for this instance; empty if one may be."""

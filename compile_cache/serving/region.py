@@ -34,7 +34,6 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
-from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Source
@@ -145,12 +144,11 @@ class Region:
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
         self._policy.moment.pass_by()
-        with LOCK:
-            case = attempt(self.kinds.case, call)
-            code = None if isinstance(case, Failure) else case.code  # it fits this call
-        if isinstance(case, Failure):
-            self._explain_eager(case.reason)
+        found = attempt(self.kinds.case, call)
+        if isinstance(found, Failure):
+            self._explain_eager(found.reason)
             return self.trials.serve_eager(call)
+        case, code = found
         if case.move(State.CLAIMED):
             try:
                 return self._serve_new(case, call, like)
