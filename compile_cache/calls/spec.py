@@ -10,7 +10,6 @@ import itertools
 import operator
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -211,11 +210,10 @@ def growth(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
 def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
     """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
-    Where it is another one, the layout of a view's base is added, or of the storage if torch keeps no base.
+    Where it is another one, the layout of a view's base is added.
 
     torch's guards see when two inputs are one object. They see neither whether inputs overlap, nor the base of a view,
-    which the code gets in place of inputs that overlap and are written (torch/_functorch, `merge_view_inputs`). Without
-    a base, as in inference mode, it gets the whole storage.
+    which the code gets in place of inputs that overlap and are written (torch/_functorch, `merge_view_inputs`).
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2:
@@ -228,19 +226,13 @@ def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
         for storage, tensor in zip(storages, tensors, strict=True)
     ]
     numbers = [next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
-    objects = Counter(number for number, _ in {*zip(numbers, map(id, tensors), strict=True)})
-    with_base = {number for number, tensor in zip(numbers, tensors, strict=True) if base_of(tensor) is not None}
     return tuple(
-        _with_base(number, tensor, has_storage=objects[number] > 1 and number not in with_base)
-        if numbers.count(number) > 1
-        else number
+        _with_base(number, tensor) if numbers.count(number) > 1 else number
         for number, tensor in zip(numbers, tensors, strict=True)
     )
 
 
-def _with_base(number: int, tensor: torch.Tensor, has_storage: bool) -> int | str:
-    if has_storage and _is_strided(tensor):
-        return f"{number} of {tensor.untyped_storage().nbytes()} bytes {tensor.storage_offset()}"
+def _with_base(number: int, tensor: torch.Tensor) -> int | str:
     if (base := base_of(tensor)) is None:
         return number
     return f"{number} of {tuple(base.shape)} {base.stride()} {tensor.storage_offset() - base.storage_offset()}"

@@ -59,7 +59,7 @@ class UsedStorage:
     is_shared: bool
     is_weight: bool
 
-    def use(self, low: int, high: int, dtype: torch.dtype | None, is_shared: bool, is_weight: bool) -> None:
+    def use(self, low: int, high: int, dtype: torch.dtype, is_shared: bool, is_weight: bool) -> None:
         """Add a tensor. The storage is shared, or a weight's, only if all its tensors are."""
         if high > low:
             self.low = min(self.low, low) if self.high else low
@@ -100,17 +100,18 @@ class TensorDescriber:
 
     @property
     def storages(self) -> list[UsedStorage]:
-        """The storages of all described tensors, by index: whole ones where tensors overlap, because code for these may
-        get the storage in their place."""
-        for key, used in self._used.items():
-            if _overlap(self._spans[key]):
-                used.use(0, used.storage.nbytes(), used.dtype, used.is_shared, used.is_weight)
+        """The storages of all described tensors, by index."""
         return list(self._used.values())
 
     @property
     def has_overlapping_views(self) -> bool:
         """Whether two tensors of a storage overlap, and one of its tensors is a view whose base torch keeps."""
-        return any(_overlap(spans) for spans in self._spans.values() if any(is_view for _, _, is_view in spans))
+        return any(
+            one_high > other_low
+            for spans in self._spans.values()
+            if any(is_view for _, _, is_view in spans)
+            for (_, one_high, _), (other_low, _, _) in itertools.pairwise(sorted(spans))
+        )
 
     def reduce(self, tensor: torch.Tensor) -> Reduced:
         """The function and arguments that make a tensor again.
@@ -159,10 +160,6 @@ class TensorDescriber:
         arguments = type(tensor), parts, context, tuple(tensor.shape), tensor.stride(), flags
         attributes = {name: value for name, value in tensor.__dict__.items() if name not in parts}
         return _with_attributes((make_of_parts, arguments), attributes)
-
-
-def _overlap(spans: list[tuple[int, int, bool]]) -> bool:
-    return any(one[1] > other[0] for one, other in itertools.pairwise(sorted(spans)))
 
 
 def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
