@@ -64,13 +64,14 @@ MADE_ANEW += ["benchmarks", "kernels_compiled"]
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("regions.1.relative_error", None),
         ("regions", []),
         *(("regions.1.step", step) for step in ("unused", "eager", "cold")),
         ("counts", CompileCounts(graphs=2)),
         *((f"counts.{name}", 1) for name in MADE_ANEW),
     ],
 )
-def test_one_region_below_cached_no_hit_or_anything_made_anew_is_not_fully_cached(path, value):
+def test_one_region_unchecked_or_below_cached_no_hit_or_anything_made_anew_is_not_fully_cached(path, value):
     assert not BootReport().fully_cached
     assert not change(warm_report(), path, value).fully_cached
 

@@ -593,6 +593,16 @@ def test_inputs_that_overlap_or_are_one_tensor_end_as_in_eager(restored, rows, v
         close(pair(*views(tensor(rows, 16))), answer)
 
 
+def test_inputs_that_overlap_in_a_part_of_their_storage_end_as_in_eager_in_the_warm_up(restored):
+    pair, storage, expected = build(Pair), tensor(24, 16), tensor(24, 16)
+    answer = eager(build(Pair), expected[:16], expected[:16])
+    compiler = boot(restored, pair)
+    with torch.inference_mode():
+        views = storage[:16], storage[:16]
+    close(warm_up(compiler, lambda: pair(*views)), answer)
+    close(storage, expected)
+
+
 def test_input_that_is_changed_ends_as_in_eager(restored):
     pair, expected = build(Pair), tensor(16, 16)
     answer = eager(build(Pair), expected, tensor(16, 16, seed=2))

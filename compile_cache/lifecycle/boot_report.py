@@ -107,14 +107,15 @@ class BootReport:
 
     @property
     def fully_cached(self) -> bool:
-        """Whether all planned regions are `late`, `precompiled` or `cached`, with hits, loaded or late functions, and
-        this boot compiled and benchmarked nothing."""
+        """Whether all planned regions are `late`, `precompiled`, or `cached` and checked, with hits, loaded or late
+        functions, and this boot compiled and benchmarked nothing."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
         planned = [region for region in self.regions if not region.is_left_eager]
         regions_cached = bool(planned) and all(region.step in ("late", "cached", "precompiled") for region in planned)
-        are_late = any(region.step == "late" for region in planned)
-        return regions_cached and (are_late or counts.hits + counts.precompiled_loaded > 0) and made_anew == 0
+        are_checked = all(region.relative_error is not None for region in planned if region.step == "cached")
+        has_found = counts.hits + counts.precompiled_loaded > 0 or any(region.step == "late" for region in planned)
+        return regions_cached and are_checked and has_found and made_anew == 0
 
     @property
     def fully_precompiled(self) -> bool:
