@@ -21,7 +21,6 @@ import mmap
 import os
 import signal
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,19 +38,18 @@ _POLL_S = 0.01
 _READ_BYTES = 32 << 20
 _WAYS = {"plain_to": {}, "plain_device_map": {}, "plain_parallel": {"HF_ENABLE_PARALLEL_LOADING": "YES"}}
 KINDS = (*_WAYS, "eager", "warm")
-_MOUNT = 'mount -t tmpfs none "$0" && cp -R *.py models "$0" && cd "$0" && exec "$@"'
+_COPIED = 'mount -t tmpfs none "$0" && cp -R *.py models "$0" && cd "$0" && exec "$@"'
+_IN_MOUNT = ("unshare", "--mount", "--fork", "sh", "-c", _COPIED)
 _REQUESTS = 3
 
 
 def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     """One server until READY. A cold one also answers once, and stores what it made."""
     root = args.against.resolve() if kind.endswith("_other") else ROOT
-    work = args.store / ("other" if root != ROOT else "this")
-    wrapper: tuple[str, ...] = ()
-    if kind == "run":
-        work = Path(tempfile.mkdtemp(dir=args.store))
-        wrapper = ("unshare", "--mount", "--fork", "sh", "-c", _MOUNT, tempfile.mkdtemp(dir=work))
-    work.mkdir(parents=True, exist_ok=True)
+    new = f"run-{time.monotonic_ns()}"
+    work = args.store / (new if kind == "run" else "other" if root != ROOT else "this")
+    mount = work / "mount"
+    mount.mkdir(parents=True, exist_ok=True)
     log, report = new_log(work, kind), work / "report.json"
     report.unlink(missing_ok=True)
     of = "eager" if kind.startswith("eager") else "warm"
@@ -64,7 +62,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
         drop_pages(model.folder)
     project = ROOT / "benchmarks" / "plain" if kind in _WAYS else root
     predictor = f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}"
-    server = CogServer(predictor, log, environ, project, wrapper)
+    server = CogServer(predictor, log, environ, project, (*_IN_MOUNT, str(mount)) if kind == "run" else ())
     began = time.monotonic()
     with server:
         while (status := server.health().get("status")) != "READY":

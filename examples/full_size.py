@@ -12,6 +12,7 @@ READY and fills the store, `second` restores.
   the logits of both with fp32's.
 - `embeddings` embeds 256 seeded texts of 3 to 512 tokens in one request, which makes batches of 32, and 64 of them in a
   request each, in turn with sentence-transformers, if it is installed.
+- `edit` also edits pictures of all `SIZES`, with three lengths of a prompt.
 - `edit`, `flux-lora` and `video` time the first request, and a step as the difference of requests of two and of six
   steps. A video is decoded in its first request only, and never encoded.
 """
@@ -168,16 +169,28 @@ def embeddings(predictor: Any, times: int) -> dict[str, Any]:
 
 
 def edit(predictor: Any, times: int) -> dict[str, Any]:
-    """An edit of a picture, of four steps."""
+    """An edit of a picture, of four steps. Then pictures of all `SIZES`, with three lengths of a prompt each: how many
+    were precompiled."""
     from PIL import Image
 
+    predict: Any = sys.modules["predict"]
     picture = Path(os.environ["MODEL"]).with_name("picture.png")
     Image.effect_noise((640, 640), 64).save(picture)
 
     def ask(count: int) -> None:
         predictor.run(picture, "make it blue", count, 0)
 
-    return timed(1, request_s=lambda: ask(4)) | step_seconds(ask, times)
+    found: dict[str, Any] = timed(1, request_s=lambda: ask(4)) | step_seconds(ask, times)
+    kept, served = predictor.record_metric, list[set[str]]()
+    for size in predict.SIZES:
+        Image.effect_noise(size, 64).save(picture)
+        for words in (3, 63, 560):
+            metrics: dict[str, Any] = {}
+            predictor.record_metric = metrics.__setitem__
+            predictor.run(picture, " ".join(["boat"] * words), _FEW, 0)
+            served.append({*metrics["compile_cache.served"].values()})
+    predictor.record_metric = kept
+    return found | {"edits": len(served), "precompiled": served.count({"precompiled"})}
 
 
 def flux_lora(predictor: Any, times: int) -> dict[str, Any]:
