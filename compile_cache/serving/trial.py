@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import Call, call_region, reachable_sizes
+from compile_cache.calls.overlaps import reachable_tensors
+from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
@@ -84,11 +85,11 @@ class Trials:
     def serve_eager(self, call: Call, claimed: Case | None = None) -> Any:
         """Serve a call by the model's own code. The first call of a `claimed` case shows whether such calls change the
         size of a tensor that they can reach, as of a cache that grows."""
-        sizes = reachable_sizes(*call) if claimed is not None else []
+        sizes = _sizes(call) if claimed is not None else []
         self.served["eager"] += 1
         answer = call_region(*call)
         if claimed is not None:
-            now = reachable_sizes(*call)
+            now = _sizes(call)
             if len(now) == len(sizes) and now != sizes:
                 self._source.give_up(claimed, _GROWS, State.GROWING)
         return answer
@@ -194,3 +195,7 @@ class Trials:
         else:
             self._source.give_up(case, reason)
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
+
+
+def _sizes(call: Call) -> list[torch.Size]:
+    return [tensor.shape for tensor in reachable_tensors(*call)]

@@ -1,0 +1,119 @@
+"""Which tensors of a call share memory, and whether the call writes there.
+
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_cache.calls.tensors import span, storage_key
+
+if TYPE_CHECKING:
+    from compile_cache.calls.spec import Parts
+
+_OWN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
+    """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
+
+    torch's guards see when two inputs are one object. They do not see whether inputs overlap.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return (0,) * len(tensors)
+    storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
+    if len(set(storages)) == len(storages):
+        return tuple(range(len(storages)))
+    spans = [
+        (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
+        for storage, tensor in zip(storages, tensors, strict=True)
+    ]
+    return tuple([next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans])
+
+
+def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> tuple[int, ...]:
+    """The `overlaps` of a call's inputs and its module's buffers."""
+    values = (*args, *kwargs.values())
+    is_nested = any(isinstance(value, list | tuple | dict) for value in values)
+    return overlaps([*(_pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
+
+
+def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
+
+
+def reachable_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors that a call can reach, each once: its module's, its inputs, and those that objects among these hold.
+    It runs nothing of an object's own, such as `__getattr__`."""
+    tensors, seen, values = list[torch.Tensor](), dict[int, Any](), list[Any]([module, args, kwargs])
+    while values:
+        value = values.pop()
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, type | types.ModuleType):
+            continue
+        seen[id(value)] = value
+        if issubclass(kind, torch.Tensor) and not value.is_nested:
+            tensors.append(value)
+        if issubclass(kind, dict):
+            values += dict.values(value)
+        elif issubclass(kind, list | tuple | set | frozenset):
+            values += value
+        if kind.__dictoffset__:
+            values += vars(value).values()
+    return tensors
+
+
+def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call, which is run for it if tensors of it overlap, writes into memory that they share.
+
+    torch compiles such a call for a base that it finds or makes in place of the tensors (torch/_functorch,
+    `merge_view_inputs`), so the code depends on more than its guards say. It takes tensors of one storage for disjoint
+    if they are contiguous and have no byte in common.
+    """
+    overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
+    for tensor in filter(_is_strided, reachable_tensors(module, args, kwargs)):
+        if not tensor.numel():
+            continue
+        storage, (low, high) = storage_key(tensor), span(tensor)
+        if not tensor.is_contiguous():
+            low, high = 0, sys.maxsize
+        if any(low < other_high and other_low < high for other_low, other_high in spans[storage]):
+            overlapping.add(storage)
+        spans[storage].append((low, high))
+    if not overlapping:
+        return False
+    with _Writes() as writes:
+        module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return not overlapping.isdisjoint(writes.storages)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators write into."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = set[int]()
+
+    def __torch_dispatch__(self, operator: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operator. What its schema marks as written is noted."""
+        arguments, kwargs = operator._schema.arguments, kwargs or {}
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
+        tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+        self.storages.update(map(storage_key, tensors))
+        return operator(*args, **kwargs)
