@@ -19,10 +19,12 @@ class Output(BaseModel):
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__, Path(__file__).with_name("shared_layers.py")]) as self.boot:
+        sources = [__file__, *map(Path(__file__).with_name, ("shared_layers.py", "recorded_layers.py"))]
+        with compile_cache.boot(MODEL, sources=sources) as self.boot:
             import torch
             from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
 
+            from recorded_layers import record_steps
             from shared_layers import share_code
 
             self.boot.preload()
@@ -31,7 +33,7 @@ class Predictor(BaseRunner):
             device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
             self.model = WhisperForConditionalGeneration.from_pretrained(**source, dtype=dtype).to(device).eval()
             self.processor = WhisperProcessor.from_pretrained(**source)
-            self.boot.compile(share_code(self.model))
+            self.boot.compile(record_steps(share_code(self.model)))
             # A few tokens are enough: the cache has its full length from the first one on.
             few = {"stopping_criteria": [MaxLengthCriteria(8)], "task": "transcribe"}
             self.boot.warm_up(self.hear, sound=numpy.zeros(RATE, "f4"), **few)
