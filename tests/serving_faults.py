@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import torch
-from background_blocks import SIZE, Factor, Norm, Other, Wide, inputs  # noqa: F401  a scene names them
+from background_blocks import SIZE, Norm, Wide, inputs  # noqa: F401  a scene names it
 from background_scenes import MODEL, PATIENCE_S, report
 from torch import nn
 from torch._higher_order_ops import while_loop

@@ -124,58 +124,8 @@ def test_the_next_boot_serves_every_length_at_once(warm):
     assert_nothing_compiled(warm["report"])
 
 
-def test_unseen_eager_serves_new_calls_eager_for_good(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="eager")
-    assert [step["served"] for step in told["steps"]] == [{"Wide": "eager"}] * 2
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-    assert told.processes == told["waiting"] == 0
-
-
-def test_unseen_error_names_the_call_and_the_remedy(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="error")
-    for message in told["steps"]:
-        assert "Wide was called with 4x16" in message
-        assert "COMPILE_CACHE_UNSEEN" in message
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-
-
-def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="block")
-    first, second = told["steps"]
-    assert (first["served"], second["served"]) == ({"Wide": "eager"}, {"Wide": "precompiled"})
-    assert first["compiled_now"] == 1
-    assert first["waited_s"] > 0
-    assert (second["compiled_now"], second["waited_s"]) == (0, 0)
-    (warning,) = [line for line in told.log.splitlines() if "compile.on_request" in line]
-    assert warning.startswith("WARNING")
-    assert "region=Wide seconds=" in warning
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-
-
 def test_a_model_that_is_given_after_ready_is_compiled_too(tmp_path):
     told = play(tmp_path, "after_ready")
     assert told["at_once"]["served"] == {"Wide": "eager"}
     assert told["is_done"]
     assert told["later"]["served"] == {"Wide": "precompiled"}
-
-
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory) -> Told:
-    return play(tmp_path_factory.mktemp("kinds"), "kinds")
-
-
-def test_calls_of_more_kinds_than_are_kept_are_eager(kinds):
-    """Two kinds are kept."""
-    served = dict.fromkeys(("first", "plain", "square"), "")
-    for name, step in kinds["order"]:
-        served[name] += step[0]
-    assert served == {"first": "eppp", "plain": "eeppp", "square": "eee"}
-    assert kinds["kept"] == 2
-
-
-def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds):
-    assert all(difference < TOLERANCE for difference in kinds["factors"])
-    (factor,) = (region for region in kinds["report"]["regions"] if region["name"] == "Factor")
-    assert factor["settled"] == "eager"
-    assert "a number or a flag changes from call to call" in factor["reason"]
-    assert kinds.done.count("Factor 4x16") == 2

@@ -13,19 +13,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from machines import Machine
+from machines import Machine, Watched
 
 from compile_cache.errors import PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import PacksOfKey, install
+from compile_cache.storage.fetch import install
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
-from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import Abandoned
 
@@ -41,38 +39,19 @@ COLD = {
 }
 
 
-class Watched(LocalStore):
-    """A store in a folder, and what happens before each read, after each put and after each listing."""
-
-    def __init__(self, store: ObjectStore, **happens: Callable[..., object]) -> None:
-        super().__init__(Path(store.location))
-        self._happens = {name: happens.get(name, lambda *_: None) for name in ("read", "put", "list")}
-
-    def list(self, prefix: str) -> Sequence[StoredObject]:
-        found = super().list(prefix)
-        self._happens["list"](found)
-        return found
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        self._happens["read"](name)
-        return super().read(name, start, size_bytes)
-
-    def put(self, name: str, content: Path | bytes) -> None:
-        super().put(name, content)
-        self._happens["put"](name)
-
-
 @pytest.fixture
 def machine(tmp_path, key, environment) -> Callable[..., Machine]:
     """Makes machines that use the store given."""
     numbers = itertools.count()
 
     def make(store: ObjectStore, limits: Limits = LIMITS, key: CacheKey = key, **keys: object) -> Machine:
-        directory = CacheDirectory.claim(tmp_path / f"machine-{next(numbers)}")
-        packs = PacksOfKey(store, key, Rules(limits, **keys))
-        return Machine(Publication(store, packs, environment, directory))
+        return Machine.at(tmp_path / f"machine-{next(numbers)}", store, key, environment, Rules(limits, **keys))
 
     return make
+
+
+def watched(store: LocalStore, **happens: Callable[..., object]) -> Watched:
+    return Watched(Path(store.location), **happens)
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:
@@ -312,7 +291,7 @@ def test_what_is_larger_than_allowed_is_refused(local, machine, size):
 
 def test_a_pack_that_disappears_after_the_listing_costs_only_itself(local, machine):
     gone, _ = published_pair(local, machine)
-    booted = machine(Watched(local, list=lambda _: local.delete(gone)))
+    booted = machine(watched(local, after_list=lambda _: local.delete(gone)))
     fetched = booted.restore()
     assert booted.files() == {"more.so": b"more"}
     assert all(refused.name == gone for refused in fetched.refused)
@@ -327,12 +306,12 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
     first = filled(machine(local), {"kernel.so": os.urandom(1000)})
     abandoned, reads = threading.Event(), []
 
-    def read(name: str) -> None:
+    def read(name: str, *_: object) -> None:
         reads.append(name)
         if len(reads) == 3:
             abandoned.set()
 
-    booted, another = machine(Watched(local, read=read)), machine(Watched(local, read=read))
+    booted, another = machine(watched(local, read=read)), machine(watched(local, read=read))
     for one in (booted, another):
         with pytest.raises(Abandoned, match="the time is up"):
             one.fetch(abandoned=abandoned)
@@ -395,11 +374,11 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
 
     merges, lists = [publisher.publication.merge], []
 
-    def read(name: str) -> None:
+    def read(name: str, *_: object) -> None:
         if merges and len(lists) == 1:
             merges.pop()("the test")
 
-    booted = machine(Watched(local, read=read, list=lists.append))
+    booted = machine(watched(local, read=read, after_list=lists.append))
     booted.restore()
     assert len(local.list("v2/")) == 2  # the merged pack and the environment's record
     assert booted.restored() == publisher.files()
@@ -409,11 +388,11 @@ def test_a_store_that_does_not_answer_makes_no_pack_a_refused_one(local, machine
     published_pair(local, machine)
     answers = []
 
-    def read(name: str) -> None:
+    def read(name: str, *_: object) -> None:
         if not answers:
             raise StoreError("no answer")
 
-    booted = machine(Watched(local, read=read))
+    booted = machine(watched(local, read=read))
     assert [refused.is_final for refused in booted.restore().refused] == [False, False]
     answers.append("now")
     assert booted.restore().refused == ()
@@ -616,7 +595,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
     published_five(machine(local))
     before = stored(local)
-    merger = machine(Watched(local, put=lambda name: local.put(name, damage_flip(local.read(name)))))
+    merger = machine(watched(local, after_put=lambda name: local.put(name, damage_flip(local.read(name)))))
     merger.restore()
     with pytest.raises(PackError):
         merger.publication.merge("the test")
@@ -637,7 +616,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
         else:
             local.delete(removed)
 
-    merger = machine(Watched(local, put=put))
+    merger = machine(watched(local, after_put=put))
     merger.restore()
     assert merger.publication.merge("the test").packs == 0
     booted = machine(local)
@@ -659,12 +638,12 @@ def test_a_read_that_breaks_off_is_tried_again(local, machine):
     published_pair(local, machine)
     reads: list[str] = []
 
-    def read(name: str) -> None:
+    def read(name: str, *_: object) -> None:
         reads.append(name)
         if reads.count(name) == 1:
             raise StoreUnavailable("the connection was reset")
 
-    booted = machine(Watched(local, read=read))
+    booted = machine(watched(local, read=read))
     assert booted.restore().refused == ()
     assert booted.files() == {**COLD, "more.so": b"more"}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from boots import ONE_CLASS, assert_fully_warm, boot_once, settings, stored
+from boots import ONE_CLASS, after, assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
 from namespaces import in_container
@@ -35,17 +34,6 @@ def toy_store(cold):
     return folder
 
 
-@pytest.fixture
-def warm(tmp_path, toy_store):
-    """A folder with a filled store, from which the toy model boots warm."""
-    shutil.copytree(toy_store / "store", tmp_path / "store")
-    return tmp_path
-
-
-def shared(warm: Path, toy_store: Path) -> dict[str, str]:
-    return settings(warm, dir=str(toy_store / "cache"))
-
-
 def packs(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
 
@@ -57,23 +45,23 @@ def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: fl
     assert time.monotonic() - started < COG_LIMIT_S + margin_s
 
 
-def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(warm, toy_store):
-    environ = shared(warm, toy_store)
-    with server(warm, {**environ, "TOY_PUBLISHES_SOON": "1"}) as running:
+def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(tmp_path, toy_store):
+    environ = after(toy_store, tmp_path)
+    with server(tmp_path, {**environ, "TOY_PUBLISHES_SOON": "1"}) as running:
         running.wait_ready()
         report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
         # One pack, or one for each of the two classes: the second class's code may take seconds longer.
-        wait_for(lambda: len(packs(warm)) - len(packs(toy_store)) in (1, 2))
+        wait_for(lambda: len(packs(tmp_path)) - len(packs(toy_store)) in (1, 2))
         wait_for(lambda: running.health().get("status") == "READY")  # it is not, right after an answer
-        before = packs(warm)
+        before = packs(tmp_path)
         running.predict_later(rows=16, sleep_s=2.0)
         time.sleep(1.0)
         assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
     assert report["fully_precompiled"], report
     assert [prediction["status"] for prediction in predictions] == ["succeeded"] * 3
     assert [prediction["metrics"]["compiled_now"] > 0 for prediction in predictions] == [False, True, False]
-    assert before.items() < packs(warm).items()
+    assert before.items() < packs(tmp_path).items()
     assert_fully_warm(boot_once(environ))
 
 
@@ -100,13 +88,13 @@ def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variable
     assert (tmp_path / "server.log").read_text().count("publish.failed") == 1
 
 
-def test_term_during_setup_changes_nothing_stored(warm, toy_store):
-    environ = shared(warm, toy_store)
-    before = stored(warm / "store")
-    with server(warm, environ) as running:
+def test_term_during_setup_changes_nothing_stored(tmp_path, toy_store):
+    environ = after(toy_store, tmp_path)
+    before = stored(tmp_path / "store")
+    with server(tmp_path, environ) as running:
         wait_for(lambda: running.health().get("status") == "STARTING")
         assert_ends_in_time(running, signal.SIGTERM)
-    assert stored(warm / "store") == before
+    assert stored(tmp_path / "store") == before
     wait_for(lambda: not owners(toy_store / "cache"))
     assert_fully_warm(boot_once(environ))
 

@@ -625,7 +625,9 @@ def test_an_error_shows_addresses_redacted(text, shown):
     assert str(StoreError(text)) == shown
 
 
-WRONG_REGIONS = {
+# Codes of S3, and their messages.
+CODES = {
+    "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
     "AuthorizationHeaderMalformed": "the region 'us-east-1' is wrong; expecting 'eu-west-1'",
     "IllegalLocationConstraintException": "The eu-west-1 location constraint is incompatible for the region",
     "PermanentRedirect": "The bucket must be addressed using the specified endpoint.",
@@ -633,13 +635,14 @@ WRONG_REGIONS = {
 }
 
 
-@pytest.mark.parametrize(("code", "message"), WRONG_REGIONS.items())
-def test_a_wrong_region_has_a_remedy(aws_variables, monkeypatch, code, message):
+@pytest.mark.parametrize(("code", "message"), CODES.items())
+def test_a_wrong_key_or_region_has_a_remedy(aws_variables, monkeypatch, code, message):
     body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
     status = "301 Moved Permanently" if "Redirect" in code else "400 Bad Request"
+    remedy = "check the credentials" if "Key" in code else "set AWS_DEFAULT_REGION to the bucket's region"
     with answering(answer(status, body)) as served:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", served.url)
-        with pytest.raises(StoreError, match=r"; set AWS_DEFAULT_REGION to the bucket's region"):
+        with pytest.raises(StoreError, match=f"; {remedy}"):
             S3Store("bucket", "").list("v1/")
 
 

@@ -24,9 +24,6 @@ from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import PacksOfKey
-from compile_cache.storage.publish import Publication
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.s3 import S3Store
@@ -126,17 +123,16 @@ def environ() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory) -> Packs:
     root = tmp_path_factory.mktemp("host")
-    directory = CacheDirectory.claim(root)
-    environment = environment_for(boot_settings(root), directory.path, environ())
+    environment = environment_for(boot_settings(root), root / "0", environ())
     store = LocalStore(tmp_path_factory.mktemp("store"))
     key = key_for(boot_settings(root), environment, MODEL, ())
-    machine = Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
+    machine = Machine.at(root, store, key, environment)
     names = []
     for files in (SMALL, LARGE):
         machine.write(files)
         (pack,) = machine.publish()
         names.append(key.prefix + pack.name)
-    os.close(directory.lock_fd)
+    os.close(machine.directory.lock_fd)
     return Packs(root, {entry.name: store.read(entry.name) for entry in store.list("")}, *names)
 
 
@@ -305,9 +301,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
 
     def machine(endpoint_url: str, name: str) -> Machine:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
-        store = S3Store(s3_bucket.name, "models")
-        directory = CacheDirectory.claim(tmp_path / name)
-        return Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
+        return Machine.at(tmp_path / name, S3Store(s3_bucket.name, "models"), key, environment)
 
     def make() -> Published:
         spoiled = machine(proxy.url, "spoiled")

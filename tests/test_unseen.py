@@ -319,6 +319,20 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(dire
     assert not only_report(compiler).reason
 
 
+def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(directory, monkeypatch):
+    monkeypatch.setattr(kinds, "MOST_FUNCTIONS", 2)
+    block = build(Scaled)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    compiler.policy.release()
+    for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
+        block.scale = scale
+        torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
+        assert compiler.policy.wait(600)
+    assert only_report(compiler).settled == "eager"
+    assert "a number or a flag changes from call to call" in only_report(compiler).reason
+    assert len(functions_of(compiler)) == 2
+
+
 class BreakingIfTold(Product):
     def forward(self, x: torch.Tensor, breaks: bool) -> torch.Tensor:
         y = super().forward(x)
@@ -381,7 +395,7 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
     warm_up(compiler, lambda: block(tensor(4, 16)))
     assert served(compiler)
     for rows in range(5, 75):
-        with pytest.raises(UnseenCallError):
+        with pytest.raises(UnseenCallError, match=f"Product was called with {rows}x16.*COMPILE_CACHE_UNSEEN"):
             answer(block, rows)
     torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
 

@@ -7,10 +7,10 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 from filled_stores import GRAPH, put_pack
+from machines import Watched
 from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
@@ -121,16 +121,13 @@ def test_a_pack_that_was_deleted_meanwhile_is_left_out(local, key):
     assert verify_all(local, [entry], EVERYONE) == verify_heads(local, [entry], EVERYONE) == []
 
 
-class Failing(LocalStore):
-    """A store that lists and does not answer reads."""
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        raise StoreUnavailable(f"cannot read {name}: it hangs")
-
-
 def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
     name = put_pack(local, key)
-    assert verify(Failing(Path(tmp_path)), name).state is PackState.UNREADABLE
+
+    def hang(*_: object) -> None:
+        raise StoreUnavailable(f"cannot read {name}: it hangs")
+
+    assert verify(Watched(tmp_path, read=hang), name).state is PackState.UNREADABLE
 
 
 def test_heads_come_in_the_order_of_the_packs_and_tell_their_files(local, key):
