@@ -18,25 +18,17 @@ import zstandard
 from machines import write_files
 from signing_keys import make_keys
 
-from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.format import (
-    HEADER_BYTES,
-    Head,
-    Source,
-    head_bytes,
-    read_head,
-    runs,
-    unpack_run,
-)
+from compile_cache.storage.pack.format import HEADER_BYTES, Head, Source, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.rules import HeadReader, Rules
+from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")
 LIMITS = Limits(size_bytes=8 * MIB, files=1000, manifest_bytes=256 << 10)
-FIRST_READ_BYTES = 4096  # small, so that some heads need a second read
 
 Record = dict[str, Any]
 
@@ -163,19 +155,10 @@ class OneObject:
 def restore(
     name: str, content: bytes, folder: Path | None, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
 ) -> Head:
-    """What a boot does with a pack of `KEY` that is stored as `name`, step by step in the same order."""
-    if len(content) > limits.size_bytes:
-        raise PackError("it is larger than allowed")
+    """What a boot does with a pack that is stored as `name` below `KEY`."""
     store = OneObject(content)
-    beginning = store.read(name, 0, FIRST_READ_BYTES)
-    missing_bytes = head_bytes(beginning, limits) - len(beginning)
-    if missing_bytes > 0:
-        beginning += store.read(name, len(beginning), missing_bytes)
-    head = read_head(beginning, name, limits, trusted or TrustedKeys())
-    if head.stored_bytes != len(content):
-        raise PackError(f"it has {len(content)} bytes, but its manifest describes {head.stored_bytes}")
-    if head.manifest.key != KEY:
-        raise PackError(f"it is for {head.manifest.key.prefix}")
+    entry = StoredObject(KEY.prefix + name, len(content), 0.0)
+    head = HeadReader(store, Rules(limits, trusted or TrustedKeys())).read(entry).head
     for run in runs(head):
         unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, folder)
     return head
@@ -327,7 +310,7 @@ TABLE = [
     Hostile("another name", setting(name="0" * 64 + ".pack"), "does not match its name"),
     Hostile("a byte more", damaged(lambda pack: pack + b"\0"), "bytes, but its manifest describes"),
     Hostile("a byte less", damaged(lambda pack: pack[:-1]), "bytes, but its manifest describes"),
-    Hostile("larger than everything may be", damaged(lambda pack: pack + bytes(8 * MIB)), "larger than allowed"),
+    Hostile("larger than everything may be", damaged(lambda pack: pack + bytes(8 * MIB)), "bytes; 8388608 are allowed"),
     *(Hostile(f"{n} bytes", damaged(lambda pack, n=n: pack[:n]), f"ends after {n} bytes") for n in (0, 1, 31)),
     *(
         Hostile(f"for another {part}", at("key", part)("another"), "it is for v2/.*another")

@@ -6,7 +6,6 @@ compared with the answer of a twin that is never compiled. Both have the same we
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 
     from compile_cache.lifecycle.boot import Boot
 
-# By class: what a call of eager code raises, and what keeps one waiting. Each once.
-FAULTS: dict[str, BaseException] = {}
-GATES: dict[str, tuple[threading.Event, threading.Event]] = {}
-
 
 class Mode:
     """Told apart by identity, as an enumeration or a sentinel is."""
@@ -47,18 +42,6 @@ class Mode:
 
 
 DEFAULT = Mode()
-
-
-class TokenStep(Wide):
-    """A token's attention to the keys of the tokens before it, which a buffer keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(8, SIZE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.keys.copy_(torch.cat([self.keys[1:], x[:1]]))
-        return torch.mm(torch.mm(x, self.keys.T), self.keys)
 
 
 class Streaming(Wide):
@@ -145,29 +128,6 @@ class Recognising(Wide):
         return super().forward(x), "default" if self.mode is DEFAULT else "other"
 
 
-class Waiting(Wide):
-    """Wrong when it is compiled. Eager can be interrupted, and can be kept waiting."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return torch.mm(super().forward(x), self.scale)
-        if fault := FAULTS.pop(type(self).__name__, None):
-            raise fault
-        if gate := GATES.pop(type(self).__name__, None):
-            entered, may_go = gate
-            entered.set()
-            assert may_go.wait(PATIENCE_S)
-        return super().forward(x)
-
-
-class Cancelled(Waiting):
-    pass
-
-
-class WithoutMemory(Waiting):
-    pass
-
-
 class Broken(Wide):
     """A graph break."""
 
@@ -180,19 +140,13 @@ class Broken(Wide):
 class Recurrent(nn.Module):
     """torch makes no graph of it."""
 
-    layer: type[nn.Module] = nn.LSTM
-
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.steps = nn.Linear(SIZE, SIZE), self.layer(SIZE, SIZE)
+        self.first, self.steps = nn.Linear(SIZE, SIZE), nn.LSTM(SIZE, SIZE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         answer, _ = self.steps(self.first(x))
         return answer
-
-
-class Gated(Recurrent):
-    layer = nn.GRU
 
 
 class Looping(Wide):
@@ -389,32 +343,6 @@ def forked() -> dict[str, Any]:
             with boot.prediction():
                 pair.call(boot)
     return told | {"parent": pair.told}
-
-
-def interrupted() -> dict[str, Any]:
-    """The first call that may be compared takes long, while other requests come; is cancelled; has no memory for it.
-    What is stored, and the next calls."""
-    boot, pairs = begun("Waiting", "Cancelled", "WithoutMemory")
-    assert boot.wait_compiled(PATIENCE_S)
-    entered, may_go = GATES["Waiting"] = threading.Event(), threading.Event()
-    other = threading.Thread(target=torch.inference_mode()(lambda: pairs[0].module(inputs())))
-    other.start()
-    assert entered.wait(PATIENCE_S)
-    for _ in range(3):
-        pairs[0].call(boot)
-    may_go.set()
-    other.join()
-    FAULTS.update(Cancelled=asyncio.CancelledError(), WithoutMemory=torch.OutOfMemoryError("no memory"))
-    for pair in pairs[1:]:
-        with contextlib.suppress(asyncio.CancelledError, torch.OutOfMemoryError), torch.inference_mode():
-            pair.module(inputs())
-    left = len(FAULTS)
-    boot.end_publishing()
-    stored = [path for pack in Path(boot.report.store).rglob("*.pack") for path in paths_of(pack) if ".aot" in path]
-    for _ in range(6):
-        for pair in pairs:
-            pair.call(boot)
-    return {"left": left, "stored": stored, "pairs": {pair.name: pair.told for pair in pairs}}
 
 
 def paths_of(pack: Path) -> list[str]:

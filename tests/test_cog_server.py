@@ -86,6 +86,8 @@ def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variable
             running.wait_ready()
             assert_ends_in_time(running, signal.SIGTERM)
     assert (tmp_path / "server.log").read_text().count("publish.failed") == 1
+    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
+    assert (report["restore"]["outcome"], report["publish"]["packs"]) == ("failed", 0)
 
 
 def test_term_during_setup_changes_nothing_stored(tmp_path, toy_store):

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from filled_stores import ACTIONS
+from filled_stores import ACTIONS, put_as_newest
 from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
@@ -165,17 +165,6 @@ def big_bucket(s3_client) -> tuple[str, list[str]]:
 
 def names(store: ObjectStore, prefix: str = "") -> list[str]:
     return [entry.name for entry in store.list(prefix)]
-
-
-def put_as_newest(store: ObjectStore, name: str, content: bytes) -> None:
-    """Put an object again and again, until the store's own clock says that it is newer than all others."""
-    others = [entry.modified_s for entry in store.list("v1/") if entry.name != name]
-    while True:
-        store.put(name, content)
-        (entry,) = (entry for entry in store.list("v1/") if entry.name == name)
-        if all(entry.modified_s > other for other in others):
-            return
-        time.sleep(0.02)
 
 
 def at_once(action: Callable[[int], object], count: int = THREADS) -> list[object]:

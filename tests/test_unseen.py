@@ -468,19 +468,38 @@ class Cancelled(BaseException):
     """As Cog raises it in a cancelled prediction."""
 
 
-def cancelled(*_: object) -> None:
-    raise Cancelled
+def break_off(block: Product, rows: int, error: type[BaseException]) -> None:
+    """Call the block, whose eager code ends with this error."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "call_region", fail)
+        with pytest.raises(error):
+            answer(block, rows)
 
 
-def test_a_call_that_was_cancelled_is_ordered_next_time(directory, monkeypatch):
+def test_a_call_that_was_cancelled_is_ordered_next_time(directory):
     block = build(Product)
     compiler = warmed(directory, block, settings=BACKGROUND)
-    with monkeypatch.context() as patch:
-        patch.setattr(trial, "call_region", cancelled)
-        with pytest.raises(Cancelled):
-            answer(block, 5)
+    break_off(block, 5, Cancelled)
     answer(block, 5)
     assert compiler.policy.waiting == only_report(compiler).waiting == 2
+
+
+@pytest.mark.parametrize("error", [Cancelled, torch.OutOfMemoryError])
+def test_code_is_not_published_while_its_comparison_did_not_end_and_serves_once_it_has(directory, error):
+    block = build(Product)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    break_off(block, 4, error)
+    assert functions_of(compiler) == []
+    for _ in range(4):
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    assert served(compiler)["precompiled"] >= 1
+    assert len(functions_of(compiler)) == 1
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])
