@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
+from cog_server import _free_port
 from commands import Run, run_command
 from marked_processes import Marked
 from namespaces import as_nobody
@@ -165,12 +166,6 @@ def s3_server(tmp_path_factory) -> Iterator[str]:
 def closed_port() -> int:
     """A port of the loopback that nothing listens on."""
     return _free_port()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(port: int) -> bool:

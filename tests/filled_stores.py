@@ -67,8 +67,11 @@ def set_age(root: Path, name: str, days: float, now_s: float) -> None:
             os.utime(path, (now_s - days * DAY_S,) * 2)
 
 
+def flip_last(pack: bytes) -> bytes:
+    """With another bit in its last frame, not in what is signed."""
+    return pack[:-1] + bytes([pack[-1] ^ 1])
+
+
 def damage(root: Path, name: str) -> None:
-    """Change a byte of a local store's object, as a bad disk does: in its last frame, not in what is signed."""
-    content = bytearray((root / name).read_bytes())
-    content[-1] ^= 0xFF
-    (root / name).write_bytes(content)
+    """Change a bit of a local store's pack, as a bad disk does."""
+    (root / name).write_bytes(flip_last((root / name).read_bytes()))

@@ -78,33 +78,18 @@ def assemble(
     frames: bytes = b"",
     *,
     stored: bytes | None = None,
-    magic: int = 0x184D2A50,
-    header_bytes: int = 24,
-    identity: bytes = b"compcach",
-    version: int = 2,
-    stored_bytes: int | None = None,
-    manifest_bytes: int | None = None,
     sign: Callable[[bytes], bytes] = lambda _: b"",
-    signature_bytes: int | None = None,
-    signature_magic: int = 0x184D2A51,
-    signature_length: int | None = None,
+    **forged: Any,
 ) -> bytes:
     """A pack with any part of its head forged. The signature's length is told twice: in the header, and before it.
     `sign` makes the signature, whose length it must not change."""
     stored = zstandard.compress(manifest) if stored is None else stored
-    header = struct.pack(
-        "<II8sIIII",
-        magic,
-        header_bytes,
-        identity,
-        version,
-        len(stored) if stored_bytes is None else stored_bytes,
-        len(manifest) if manifest_bytes is None else manifest_bytes,
-        len(sign(b"")) if signature_bytes is None else signature_bytes,
-    )
+    parts = {"magic": 0x184D2A50, "header_bytes": 24, "identity": b"compcach", "version": 2}
+    parts |= {"stored_bytes": len(stored), "manifest_bytes": len(manifest), "signature_bytes": len(sign(b""))}
+    header = struct.pack("<II8sIIII", *({**parts, **forged}[name] for name in parts))
     signature = sign(header + stored)
-    length = len(signature) if signature_length is None else signature_length
-    return header + stored + struct.pack("<II", signature_magic, length) + signature + frames
+    before = {"signature_magic": 0x184D2A51, "signature_length": len(signature)}
+    return header + stored + struct.pack("<II", *({**before, **forged}[name] for name in before)) + signature + frames
 
 
 RAW, RLE = 0, 1

@@ -18,7 +18,7 @@ from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 
-EVERYONE = Rules()
+RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,7 @@ class Machine:
 
     @classmethod
     def at(
-        cls,
-        root: Path,
-        store: ObjectStore,
-        key: CacheKey,
-        environment: Environment | None = None,
-        rules: Rules = EVERYONE,
+        cls, root: Path, store: ObjectStore, key: CacheKey, environment: Environment | None = None, rules: Rules = RULES
     ) -> Machine:
         """The machine whose cache directory is below `root`."""
         packs = PacksOfKey(store, key, rules)

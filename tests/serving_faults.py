@@ -164,26 +164,6 @@ class Autocast(Wide):
     """Called under `torch.autocast`: see `call`."""
 
 
-class Nested(Wide):
-    """Has a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.part(x))
-
-
-class Hooked(Wide):
-    """Has a hook that only this process can import, as models have that keep what a layer answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-        self.register_forward_hook(lambda module, args, output: self.seen.append(float(output.sum())))
-
-
 class Pair:
     """A module that a boot serves, and its twin. `wrong` says which calls had another answer or effect than the
     twin's."""
@@ -266,34 +246,6 @@ def released(folder: str, names: str, *sources: str) -> dict[str, Any]:
     sys.path.insert(0, folder)
     globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names.split(","))
     return right(*names.split(","), sources=sources)
-
-
-def unhooked() -> dict[str, Any]:
-    """Requests before, with and after hooks that replace the instance's `forward`."""
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-    from diffusers.hooks import HookRegistry
-    from diffusers.hooks import ModelHook as DiffusersHook
-
-    boot, pairs = begun("Wide", "Nested")
-    assert boot.wait_compiled(PATIENCE_S)
-    told: dict[str, Any] = {}
-    for name in ("before", "accelerate", "after accelerate", "diffusers", "after diffusers"):
-        for pair in pairs:
-            parts = [pair.module, *pair.module.children()] if pair.name == "Nested" else [pair.module]
-            for part in parts:
-                if name == "accelerate":
-                    add_hook_to_module(part, ModelHook())
-                elif name == "after accelerate":
-                    remove_hook_from_module(part)
-                elif name == "diffusers":
-                    HookRegistry.check_if_exists_or_initialize(part).register_hook(DiffusersHook(), "test")
-                elif name == "after diffusers":
-                    HookRegistry.check_if_exists_or_initialize(part).remove_hook("test")
-            for _ in range(3):
-                with boot.prediction():
-                    pair.call(boot)
-            told.setdefault(pair.name, {})[name] = pair.steps[-1]
-    return told | {"wrong": [pair.wrong for pair in pairs], "regions": report(boot)["regions"]}
 
 
 @contextlib.contextmanager

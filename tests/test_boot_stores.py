@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from boots import ONE_CLASS, TESTS, after, assert_fully_warm, boot_once, settings
+from boots import ONE_CLASS, after, assert_fully_warm, boot_once, settings
 from programs import run_program
 
 from compile_cache.storage.catalog import read_catalog
@@ -107,13 +107,3 @@ def test_wait_published_tells_whether_all_is_stored(tmp_path, aws_variables, clo
     environ = {**settings(tmp_path), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{closed_port}"}
     done = run_program(WAITS_PUBLISHED, json.dumps(variables), **environ)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [told for _, told in given], done.stderr
-
-
-def test_boto3_is_imported_only_where_the_store_is_s3(tmp_path):
-    code = (
-        "import compile_cache, json, sys\n"
-        "with compile_cache.boot('toy') as boot: pass\n"
-        "print(json.dumps([name in sys.modules for name in ('boto3', 'torch._dynamo')]))"
-    )
-    done = run_program(code, folder=TESTS.parent, **settings(tmp_path))
-    assert json.loads(done.stdout.splitlines()[-1]) == [False, False], done.stderr

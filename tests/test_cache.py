@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from filled_stores import put_as_newest
+from filled_stores import flip_last, put_as_newest
 from machines import Machine, Watched
 
 from compile_cache.errors import PackError, StoreError, StoreUnavailable
@@ -151,54 +151,23 @@ def test_other_bytes_under_a_graphs_logical_key_are_not_published(local, machine
     assert second.publish() == ()
 
 
-@pytest.mark.parametrize(
-    ("files", "packs"),
-    [
-        (
-            COLD,
-            [
-                [
-                    "aotautograd/aabc/one",
-                    "fxgraph/ab/fabc/one",
-                    KERNEL,
-                    "ab/wrapper.py",
-                    "autotune/best.best_config",
-                    "empty",
-                ]
-            ],
-        ),
-        (
-            {
-                **{f"{n}.json": b"rest" * 1000 for n in range(4)},
-                "b.so": b"kernel" * 1000,
-                "fxgraph/ab/fabc/1": b"x" * 5000,
-            },
-            [["fxgraph/ab/fabc/1"], ["b.so", "0.json"], ["1.json", "2.json", "3.json"]],
-        ),
-    ],
-    ids=["a little", "much"],
-)
-def test_the_most_valuable_files_come_first(local, machine, monkeypatch, files, packs):
+def test_the_most_valuable_files_come_first(local, machine, monkeypatch):
     """Graph entries, then what a compiler made, then the rest: if time runs out, the first are in the store."""
-    monkeypatch.setattr("compile_cache.storage.publish._SMALLEST_PART_BYTES", 3000 if files is not COLD else 10_000)
+    monkeypatch.setattr("compile_cache.storage.publish._SMALLEST_PART_BYTES", 3000)
+    rest = {f"{n}.json": b"rest" * 1000 for n in range(4)}
+    files = {**rest, "b.so": b"kernel" * 1000, "fxgraph/ab/fabc/1": b"x" * 5000}
     first = machine(local)
     first.write(files)
-    assert [packed_paths([pack]) for pack in first.publish()] == packs
+    packs = [packed_paths([pack]) for pack in first.publish()]
+    assert packs == [["fxgraph/ab/fabc/1"], ["b.so", "0.json"], ["1.json", "2.json", "3.json"]]
     assert machine(local).restored() == files
-
-
-# Two packs for the same thing.
 
 
 # What is wrong in a store costs only itself.
 
 
-def damage_flip(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
 DAMAGES = {
-    "a flipped bit": damage_flip,
+    "a flipped bit": flip_last,
     "cut short": lambda content: content[:-1],
     "longer": lambda content: content + b"\0",
     "empty": lambda content: b"",
@@ -550,7 +519,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
     published_five(machine(local))
     before = stored(local)
-    merger = machine(watched(local, after_put=lambda name: local.put(name, damage_flip(local.read(name)))))
+    merger = machine(watched(local, after_put=lambda name: local.put(name, flip_last(local.read(name)))))
     merger.restore()
     with pytest.raises(PackError):
         merger.publication.merge("the test")

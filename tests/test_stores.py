@@ -167,18 +167,6 @@ def names(store: ObjectStore, prefix: str = "") -> list[str]:
     return [entry.name for entry in store.list(prefix)]
 
 
-def at_once(action: Callable[[int], object], count: int = THREADS) -> list[object]:
-    """What `action` returns for each number, begun by as many threads at the same moment."""
-    barrier = threading.Barrier(count)
-
-    def begin(number: int) -> object:
-        barrier.wait()
-        return action(number)
-
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(begin, range(count)))
-
-
 # What every store does.
 
 
@@ -259,17 +247,19 @@ def test_putting_a_file_that_is_not_there_is_a_store_error_and_stores_nothing(wr
 
 
 def test_threads_that_put_the_same_object_leave_one_of_them_whole_and_readers_get_one_whole(writable):
-    contents = [bytes([number]) * 200_000 for number in range(THREADS)]
+    contents, barrier = [bytes([number]) * 200_000 for number in range(THREADS)], threading.Barrier(THREADS)
     writable.put("v1/object", contents[0])
 
     def put_and_read(number: int) -> set[bytes]:
         found = set()
+        barrier.wait()
         for _ in range(5):
             writable.put("v1/object", contents[number])
             found.add(writable.read("v1/object"))
         return found
 
-    assert {content for found in at_once(put_and_read) for content in found} <= set(contents)
+    with ThreadPoolExecutor(THREADS) as threads:
+        assert set().union(*threads.map(put_and_read, range(THREADS))) <= set(contents)
     assert names(writable, "v1/") == ["v1/object"]
 
 

@@ -18,7 +18,7 @@ from toxic_proxy import Request, ToxicProxy, Toxin
 
 from compile_cache.key.cache_key import environment_for, key_for
 from compile_cache.key.environment import detect_environment
-from compile_cache.lifecycle.boot_report import BootReport, PublishReport, RestoreReport
+from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
@@ -172,14 +172,6 @@ def host(packs, proxy, filled) -> Host:
     return Host(packs.root, proxy, f"s3://{filled}/models")
 
 
-def every_read_of(pack: str) -> Callable[[Request], bool]:
-    return lambda request: request.path.endswith(pack)
-
-
-def frames_of(pack: str) -> Callable[[Request], bool]:
-    return lambda request: request.path.endswith(pack) and request.start > 0
-
-
 def listing(request: Request) -> bool:
     return request.is_listing
 
@@ -188,8 +180,8 @@ def spoiled_part(part: str, packs: Packs) -> tuple[Callable[[Request], bool], st
     """Which requests are spoiled, the pack that suffers, and the files that the other pack has. The first
     read of each gets its head, and the other reads its frames."""
     if part == "head":
-        return every_read_of(packs.small), packs.small, LARGE
-    return frames_of(packs.large), packs.large, SMALL
+        return lambda request: request.path.endswith(packs.small), packs.small, LARGE
+    return lambda request: request.path.endswith(packs.large) and request.start > 0, packs.large, SMALL
 
 
 def assert_full_hit(restored: Restored) -> None:
@@ -264,8 +256,6 @@ class Published:
     """A publisher at work behind the proxy, and the store as it is without it."""
 
     publisher: Publisher
-    report: PublishReport
-    proxy: ToxicProxy
     healthy: Machine
 
     def stored_files(self) -> dict[str, bytes]:
@@ -291,11 +281,10 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
         spoiled = machine(proxy.url, "spoiled")
         spoiled.write(MADE)
         spoiled.directory.outgoing.hand_over(MADE)
-        report = BootReport()
-        publisher = Publisher(spoiled.publication, report, Settings(exit_budget_s=EXIT_BUDGET_S))
+        publisher = Publisher(spoiled.publication, BootReport(), Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
         publisher.start()
-        return Published(publisher, report.publish, proxy, machine(s3_bucket.endpoint_url, "healthy"))
+        return Published(publisher, machine(s3_bucket.endpoint_url, "healthy"))
 
     yield make
     for publisher in started:

@@ -235,8 +235,6 @@ class ToxicProxy:
         self._toxin: Toxin = harmless
         self._applies: Callable[[Request], bool] = lambda request: False
         self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
         self.url = ""
         self.spoiled: list[Request] = []
 
@@ -251,29 +249,16 @@ class ToxicProxy:
         self._applies = lambda request: False
         self._over.set()
 
-    def hang_up(self) -> None:
-        """End every connection, those included that wait for a next request."""
-        with self._lock:
-            for connection in self._connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
     def serve(self, client: socket.socket, reader: BinaryIO) -> None:
         """One connection, until its end."""
-        with self._lock:
-            self._connections.add(client)
-        try:
-            with suppress(OSError):  # clients hang up on purpose
-                while (request := _read_request(reader)) is not None:
-                    toxin = harmless
-                    if self._applies(request):
-                        self.spoiled.append(request)
-                        toxin = self._toxin
-                    if not toxin(Exchange(request, client, reader, self._upstream, self._over)):
-                        return
-        finally:
-            with self._lock:
-                self._connections.discard(client)
+        with suppress(OSError):  # clients hang up on purpose
+            while (request := _read_request(reader)) is not None:
+                toxin = harmless
+                if self._applies(request):
+                    self.spoiled.append(request)
+                    toxin = self._toxin
+                if not toxin(Exchange(request, client, reader, self._upstream, self._over)):
+                    return
 
 
 @contextmanager
@@ -291,7 +276,6 @@ def toxic_proxy(upstream_url: str) -> Iterator[ToxicProxy]:
             yield proxy
         finally:
             proxy.heal()
-            proxy.hang_up()
 
 
 class _Abrupt(Server):
