@@ -242,10 +242,6 @@ def written(rewrite: Callable[[bytes], bytes]) -> Change:
     return lambda draft: setattr(draft, "text", rewrite(encode(draft.record)))
 
 
-def unsigned(sign: Callable[[bytes], bytes]) -> Change:
-    return setting(sign=sign)
-
-
 def of_zeros(count: int, stated: int = 10, **claims: Any) -> Change:
     """A pack of one file of zeros, as many as stated, with a frame of `count`."""
     return framed(zstd_frame(*zeros(count), **{"content_size": stated, **claims}), bytes(stated))
@@ -470,7 +466,7 @@ TABLE = [
     ),
     # Signatures.
     *(
-        Hostile(f"signature: {what}", unsigned(sign), words, is_signed=True)
+        Hostile(f"signature: {what}", setting(sign=sign), words, is_signed=True)
         for what, sign, words in (
             ("none", lambda text: b"", "is not signed"),
             ("foreign", THEIRS.sign, "signed by public-ed25519:.*not trusted"),

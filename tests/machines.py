@@ -84,8 +84,8 @@ class Watched(LocalStore):
     """A store in a folder. Something happens before a call of the method with this name; or after it, with `after_`
     before its name."""
 
-    def __init__(self, root: Path, **happens: Callable[..., object]) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path | str, **happens: Callable[..., object]) -> None:
+        super().__init__(Path(root))
         self._happens = defaultdict[str, Callable[..., object]](lambda: lambda *_: None, happens)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:

@@ -1,4 +1,4 @@
-"""Boots, each in a process of its own: restored, faulty, or sharing a host."""
+"""Boots, each in a process of its own: restored, faulty, or on a host that lacks something."""
 
 from __future__ import annotations
 
@@ -136,6 +136,3 @@ def test_cache_directory_that_cannot_be_used_costs_the_cache_and_not_the_boot(co
     assert set(booted.steps.values()) <= steps
     assert any(words in line for line in [*booted.report["warnings"], booted.log])
     assert before.items() <= stored(tmp_path / "store").items()
-
-
-# Owns a cache directory until its input ends, and prints the directory's path.

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,7 +22,6 @@ from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
-from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import Abandoned
 
 MIB = 1 << 20
@@ -47,10 +45,6 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
         return Machine.at(tmp_path / f"machine-{next(numbers)}", store, key, environment, Rules(limits, **keys))
 
     return make
-
-
-def watched(store: LocalStore, **happens: Callable[..., object]) -> Watched:
-    return Watched(Path(store.location), **happens)
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:
@@ -226,7 +220,7 @@ def test_packs_that_are_too_large_together_leave_the_last_ones_out(local, machin
 
 def test_a_pack_that_disappears_after_the_listing_costs_only_itself(local, machine):
     gone, _ = published_pair(local, machine)
-    booted = machine(watched(local, after_list=lambda _: local.delete(gone)))
+    booted = machine(Watched(local.location, after_list=lambda _: local.delete(gone)))
     fetched = booted.restore()
     assert booted.files() == {"more.so": b"more"}
     assert all(refused.name == gone for refused in fetched.refused)
@@ -246,7 +240,7 @@ def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(loca
         if len(reads) == 3:
             abandoned.set()
 
-    booted, another = machine(watched(local, read=read)), machine(watched(local, read=read))
+    booted, another = machine(Watched(local.location, read=read)), machine(Watched(local.location, read=read))
     for one in (booted, another):
         with pytest.raises(Abandoned, match="the time is up"):
             one.fetch(abandoned=abandoned)
@@ -313,7 +307,7 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
         if merges and len(lists) == 1:
             merges.pop()("the test")
 
-    booted = machine(watched(local, read=read, after_list=lists.append))
+    booted = machine(Watched(local.location, read=read, after_list=lists.append))
     booted.restore()
     assert len(local.list("v2/")) == 2  # the merged pack and the environment's record
     assert booted.restored() == publisher.files()
@@ -327,7 +321,7 @@ def test_a_store_that_does_not_answer_makes_no_pack_a_refused_one(local, machine
         if not answers:
             raise StoreError("no answer")
 
-    booted = machine(watched(local, read=read))
+    booted = machine(Watched(local.location, read=read))
     assert [refused.is_final for refused in booted.restore().refused] == [False, False]
     answers.append("now")
     assert booted.restore().refused == ()
@@ -389,9 +383,6 @@ def test_packs_that_reach_the_limits_together_leave_the_rest_out_and_get_no_more
     booted.packs.refresh()
     assert refused.name in booted.packs.known
     assert packed_paths(booted.publish()) == ["new.so"]
-
-
-# Signed packs.
 
 
 # Several graphs under one key of Inductor's.
@@ -519,7 +510,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
     published_five(machine(local))
     before = stored(local)
-    merger = machine(watched(local, after_put=lambda name: local.put(name, flip_last(local.read(name)))))
+    merger = machine(Watched(local.location, after_put=lambda name: local.put(name, flip_last(local.read(name)))))
     merger.restore()
     with pytest.raises(PackError):
         merger.publication.merge("the test")
@@ -540,7 +531,7 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
         else:
             local.delete(removed)
 
-    merger = machine(watched(local, after_put=put))
+    merger = machine(Watched(local.location, after_put=put))
     merger.restore()
     assert merger.publication.merge("the test").packs == 0
     booted = machine(local)
@@ -567,7 +558,7 @@ def test_a_read_that_breaks_off_is_tried_again(local, machine):
         if reads.count(name) == 1:
             raise StoreUnavailable("the connection was reset")
 
-    booted = machine(watched(local, read=read))
+    booted = machine(Watched(local.location, read=read))
     assert booted.restore().refused == ()
     assert booted.files() == {**COLD, "more.so": b"more"}
 

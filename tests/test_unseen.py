@@ -442,6 +442,15 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
     torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
 
 
+def test_new_calls_are_eager_for_good_where_that_is_set(directory):
+    block = build(Product)
+    compiler = warmed(directory, block, settings=replace(BLOCK, unseen="eager"))
+    compiler.policy.release()
+    for _ in range(2):
+        answer(block, 5)
+    assert (served(compiler), compiler.policy.waiting) == ({"eager": 3}, 0)
+
+
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
     block = build(Product)
     compiler = warmed(directory, block, settings=BLOCK)
