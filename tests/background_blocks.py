@@ -36,13 +36,6 @@ class Norm(nn.Module):
         return x + torch.sigmoid(self.norm(x))
 
 
-class Factor(Wide):
-    """A number that changes from call to call."""
-
-    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
-        return torch.addmm(x, x, self.linear.weight, alpha=by)
-
-
 class Model(nn.Module):
     """Two of each block class. `forward` calls all of them, or those of the classes that are given."""
 

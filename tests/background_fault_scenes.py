@@ -1,8 +1,7 @@
-"""Scenes of boots whose regions fail in the second process, or cannot go there. background_boot.py plays one."""
+"""Scenes of boots whose regions fail in the second process. background_boot.py plays one."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any
@@ -52,22 +51,6 @@ def faulty_again(*names: str) -> dict[str, Any]:
     assert boot.wait_compiled(PATIENCE_S)
     told_of(boot, model, classes)  # the prediction that compares
     return told | {"regions": told_of(boot, model, classes), "report": report(boot)}
-
-
-def not_handed_over() -> dict[str, Any]:
-    """Regions that cannot be handed to another process."""
-    with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Wide
-        from faulty_blocks import Doubling, Locked
-
-        class OfMain(Wide):
-            pass
-
-        OfMain.__module__, OfMain.__qualname__ = "__main__", "OfMain"
-        sys.modules["__main__"].OfMain = OfMain
-        model = begun(boot, (Locked, Doubling, OfMain))
-    told = {"ready": report(boot), "waiting": boot.waiting}
-    return told | {"regions": told_of(boot, model, (Locked, Doubling, OfMain))}
 
 
 def ends_while(work: str) -> dict[str, Any]:

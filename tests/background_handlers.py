@@ -19,11 +19,12 @@ from typing import Any
 
 
 def make(setup: bytes) -> Callable[[bytes], bytes]:
-    """The handler of orders that `order` writes. `setup` comes back with each answer to `describe`."""
+    """The handler of orders that `order` writes: each names a function of this module, without its underscore. `setup`
+    comes back with each answer to `describe`."""
 
     def answer(order: bytes) -> bytes:
         told = json.loads(order)
-        return _ORDERS[told.pop("name")](setup=setup, **told)
+        return globals()[f"_{told.pop('name')}"](setup=setup, **told)
 
     return answer
 
@@ -193,21 +194,3 @@ def _is_first_time(folder: str) -> bool:
     is_first = not tried.exists()
     tried.touch()
     return is_first
-
-
-_ORDERS: dict[str, Callable[..., bytes]] = {
-    "describe": _describe,
-    "echo": _echo,
-    "speak": _speak,
-    "raise": _raise,
-    "fail": _fail,
-    "exit": _exit,
-    "abort": _abort,
-    "die": _die,
-    "list_inherited": _list_inherited,
-    "leave": _leave,
-    "babble": _babble,
-    "hang": _hang,
-    "hold_the_lock": _hold_the_lock,
-    "fail_once": _fail_once,
-}

@@ -68,11 +68,9 @@ def first() -> dict[str, Any]:
         made, output = served(boot, lambda: predict(model))
         meanwhile.append([made, difference(output, reference), digest(model) == before])
         boot.wait_compiled(0.05)
-    told["compared"], _ = served(boot, lambda: predict(model))
-    after, output = served(boot, lambda: predict(model))
-    told |= {"meanwhile": meanwhile, "after": after, "difference": difference(output, reference)}
-    again, _ = served(boot, lambda: predict(model))
-    told |= {"again": again, "unchanged": digest(model) == before, "report": report(boot)}
+    predict_once(boot, lambda: predict(model))
+    told["after"], output = served(boot, lambda: predict(model))
+    told |= {"meanwhile": meanwhile, "difference": difference(output, reference), "unchanged": digest(model) == before}
     told["lengths"] = [length(boot, model, rows) for rows in (5, 6, 7, 8, 9)]
     told["x_unchanged"] = [x.data_ptr(), x.tolist()] == x_before
     told["unchanged_at_the_end"] = digest(model) == before
@@ -167,69 +165,3 @@ def served_alone(boot: Boot, model: nn.Module, kind: type[nn.Module]) -> tuple[d
     from background_blocks import predict
 
     return served(boot, lambda: predict(model, 4, kind))
-
-
-def kinds() -> dict[str, Any]:
-    """More kinds of calls than are kept, and a number that changes."""
-    from compile_cache.serving import kinds as bound
-
-    bound.RECOMPILE_LIMIT, bound.MOST_FUNCTIONS = 2, 2
-    with compile_cache.boot(MODEL) as boot:
-        import torch
-        from background_blocks import Factor, Model, Wide, inputs, predict
-
-        model, factor = Model(Wide), Factor().eval()
-        boot.compile(model)
-        boot.compile(factor, whole=True)
-        boot.warm_up(lambda: predict(model))
-
-    def in_mode(mode: Any, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            with mode():
-                return model(x)
-
-        return call
-
-    assert boot.wait_compiled(PATIENCE_S)
-    calls = {
-        "first": lambda: predict(model),
-        "plain": in_mode(torch.no_grad, torch.ones(4, 16)),
-        "square": in_mode(torch.no_grad, torch.ones(16, 16)),
-    }
-    told: dict[str, Any] = {"order": []}
-    names = [*["first"] * 2, *["plain"] * 3, "first", *["square"] * 3, "first", *["plain"] * 2]
-    for name in names:
-        made, _ = served(boot, calls[name])
-        told["order"].append([name, made["served"]["Wide"]])
-        assert boot.wait_compiled(PATIENCE_S)
-    region = boot._regions.by_class[Wide]
-    told["kept"] = len({case.spec for case in region.kinds})
-    for number in range(6):
-        with torch.inference_mode():
-            x, by = inputs(), 0.1 * number
-            told.setdefault("factors", []).append(difference(factor(x, by), factor._call_impl(x, by)))
-        assert boot.wait_compiled(PATIENCE_S)
-    return told | {"report": report(boot)}
-
-
-def unseen() -> dict[str, Any]:
-    """A warm boot, and a call of a kind that nobody has made: twice."""
-    from compile_cache.errors import UnseenCallError
-
-    with compile_cache.boot(MODEL) as boot:
-        import torch
-        from background_blocks import Wide
-
-        model = begun(boot, (Wide,))
-
-    def new() -> torch.Tensor:
-        with torch.no_grad():
-            return model(torch.ones(4, 16))
-
-    told: dict[str, Any] = {"steps": []}
-    for _ in range(2):
-        try:
-            told["steps"].append(served(boot, new)[0])
-        except UnseenCallError as error:
-            told["steps"].append(str(error))
-    return told | {"known": served_alone(boot, model, Wide)[0], "waiting": boot.waiting, "report": report(boot)}

@@ -1,9 +1,8 @@
 """One boot of the toy model in a process of its own. Prints a line of JSON: the report, and the model's output.
 
-With `--thread-count N`, torch is told to use N threads after the boot has begun; with `--cheat`, one block class
-computes something else when compiled; with `--raise`, the caller's own code fails in the middle; with `--again ROWS`,
-another input shape is predicted after READY; with `--restore-alone` nothing is compiled; with `--code FOLDER`, the
-model is imported from there.
+With `--thread-count N`, torch is told to use N threads after the boot has begun; with `--raise`, the caller's own code
+fails in the middle; with `--again ROWS`, another input shape is predicted after READY; with `--restore-alone` nothing
+is compiled; with `--code FOLDER`, the model is imported from there.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import compile_cache
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--thread-count", type=int)
-    parser.add_argument("--cheat", action="store_true")
     parser.add_argument("--raise", dest="fails", action="store_true")
     parser.add_argument("--again", type=int)
     parser.add_argument("--restore-alone", action="store_true")
@@ -34,11 +32,11 @@ def main() -> None:
             import torch
 
             sys.path.insert(0, arguments.code)
-            from toy_model import CheatingModel, ToyModel, run
+            from toy_model import ToyModel, run
         if arguments.thread_count:
             torch.set_num_threads(arguments.thread_count)
         boot.preload()
-        model = (CheatingModel if arguments.cheat else ToyModel)().eval()
+        model = ToyModel().eval()
         if not arguments.restore_alone:
             boot.compile(model)
             boot.warm_up(lambda: run(model))

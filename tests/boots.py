@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,13 @@ def settings(folder: Path, **variables: str) -> dict[str, str]:
     given = {"store": str(folder / "store"), "dir": str(folder / "cache"), "report": str(folder / "report.json")}
     prefixed = {f"COMPILE_CACHE_{name.upper()}": value for name, value in {**given, **variables}.items()}
     return {**os.environ, **prefixed}
+
+
+def after(before: Path, folder: Path, **variables: str) -> dict[str, str]:
+    """The same for a boot that finds what another one has stored: with a copy of its store, and in its cache directory,
+    whose path is part of an environment."""
+    shutil.copytree(before / "store", folder / "store")
+    return settings(folder, dir=str(before / "cache"), **variables)
 
 
 def python_path(*folders: Path | str) -> str:

@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
+from cog_server import _free_port
 from commands import Run, run_command
 from marked_processes import Marked
 from namespaces import as_nobody
@@ -151,15 +150,14 @@ class S3Bucket:
 def s3_server(tmp_path_factory) -> Iterator[str]:
     """The URL of a real S3 protocol server (moto), which lasts for the session."""
     port = _free_port()
-    url = f"http://127.0.0.1:{port}"
     log = tmp_path_factory.mktemp("s3") / "server.log"
     command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
-            while not _answers(url):
+            while not _answers(port):
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.05)
-            yield url
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.kill()
 
@@ -170,18 +168,9 @@ def closed_port() -> int:
     return _free_port()
 
 
-def _free_port() -> int:
+def _answers(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url):
-            return True
-    except (urllib.error.URLError, ConnectionError):
-        return False
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture

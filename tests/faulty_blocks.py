@@ -1,9 +1,8 @@
-"""Blocks that fail in the second process, each in its own way, and blocks that cannot go there."""
+"""Blocks that fail in the second process, each in its own way."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -31,79 +30,44 @@ class Cheating(Wide):
         return torch.mm(super().forward(x), self.scale) if torch.compiler.is_compiling() else super().forward(x)
 
 
-@torch.library.custom_op("faulty_blocks::crash", mutates_args=())
-def crash(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@crash.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    if in_second_process():
-        os.abort()
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("faulty_blocks::hang", mutates_args=())
-def hang(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@hang.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    if in_second_process() and (file := os.environ.get("BACKGROUND_HANGS")):
+def hang() -> None:
+    if file := os.environ.get("BACKGROUND_HANGS"):
         Path(file).touch()
         time.sleep(600)
-    return torch.empty_like(x)
 
 
-@torch.library.custom_op("faulty_blocks::devour", mutates_args=())
-def devour(x: torch.Tensor) -> torch.Tensor:
+FAILURES = {"crash": os.abort, "hang": hang, "devour": lambda: bytearray(1 << 60)}  # no machine has as much memory
+
+
+@torch.library.custom_op("faulty_blocks::fail", mutates_args=())
+def fail(x: torch.Tensor, how: str) -> torch.Tensor:
     return x.clone()
 
 
-@devour.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
+@fail.register_fake
+def _(x: torch.Tensor, how: str) -> torch.Tensor:
     if in_second_process():
-        bytearray(1 << 60)  # no machine has as much
+        FAILURES[how]()
     return torch.empty_like(x)
 
 
 class Crashing(Wide):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return crash(super().forward(x))
+        return fail(super().forward(x), "crash")
 
 
 class Hanging(Wide):
     """Hangs where BACKGROUND_HANGS names a file, which it makes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return hang(super().forward(x))
+        return fail(super().forward(x), "hang")
 
 
 class Devouring(Wide):
     """Takes more memory than there is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return devour(super().forward(x))
-
-
-class Locked(Wide):
-    """Holds what belongs to one process alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-class Doubling(Wide):
-    """Holds a function that no other process can import."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = lambda x: x.mm(self.scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(super().forward(x))
+        return fail(super().forward(x), "devour")
 
 
 IS_DOUBLED = False

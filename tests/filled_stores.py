@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def put_pack(
     return key.prefix + pack.name
 
 
+def put_as_newest(store: ObjectStore, name: str, content: bytes) -> None:
+    """Put an object again and again, until the store's own clock says that it is newer than all others: S3's has whole
+    seconds."""
+    others = [entry.modified_s for entry in store.list("") if entry.name != name]
+    while True:
+        store.put(name, content)
+        (entry,) = store.list(name)
+        if all(entry.modified_s > other for other in others):
+            return
+        time.sleep(0.02)
+
+
 def put_record(store: ObjectStore, environment: Environment) -> None:
     """Store an environment's record where a boot puts it."""
     store.put(f"v2/{environment.digest}/environment.json", environment.to_json().encode())
@@ -54,8 +67,11 @@ def set_age(root: Path, name: str, days: float, now_s: float) -> None:
             os.utime(path, (now_s - days * DAY_S,) * 2)
 
 
+def flip_last(pack: bytes) -> bytes:
+    """With another bit in its last frame, not in what is signed."""
+    return pack[:-1] + bytes([pack[-1] ^ 1])
+
+
 def damage(root: Path, name: str) -> None:
-    """Change a byte of a local store's object, as a bad disk does: in its last frame, not in what is signed."""
-    content = bytearray((root / name).read_bytes())
-    content[-1] ^= 0xFF
-    (root / name).write_bytes(content)
+    """Change a bit of a local store's pack, as a bad disk does."""
+    (root / name).write_bytes(flip_last((root / name).read_bytes()))

@@ -18,25 +18,17 @@ import zstandard
 from machines import write_files
 from signing_keys import make_keys
 
-from compile_cache.errors import PackError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.format import (
-    HEADER_BYTES,
-    Head,
-    Source,
-    head_bytes,
-    read_head,
-    runs,
-    unpack_run,
-)
+from compile_cache.storage.pack.format import HEADER_BYTES, Head, Source, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.rules import HeadReader, Rules
+from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.transfer import read_pieces
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")
 LIMITS = Limits(size_bytes=8 * MIB, files=1000, manifest_bytes=256 << 10)
-FIRST_READ_BYTES = 4096  # small, so that some heads need a second read
 
 Record = dict[str, Any]
 
@@ -86,33 +78,18 @@ def assemble(
     frames: bytes = b"",
     *,
     stored: bytes | None = None,
-    magic: int = 0x184D2A50,
-    header_bytes: int = 24,
-    identity: bytes = b"compcach",
-    version: int = 2,
-    stored_bytes: int | None = None,
-    manifest_bytes: int | None = None,
     sign: Callable[[bytes], bytes] = lambda _: b"",
-    signature_bytes: int | None = None,
-    signature_magic: int = 0x184D2A51,
-    signature_length: int | None = None,
+    **forged: Any,
 ) -> bytes:
     """A pack with any part of its head forged. The signature's length is told twice: in the header, and before it.
     `sign` makes the signature, whose length it must not change."""
     stored = zstandard.compress(manifest) if stored is None else stored
-    header = struct.pack(
-        "<II8sIIII",
-        magic,
-        header_bytes,
-        identity,
-        version,
-        len(stored) if stored_bytes is None else stored_bytes,
-        len(manifest) if manifest_bytes is None else manifest_bytes,
-        len(sign(b"")) if signature_bytes is None else signature_bytes,
-    )
+    parts = {"magic": 0x184D2A50, "header_bytes": 24, "identity": b"compcach", "version": 2}
+    parts |= {"stored_bytes": len(stored), "manifest_bytes": len(manifest), "signature_bytes": len(sign(b""))}
+    header = struct.pack("<II8sIIII", *({**parts, **forged}[name] for name in parts))
     signature = sign(header + stored)
-    length = len(signature) if signature_length is None else signature_length
-    return header + stored + struct.pack("<II", signature_magic, length) + signature + frames
+    before = {"signature_magic": 0x184D2A51, "signature_length": len(signature)}
+    return header + stored + struct.pack("<II", *({**before, **forged}[name] for name in before)) + signature + frames
 
 
 RAW, RLE = 0, 1
@@ -163,19 +140,10 @@ class OneObject:
 def restore(
     name: str, content: bytes, folder: Path | None, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
 ) -> Head:
-    """What a boot does with a pack of `KEY` that is stored as `name`, step by step in the same order."""
-    if len(content) > limits.size_bytes:
-        raise PackError("it is larger than allowed")
+    """What a boot does with a pack that is stored as `name` below `KEY`."""
     store = OneObject(content)
-    beginning = store.read(name, 0, FIRST_READ_BYTES)
-    missing_bytes = head_bytes(beginning, limits) - len(beginning)
-    if missing_bytes > 0:
-        beginning += store.read(name, len(beginning), missing_bytes)
-    head = read_head(beginning, name, limits, trusted or TrustedKeys())
-    if head.stored_bytes != len(content):
-        raise PackError(f"it has {len(content)} bytes, but its manifest describes {head.stored_bytes}")
-    if head.manifest.key != KEY:
-        raise PackError(f"it is for {head.manifest.key.prefix}")
+    entry = StoredObject(KEY.prefix + name, len(content), 0.0)
+    head = HeadReader(store, Rules(limits, trusted or TrustedKeys())).read(entry).head
     for run in runs(head):
         unpack_run(read_pieces(store, name, run.start, run.frame_sizes), run, folder)
     return head
@@ -274,10 +242,6 @@ def written(rewrite: Callable[[bytes], bytes]) -> Change:
     return lambda draft: setattr(draft, "text", rewrite(encode(draft.record)))
 
 
-def unsigned(sign: Callable[[bytes], bytes]) -> Change:
-    return setting(sign=sign)
-
-
 def of_zeros(count: int, stated: int = 10, **claims: Any) -> Change:
     """A pack of one file of zeros, as many as stated, with a frame of `count`."""
     return framed(zstd_frame(*zeros(count), **{"content_size": stated, **claims}), bytes(stated))
@@ -327,7 +291,7 @@ TABLE = [
     Hostile("another name", setting(name="0" * 64 + ".pack"), "does not match its name"),
     Hostile("a byte more", damaged(lambda pack: pack + b"\0"), "bytes, but its manifest describes"),
     Hostile("a byte less", damaged(lambda pack: pack[:-1]), "bytes, but its manifest describes"),
-    Hostile("larger than everything may be", damaged(lambda pack: pack + bytes(8 * MIB)), "larger than allowed"),
+    Hostile("larger than everything may be", damaged(lambda pack: pack + bytes(8 * MIB)), "bytes; 8388608 are allowed"),
     *(Hostile(f"{n} bytes", damaged(lambda pack, n=n: pack[:n]), f"ends after {n} bytes") for n in (0, 1, 31)),
     *(
         Hostile(f"for another {part}", at("key", part)("another"), "it is for v2/.*another")
@@ -502,7 +466,7 @@ TABLE = [
     ),
     # Signatures.
     *(
-        Hostile(f"signature: {what}", unsigned(sign), words, is_signed=True)
+        Hostile(f"signature: {what}", setting(sign=sign), words, is_signed=True)
         for what, sign, words in (
             ("none", lambda text: b"", "is not signed"),
             ("foreign", THEIRS.sign, "signed by public-ed25519:.*not trusted"),

@@ -1,16 +1,24 @@
-"""Machines that boot from one store."""
+"""Machines that boot from one store, and a store that is watched."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.fetch import Fetched, PacksOfKey, fetch, install
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.publish import Publication
+from compile_cache.storage.rules import Rules
+from compile_cache.storage.stores.base import ObjectStore, StoredObject
+from compile_cache.storage.stores.local import LocalStore
+
+RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,14 @@ class Machine:
     """One boot on one machine: a cache directory of its own, and a store that others use too."""
 
     publication: Publication
+
+    @classmethod
+    def at(
+        cls, root: Path, store: ObjectStore, key: CacheKey, environment: Environment | None = None, rules: Rules = RULES
+    ) -> Machine:
+        """The machine whose cache directory is below `root`."""
+        packs = PacksOfKey(store, key, rules)
+        return cls(Publication(store, packs, environment, CacheDirectory.claim(root)))
 
     @property
     def directory(self) -> CacheDirectory:
@@ -62,6 +78,30 @@ class Machine:
         """Publish what is new after another look at the store, as the publisher does; the packs' names."""
         self.packs.refresh()
         return [self.packs.key.prefix + pack.name for pack in self.publish()]
+
+
+class Watched(LocalStore):
+    """A store in a folder. Something happens before a call of the method with this name; or after it, with `after_`
+    before its name."""
+
+    def __init__(self, root: Path | str, **happens: Callable[..., object]) -> None:
+        super().__init__(Path(root))
+        self._happens = defaultdict[str, Callable[..., object]](lambda: lambda *_: None, happens)
+
+    def list(self, prefix: str) -> Sequence[StoredObject]:
+        self._happens["list"](prefix)
+        found = super().list(prefix)
+        self._happens["after_list"](found)
+        return found
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        self._happens["read"](name, start, size_bytes)
+        return super().read(name, start, size_bytes)
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        self._happens["put"](name)
+        super().put(name, content)
+        self._happens["after_put"](name)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -126,34 +126,24 @@ def main() -> None:
     own, told, x = sys.modules[name], {}, torch.ones(2, SIZE)
     with compile_cache.boot("own/objects@" + "0" * 40) as boot, torch.inference_mode():
         for name in OBJECTS:
-            value = own.Summed.whole if name == "SUMMED" else getattr(own, name)
+            owner, attribute = (own.Summed, "whole") if name == "SUMMED" else (own, name)
             for block_class in (own.Given, own.Holding):
-                fresh, block = type(value)(), block_class(value)
-                reset(value, type(value)())
+                value, twin = (type(getattr(owner, attribute))() for _ in range(2))
+                setattr(owner, attribute, value)
+                block = block_class(value)
 
-                def call(block: nn.Module = block, value: Any = value, fresh: Any = fresh) -> None:
+                def call(block: nn.Module = block, value: Any = value, twin: Any = twin) -> None:
                     block(x, value)
-                    change(fresh, x)
+                    change(twin, x)
 
                 boot.compile(block)
                 boot.warm_up(call)
                 for _ in range(4):
                     with boot.prediction():
                         call()
-                told[f"{name} {block_class.__name__}"] = [left(value), left(fresh)]
+                told[f"{name} {block_class.__name__}"] = [left(value), left(twin)]
                 block.value = None
     print(json.dumps(told))
-
-
-def reset(value: Any, fresh: Any) -> None:
-    """Give an object the content of another, in place."""
-    if isinstance(value, list | dict):
-        value.clear()
-    elif not hasattr(value, "__dict__"):
-        value.calls = fresh.calls
-    else:
-        vars(value).clear()
-        vars(value).update(vars(fresh))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ compared with the answer of a twin that is never compiled. Both have the same we
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import torch
-from background_blocks import SIZE, Factor, Norm, Other, Wide, inputs  # noqa: F401  a scene names them
+from background_blocks import SIZE, Norm, Wide, inputs  # noqa: F401  a scene names it
 from background_scenes import MODEL, PATIENCE_S, report
 from torch import nn
 from torch._higher_order_ops import while_loop
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 
     from compile_cache.lifecycle.boot import Boot
 
-# By class: what a call of eager code raises, and what keeps one waiting. Each once.
-FAULTS: dict[str, BaseException] = {}
-GATES: dict[str, tuple[threading.Event, threading.Event]] = {}
-
 
 class Mode:
     """Told apart by identity, as an enumeration or a sentinel is."""
@@ -47,18 +42,6 @@ class Mode:
 
 
 DEFAULT = Mode()
-
-
-class TokenStep(Wide):
-    """A token's attention to the keys of the tokens before it, which a buffer keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(8, SIZE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.keys.copy_(torch.cat([self.keys[1:], x[:1]]))
-        return torch.mm(torch.mm(x, self.keys.T), self.keys)
 
 
 class Streaming(Wide):
@@ -145,29 +128,6 @@ class Recognising(Wide):
         return super().forward(x), "default" if self.mode is DEFAULT else "other"
 
 
-class Waiting(Wide):
-    """Wrong when it is compiled. Eager can be interrupted, and can be kept waiting."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return torch.mm(super().forward(x), self.scale)
-        if fault := FAULTS.pop(type(self).__name__, None):
-            raise fault
-        if gate := GATES.pop(type(self).__name__, None):
-            entered, may_go = gate
-            entered.set()
-            assert may_go.wait(PATIENCE_S)
-        return super().forward(x)
-
-
-class Cancelled(Waiting):
-    pass
-
-
-class WithoutMemory(Waiting):
-    pass
-
-
 class Broken(Wide):
     """A graph break."""
 
@@ -180,19 +140,13 @@ class Broken(Wide):
 class Recurrent(nn.Module):
     """torch makes no graph of it."""
 
-    layer: type[nn.Module] = nn.LSTM
-
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.steps = nn.Linear(SIZE, SIZE), self.layer(SIZE, SIZE)
+        self.first, self.steps = nn.Linear(SIZE, SIZE), nn.LSTM(SIZE, SIZE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         answer, _ = self.steps(self.first(x))
         return answer
-
-
-class Gated(Recurrent):
-    layer = nn.GRU
 
 
 class Looping(Wide):
@@ -208,26 +162,6 @@ class Looping(Wide):
 
 class Autocast(Wide):
     """Called under `torch.autocast`: see `call`."""
-
-
-class Nested(Wide):
-    """Has a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.part(x))
-
-
-class Hooked(Wide):
-    """Has a hook that only this process can import, as models have that keep what a layer answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-        self.register_forward_hook(lambda module, args, output: self.seen.append(float(output.sum())))
 
 
 class Pair:
@@ -314,34 +248,6 @@ def released(folder: str, names: str, *sources: str) -> dict[str, Any]:
     return right(*names.split(","), sources=sources)
 
 
-def unhooked() -> dict[str, Any]:
-    """Requests before, with and after hooks that replace the instance's `forward`."""
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-    from diffusers.hooks import HookRegistry
-    from diffusers.hooks import ModelHook as DiffusersHook
-
-    boot, pairs = begun("Wide", "Nested")
-    assert boot.wait_compiled(PATIENCE_S)
-    told: dict[str, Any] = {}
-    for name in ("before", "accelerate", "after accelerate", "diffusers", "after diffusers"):
-        for pair in pairs:
-            parts = [pair.module, *pair.module.children()] if pair.name == "Nested" else [pair.module]
-            for part in parts:
-                if name == "accelerate":
-                    add_hook_to_module(part, ModelHook())
-                elif name == "after accelerate":
-                    remove_hook_from_module(part)
-                elif name == "diffusers":
-                    HookRegistry.check_if_exists_or_initialize(part).register_hook(DiffusersHook(), "test")
-                elif name == "after diffusers":
-                    HookRegistry.check_if_exists_or_initialize(part).remove_hook("test")
-            for _ in range(3):
-                with boot.prediction():
-                    pair.call(boot)
-            told.setdefault(pair.name, {})[name] = pair.steps[-1]
-    return told | {"wrong": [pair.wrong for pair in pairs], "regions": report(boot)["regions"]}
-
-
 @contextlib.contextmanager
 def comparing_beside(boot: Boot) -> Iterator[None]:
     """Another thread is in a prediction meanwhile, and sets the generators of random numbers back."""
@@ -389,32 +295,6 @@ def forked() -> dict[str, Any]:
             with boot.prediction():
                 pair.call(boot)
     return told | {"parent": pair.told}
-
-
-def interrupted() -> dict[str, Any]:
-    """The first call that may be compared takes long, while other requests come; is cancelled; has no memory for it.
-    What is stored, and the next calls."""
-    boot, pairs = begun("Waiting", "Cancelled", "WithoutMemory")
-    assert boot.wait_compiled(PATIENCE_S)
-    entered, may_go = GATES["Waiting"] = threading.Event(), threading.Event()
-    other = threading.Thread(target=torch.inference_mode()(lambda: pairs[0].module(inputs())))
-    other.start()
-    assert entered.wait(PATIENCE_S)
-    for _ in range(3):
-        pairs[0].call(boot)
-    may_go.set()
-    other.join()
-    FAULTS.update(Cancelled=asyncio.CancelledError(), WithoutMemory=torch.OutOfMemoryError("no memory"))
-    for pair in pairs[1:]:
-        with contextlib.suppress(asyncio.CancelledError, torch.OutOfMemoryError), torch.inference_mode():
-            pair.module(inputs())
-    left = len(FAULTS)
-    boot.end_publishing()
-    stored = [path for pack in Path(boot.report.store).rglob("*.pack") for path in paths_of(pack) if ".aot" in path]
-    for _ in range(6):
-        for pair in pairs:
-            pair.call(boot)
-    return {"left": left, "stored": stored, "pairs": {pair.name: pair.told for pair in pairs}}
 
 
 def paths_of(pack: Path) -> list[str]:

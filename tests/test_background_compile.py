@@ -8,7 +8,6 @@ import pytest
 from background_boots import Told, play
 
 TOLERANCE = 1e-3
-PRECOMPILED = {"Wide": "precompiled", "Norm": "precompiled"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,29 +49,12 @@ def test_before_ready_no_compiler_is_imported_and_nothing_compiled(cold):
     assert not cold["ready"]["fully_cached"]
 
 
-def test_calls_are_served_eager_while_the_second_process_compiles(cold):
-    first, _, _ = cold["meanwhile"][0]
-    assert first["served"] == {"Wide": "eager", "Norm": "eager"}
-    assert first["compiling"] == 2
-    for told, difference, _ in cold["meanwhile"]:
-        assert set(told["served"].values()) <= {"eager", "precompiled"}
-        assert difference < TOLERANCE
-
-
-def test_after_the_compile_the_next_call_is_checked_and_served_precompiled(cold):
-    assert cold["after"]["served"] == PRECOMPILED
-    assert cold["difference"] < TOLERANCE
-    for region in cold["report"]["regions"]:
-        assert region["step"] == "precompiled"
-        assert region["made"] > 0
-        assert region["relative_error"] <= region["tolerance"]
-    assert cold["again"]["served"] == PRECOMPILED
-
-
-def test_the_server_itself_compiles_nothing(cold):
+def test_the_server_itself_compiles_nothing_and_answers_as_eager(cold):
     assert_nothing_compiled(cold["end"])
-    told = [cold["after"], cold["again"], *(one for one, _, _ in cold["meanwhile"])]
+    told = [cold["after"], *(one for one, _, _ in cold["meanwhile"])]
     assert [one["compiled_now"] for one in told] == [0] * len(told)
+    assert cold["after"]["served"] == {"Wide": "precompiled", "Norm": "precompiled"}
+    assert all(difference < TOLERANCE for difference in (cold["difference"], *(far for _, far, _ in cold["meanwhile"])))
     assert cold.processes == 1
 
 
@@ -124,58 +106,8 @@ def test_the_next_boot_serves_every_length_at_once(warm):
     assert_nothing_compiled(warm["report"])
 
 
-def test_unseen_eager_serves_new_calls_eager_for_good(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="eager")
-    assert [step["served"] for step in told["steps"]] == [{"Wide": "eager"}] * 2
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-    assert told.processes == told["waiting"] == 0
-
-
-def test_unseen_error_names_the_call_and_the_remedy(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="error")
-    for message in told["steps"]:
-        assert "Wide was called with 4x16" in message
-        assert "COMPILE_CACHE_UNSEEN" in message
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-
-
-def test_unseen_block_compiles_on_the_request_and_says_how_long_it_waited(cold, folder, tmp_path):
-    told = play(tmp_path, "unseen", after=folder, unseen="block")
-    first, second = told["steps"]
-    assert (first["served"], second["served"]) == ({"Wide": "eager"}, {"Wide": "precompiled"})
-    assert first["compiled_now"] == 1
-    assert first["waited_s"] > 0
-    assert (second["compiled_now"], second["waited_s"]) == (0, 0)
-    (warning,) = [line for line in told.log.splitlines() if "compile.on_request" in line]
-    assert warning.startswith("WARNING")
-    assert "region=Wide seconds=" in warning
-    assert told["known"]["served"] == {"Wide": "precompiled"}
-
-
 def test_a_model_that_is_given_after_ready_is_compiled_too(tmp_path):
     told = play(tmp_path, "after_ready")
     assert told["at_once"]["served"] == {"Wide": "eager"}
     assert told["is_done"]
     assert told["later"]["served"] == {"Wide": "precompiled"}
-
-
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory) -> Told:
-    return play(tmp_path_factory.mktemp("kinds"), "kinds")
-
-
-def test_calls_of_more_kinds_than_are_kept_are_eager(kinds):
-    """Two kinds are kept."""
-    served = dict.fromkeys(("first", "plain", "square"), "")
-    for name, step in kinds["order"]:
-        served[name] += step[0]
-    assert served == {"first": "eppp", "plain": "eeppp", "square": "eee"}
-    assert kinds["kept"] == 2
-
-
-def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(kinds):
-    assert all(difference < TOLERANCE for difference in kinds["factors"])
-    (factor,) = (region for region in kinds["report"]["regions"] if region["name"] == "Factor")
-    assert factor["settled"] == "eager"
-    assert "a number or a flag changes from call to call" in factor["reason"]
-    assert kinds.done.count("Factor 4x16") == 2

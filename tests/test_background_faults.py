@@ -64,18 +64,6 @@ def test_the_next_boot_tries_a_faulty_region_again_once(faulty, folder, tmp_path
     assert told["regions"]["Wide"]["step"] == "precompiled"
 
 
-def test_what_cannot_be_handed_over_is_eager_and_says_why(tmp_path):
-    told = play(tmp_path, "not_handed_over")
-    assert told.processes == told["waiting"] == 0
-    words = {"Locked": "lock", "Doubling": "lambda", "OfMain": "main program"}
-    for region in told["ready"]["regions"]:
-        assert (region["step"], region["graphs"]) == ("eager", 0)
-        assert "cannot be compiled in a second process" in region["reason"]
-        assert words[region["name"]] in region["reason"]
-        assert told["regions"][region["name"]]["difference"] == 0
-    assert "Traceback" not in told.log  # the reason says it all
-
-
 @pytest.mark.parametrize("work", ["take", "preload"])
 def test_a_program_that_ends_while_a_thread_calls_torch_is_not_aborted(faulty, folder, tmp_path, work):
     """Python 3.11 to 3.13 end such a thread inside torch's C++ code, which aborts the process (pytorch#38228)."""

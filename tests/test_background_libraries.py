@@ -22,10 +22,6 @@ from compile_cache.background import queue as queue_module
 from compile_cache.background.orders import Orders
 from compile_cache.background.queue import Order
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.fetch import PacksOfKey
-from compile_cache.storage.publish import Publication
-from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.local import LocalStore
 
 KILLS = 50
@@ -76,11 +72,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
     monkeypatch.setenv("BACKGROUND_SOURCE", str(build_source(tmp_path)))
     store = LocalStore(tmp_path / "store")
 
-    def machine(name: str) -> Machine:
-        directory = CacheDirectory.claim(tmp_path / name)
-        return Machine(Publication(store, PacksOfKey(store, key, Rules()), environment, directory))
-
-    server, moments, left = machine("server"), random.Random(KILLS), []
+    server, moments, left = Machine.at(tmp_path / "server", store, key, environment), random.Random(KILLS), []
     released = threading.Event()
     released.set()
     orders = Orders(Settings(), server.directory, released)
@@ -101,7 +93,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
     finally:
         orders.queue.close()
     server.publish()
-    other = machine("other")
+    other = Machine.at(tmp_path / "other", store, key, environment)
     other.restore()
     for here in (server.directory.path, other.directory.path):
         libraries = sorted(here.glob("*.so"))

@@ -82,7 +82,6 @@ def test_inductor_s_measurements_are_paced(clock, making):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_each_measurement_on_a_gpu_is_paced(monkeypatch, making):
     pauses: list[float] = []
     monkeypatch.setattr(child_work, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))

@@ -106,13 +106,6 @@ def test_one_region_not_precompiled_nothing_loaded_or_a_miss_is_not_fully_precom
     assert not change(precompiled_report(), path, value).fully_precompiled
 
 
-def test_counts_since_are_what_was_added():
-    before = CompileCounts(*range(1, 12))
-    after = CompileCounts(*range(10, 120, 10))
-    added = [9, 18, 27, 36, 45, 54, 63, 72, 81, 90, 99]
-    assert asdict(after.since(before)) == dict(zip(asdict(after), added, strict=True))
-
-
 def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses():
     counts = CompileCounts(0, 1, 10, 100, 2, 20, 200)
     assert (counts.hits, counts.misses) == (3, 330)

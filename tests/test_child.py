@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,22 @@ def start(tmp_path, marked) -> Iterator[Callable[..., CompilingProcess]]:
     yield start
     for process in started:
         process.stop()
+
+
+# A server that asks its process once.
+ASKS = """
+import sys
+sys.path[:0] = {path}
+from pathlib import Path
+from compile_cache.background.child import CompilingProcess
+answer = CompilingProcess("{handlers}:make", b"", Path("log"), {{}}).answer(b"", 120.0).decode()
+{told}
+"""
+
+
+def run_server(folder: Path, program: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-c", program]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def describe(process: CompilingProcess) -> dict:
@@ -84,17 +99,9 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
         "import compile_cache\ndef make(setup):\n    return lambda job: compile_cache.__file__.encode()\n"
     )
     (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
-    program = f"""
-    import sys
-    sys.path[:0] = ["library", {str(handlers.parent)!r}]
-    from pathlib import Path
-    from compile_cache.background.child import CompilingProcess
-    process = CompilingProcess("handlers_of_predictor:make", b"", Path("log"), {{}})
-    print(process.answer(b"", {PATIENCE_S}).decode())
-    """
-    server = [sys.executable, "-P", "-c", textwrap.dedent(program)]
+    asks = ASKS.format(path=["library", str(handlers.parent)], handlers="handlers_of_predictor", told="print(answer)")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(server, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = run_server(tmp_path, asks, "-P", **environ)
     assert done.stdout.strip() == str(tmp_path / "library" / "compile_cache" / "__init__.py"), done.stderr
 
 
@@ -110,17 +117,9 @@ def test_process_has_the_servers_interpreter_flags(tmp_path, flags):
     names = [name for name in dir(sys.flags) if name[0] != "_" and isinstance(getattr(sys.flags, name), int)]
     told = f"import json, sys; names = {sorted({*names} - {'safe_path', 'n_fields', 'n_sequence_fields'})}"
     (tmp_path / "flags_of_process.py").write_text(f"{told}\nmake = lambda _: lambda _: json.dumps({own}).encode()\n")
-    program = f"""
-    import sys
-    sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parents[1])!r}]
-    from pathlib import Path
-    from compile_cache.background.child import CompilingProcess
-    {told}
-    process = CompilingProcess("flags_of_process:make", b"", Path("log"), {{}})
-    print(json.dumps([{own}, json.loads(process.answer(b"", {PATIENCE_S}))]))
-    """
-    server = [sys.executable, *flags.split(), "-c", textwrap.dedent(program)]
-    done = subprocess.run(server, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE_S)
+    path = [str(tmp_path), str(Path(__file__).parents[1])]
+    told = f"{told}\nprint(json.dumps([{own}, json.loads(answer)]))"
+    done = run_server(tmp_path, ASKS.format(path=path, handlers="flags_of_process", told=told), *flags.split())
     ours, its = json.loads(done.stdout)
     assert its == ours, done.stderr
 

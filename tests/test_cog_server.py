@@ -5,13 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
-import pytest
-from boots import ONE_CLASS, assert_fully_warm, boot_once, settings, stored
+from boots import ONE_CLASS, after, assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
 from namespaces import in_container
@@ -28,24 +26,6 @@ def server(folder: Path, environ: dict[str, str], wrapper: tuple[str, ...] = ())
     return CogServer("toy_predictor.py:Predictor", folder / "server.log", blocking, TESTS, wrapper)
 
 
-@pytest.fixture
-def toy_store(cold):
-    """A folder whose store a cold boot has filled; its cache directory is that of all other boots here."""
-    folder, _ = cold
-    return folder
-
-
-@pytest.fixture
-def warm(tmp_path, toy_store):
-    """A folder with a filled store, from which the toy model boots warm."""
-    shutil.copytree(toy_store / "store", tmp_path / "store")
-    return tmp_path
-
-
-def shared(warm: Path, toy_store: Path) -> dict[str, str]:
-    return settings(warm, dir=str(toy_store / "cache"))
-
-
 def packs(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in stored(folder / "store").items() if name.endswith(".pack")}
 
@@ -57,23 +37,23 @@ def assert_ends_in_time(running: CogServer, number: signal.Signals, margin_s: fl
     assert time.monotonic() - started < COG_LIMIT_S + margin_s
 
 
-def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(warm, toy_store):
-    environ = shared(warm, toy_store)
-    with server(warm, {**environ, "TOY_PUBLISHES_SOON": "1"}) as running:
+def test_a_warm_server_compiles_another_shape_once_and_term_lets_a_prediction_finish_and_flushes(tmp_path, cold):
+    environ = after(cold[0], tmp_path)
+    with server(tmp_path, {**environ, "TOY_PUBLISHES_SOON": "1"}) as running:
         running.wait_ready()
         report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
         predictions = [running.predict(**inputs) for inputs in ({}, {"rows": 8}, {"rows": 8})]
         # One pack, or one for each of the two classes: the second class's code may take seconds longer.
-        wait_for(lambda: len(packs(warm)) - len(packs(toy_store)) in (1, 2))
+        wait_for(lambda: len(packs(tmp_path)) - len(packs(cold[0])) in (1, 2))
         wait_for(lambda: running.health().get("status") == "READY")  # it is not, right after an answer
-        before = packs(warm)
+        before = packs(tmp_path)
         running.predict_later(rows=16, sleep_s=2.0)
         time.sleep(1.0)
         assert_ends_in_time(running, signal.SIGTERM, margin_s=15.0)
     assert report["fully_precompiled"], report
     assert [prediction["status"] for prediction in predictions] == ["succeeded"] * 3
     assert [prediction["metrics"]["compiled_now"] > 0 for prediction in predictions] == [False, True, False]
-    assert before.items() < packs(warm).items()
+    assert before.items() < packs(tmp_path).items()
     assert_fully_warm(boot_once(environ))
 
 
@@ -98,28 +78,30 @@ def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variable
             running.wait_ready()
             assert_ends_in_time(running, signal.SIGTERM)
     assert (tmp_path / "server.log").read_text().count("publish.failed") == 1
+    report = json.loads(Path(environ["COMPILE_CACHE_REPORT"]).read_text())
+    assert (report["restore"]["outcome"], report["publish"]["packs"]) == ("failed", 0)
 
 
-def test_term_during_setup_changes_nothing_stored(warm, toy_store):
-    environ = shared(warm, toy_store)
-    before = stored(warm / "store")
-    with server(warm, environ) as running:
+def test_term_during_setup_changes_nothing_stored(tmp_path, cold):
+    environ = after(cold[0], tmp_path)
+    before = stored(tmp_path / "store")
+    with server(tmp_path, environ) as running:
         wait_for(lambda: running.health().get("status") == "STARTING")
         assert_ends_in_time(running, signal.SIGTERM)
-    assert stored(warm / "store") == before
-    wait_for(lambda: not owners(toy_store / "cache"))
+    assert stored(tmp_path / "store") == before
+    wait_for(lambda: not owners(cold[0] / "cache"))
     assert_fully_warm(boot_once(environ))
 
 
-def test_interrupt_from_a_terminal_ends_in_order(tmp_path, toy_store):
+def test_interrupt_from_a_terminal_ends_in_order(tmp_path, cold):
     """Ctrl-C reaches the server and its worker at once; the worker leaves it to the server, and its exit hook runs."""
-    environ = settings(tmp_path, dir=str(toy_store / "cache")) | ONE_CLASS
+    environ = settings(tmp_path, dir=str(cold[0] / "cache")) | ONE_CLASS
     with server(tmp_path, environ) as running:
         running.wait_ready()
         started = time.monotonic()
         os.killpg(running.process.pid, signal.SIGINT)
         running.process.wait(30)
-        wait_for(lambda: not owners(toy_store / "cache"))
+        wait_for(lambda: not owners(cold[0] / "cache"))
         assert time.monotonic() - started < COG_LIMIT_S
     assert packs(tmp_path)
     assert_fully_warm(boot_once(environ))

@@ -25,13 +25,19 @@ def cgroup(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cgroup"
 
 
-def have_cpus(monkeypatch, count: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-
-
-@pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (16, 8), (128, 32)])
-def test_one_worker_for_two_cpus_and_two_on_two_or_three(monkeypatch, cgroup, cpus, count):
-    have_cpus(monkeypatch, cpus)
+@pytest.mark.parametrize(
+    ("cpus", "quota", "count"),
+    [
+        *((cpus, "max 100000\n", count) for cpus, count in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3))),
+        *((16, "", 8), (128, "", 32)),
+        *((64, "800000 100000\n", 4), (4, "6400000 100000\n", 2)),
+    ],
+)
+def test_one_worker_for_two_cpus_of_the_host_or_its_quota_and_two_on_two_or_three(
+    monkeypatch, cgroup, cpus, quota, count
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+    (cgroup / "cpu.max").write_text(quota)
     assert compile_threads() == count
 
 
@@ -50,13 +56,6 @@ def test_quota_of_a_container_on_an_older_host_and_none_without_files(cgroup, qu
     (cgroup / "cpu" / "cpu.cfs_quota_us").write_text(quota)
     (cgroup / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert quota_cpus(cgroup) == cpus
-
-
-@pytest.mark.parametrize(("cpus", "quota", "count"), [(64, "800000 100000\n", 4), (4, "6400000 100000\n", 2)])
-def test_a_quota_counts_on_a_host_with_more_cpus_alone(monkeypatch, cgroup, cpus, quota, count):
-    have_cpus(monkeypatch, cpus)
-    (cgroup / "cpu.max").write_text(quota)
-    assert compile_threads() == count
 
 
 @pytest.mark.parametrize("given", ["", "7"])

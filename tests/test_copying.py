@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filled_stores import damage, put_pack, put_record
-from machines import read_files
+from machines import Watched, read_files
 
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.storage.copy import Copied, copy_versions
@@ -52,21 +51,6 @@ def copy(
     source: ObjectStore, target: ObjectStore, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
 ) -> Copied:
     return copy_versions(source, target, lambda key: True, Rules(limits, trusted or TrustedKeys()))
-
-
-class Reads(LocalStore):
-    """A local store that counts what is read of it, and calls `before` each read."""
-
-    def __init__(self, root: Path, before: Callable[[str, int], None] = lambda name, start: None) -> None:
-        super().__init__(root)
-        self.read_bytes = 0
-        self._before = before
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        self._before(name, start)
-        data = super().read(name, start, size_bytes)
-        self.read_bytes += len(data)
-        return data
 
 
 # What arrives.
@@ -123,12 +107,13 @@ def test_a_pack_that_a_boot_refuses_is_not_copied_and_is_named_and_the_others_ar
         source.delete(bad)
         bad = replace(key, model_version="other").prefix + sound.rpartition("/")[2]
         source.put(bad, tmp_path / "source" / sound)
-    reads = Reads(tmp_path / "source")
+    read_bytes: list[int] = []
+    reads = Watched(tmp_path / "source", read=lambda name, start, size_bytes: read_bytes.append(size_bytes))
     limits = Limits(size_bytes=MIB) if what == "too large" else LIMITS
     copied = copy(reads, target, limits, TrustedKeys([public]))
     assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(bad, True)]
     assert [entry.name for entry in target.list("")] == [sound]
-    assert (reads.read_bytes > 9 * MIB) == (what == "damaged"), "what its head refuses is not read"
+    assert (sum(read_bytes) > 9 * MIB) == (what == "damaged"), "what its head refuses is not read"
 
 
 def test_a_record_that_is_not_the_environments_own_is_not_copied(source, target, key):
@@ -144,11 +129,11 @@ def test_a_record_that_is_not_the_environments_own_is_not_copied(source, target,
 def test_a_pack_that_cannot_be_read_is_named_and_the_others_arrive(tmp_path, source, target, key):
     hanging, sound = put_pack(source, key, {"a": b"1"}), put_pack(source, key, {"a": b"2"})
 
-    def hang(name: str, start: int) -> None:
+    def hang(name: str, start: int, size_bytes: int) -> None:
         if name == hanging:
             raise StoreUnavailable("it hangs")
 
-    copied = copy(Reads(tmp_path / "source", hang), target)
+    copied = copy(Watched(tmp_path / "source", read=hang), target)
     assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(hanging, False)]
     assert [entry.name for entry in target.list("")] == [sound]
 
@@ -157,12 +142,12 @@ def test_an_interrupted_copy_leaves_whole_packs_and_no_temporary_files(tmp_path,
     first = put_pack(source, key, {"large": noise(5 * MIB)})
     second = put_pack(source, key, {"large": noise(9 * MIB)})
 
-    def interrupt(name: str, start: int) -> None:
+    def interrupt(name: str, start: int, size_bytes: int) -> None:
         if name == second and start:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy(Reads(tmp_path / "source", interrupt), target)
+        copy(Watched(tmp_path / "source", read=interrupt), target)
     assert read_files(tmp_path / "target") == {first: source.read(first)}
     assert list(temporary.iterdir()) == []
     copied = copy(source, target)
@@ -184,13 +169,13 @@ def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path
     kept, first, second = (put_pack(source, key, {name: name.encode()}) for name in "0ab")
     merged: list[str] = []
 
-    def merge(name: str, start: int) -> None:
+    def merge(name: str, start: int, size_bytes: int) -> None:
         if name == second and not merged:
             merged.append(put_pack(source, key, {"a": b"a", "b": b"b"}))
             for old in (first, second):
                 source.delete(old)
 
-    copied = copy(Reads(tmp_path / "source", merge), target)
+    copied = copy(Watched(tmp_path / "source", read=merge), target)
     assert copied.refused == {}
     assert {entry.name for entry in target.list("")} == {kept, first, *merged}
     assert copied.packs.keys() == {kept, first, *merged}
@@ -200,11 +185,11 @@ def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, t
     put_pack(source, key, {"number": b"0"})
     listings = []
 
-    def vanish(name: str, start: int) -> None:
+    def vanish(name: str, start: int, size_bytes: int) -> None:
         listings.append(name)
         put_pack(source, key, {"number": bytes([len(listings)])})
         source.delete(name)
 
-    (refused,) = copy(Reads(tmp_path / "source", vanish), target).refused.values()
+    (refused,) = copy(Watched(tmp_path / "source", read=vanish), target).refused.values()
     assert refused.is_final is False
     assert target.list("") == []

@@ -63,32 +63,27 @@ def calls_under_way() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compile-cache-store"]
 
 
-@pytest.fixture
-def be_impatient(monkeypatch) -> Callable[[], None]:
-    """Called, it leaves every call 0.2 s."""
-
-    def act() -> None:
-        monkeypatch.setattr(transfer, "limit_s", lambda size_bytes: 0.2)
-
-    return act
+def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave every call 0.2 s."""
+    monkeypatch.setattr(transfer, "limit_s", lambda size_bytes: 0.2)
 
 
 @pytest.mark.parametrize("toxin", [toxic_proxy.trickle, toxic_proxy.trickle_the_answer])
 @pytest.mark.parametrize(("kind", "action"), CALLS)
 def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
-    open_store, proxy, be_impatient, kind, action, toxin
+    open_store, proxy, monkeypatch, kind, action, toxin
 ):
     store = open_store(kind)
     ACTIONS[action](store)
-    be_impatient()
+    be_impatient(monkeypatch)
     proxy.poison(toxin)
     with pytest.raises(StoreUnavailable, match=r"cannot .* not done within 0 s; the store or the network is too slow"):
         ACTIONS[action](store)
     assert proxy.spoiled
 
 
-def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(be_impatient, monkeypatch):
-    be_impatient()
+def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(monkeypatch):
+    be_impatient(monkeypatch)
     release, begun = threading.Event(), []
 
     def hang(number: int) -> None:

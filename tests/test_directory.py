@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from machines import write_files
 
 from compile_cache.errors import CacheDirectoryError
 from compile_cache.storage.directory import CacheDirectory, logical_key
@@ -240,28 +241,22 @@ def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
     }
 
 
-def fill(directory: CacheDirectory, *paths: str) -> None:
-    for path in paths:
-        file = directory.path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(path)
-
-
 def test_a_scan_finds_every_artifact_with_its_time(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
     assert directory.scan() == {}
-    fill(directory, "fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin")
+    files = dict.fromkeys(["fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"], b"an artifact")
+    write_files(directory.path, files)
     found = directory.scan()
-    assert found.keys() == {"fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"}
+    assert found.keys() == files.keys()
     assert found["x.so"] == (directory.path / "x.so").stat().st_mtime_ns
 
 
 def test_a_scan_leaves_out_locks_and_files_still_being_written(tmp_path):
     directory = CacheDirectory.claim(tmp_path)
-    fill(directory, "locks/abc.lock", "deep/locks/abc", "abc.lock", "precompiled/header.h.gch", "server.pid", ".hidden")
-    fill(directory, "ab/abc.tmp", "ab/abc.tmp.pid_1_2", "ab/.1.2.tmp", "triton/tmp.pid_1_2/kernel.cubin")
-    kept = ("c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt")
-    fill(directory, *kept)
+    locks = ["locks/abc.lock", "deep/locks/abc", "abc.lock", "precompiled/header.h.gch", "server.pid", ".hidden"]
+    unfinished = ["ab/abc.tmp", "ab/abc.tmp.pid_1_2", "ab/.1.2.tmp", "triton/tmp.pid_1_2/kernel.cubin"]
+    kept = ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"]
+    write_files(directory.path, dict.fromkeys([*locks, *unfinished, *kept], b""))
     assert directory.scan().keys() == {*kept}
 
 

@@ -16,10 +16,6 @@ from cog_server import PROJECT
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.stores.local import INDEX, parse_index
 
-# Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python that
-# runs, and a server's Python is this one.
-COMMAND = (sys.executable, "-m", "compile_cache.cli")
-
 # Of one predictor, a class for each thing that can be missing, and one that is as it should be.
 PREDICT = """
 import compile_cache
@@ -92,9 +88,10 @@ def fill(
     environ |= {"COMPILE_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
     if forked:
         return run_boot(environ, "fill", *arguments, program="compile_cache.cli", folder=project)
-    return subprocess.run(
-        [*COMMAND, "fill", *arguments], cwd=project, env=environ, capture_output=True, text=True, timeout=500
-    )
+    # Not the installed script: a kernel in C++ is looked up by its compile command, which has the paths of the Python
+    # that runs, and a server's Python is this one.
+    command = [sys.executable, "-m", "compile_cache.cli", "fill", *arguments]
+    return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=500)
 
 
 def small_project(folder: Path, predict: str = PREDICT) -> Path:

@@ -72,13 +72,6 @@ def test_a_pack_of_another_writer_is_read(tmp_path, is_signed):
     assert (head.manifest.creator, head.signed_by) == ("the test", OURS.public_key if is_signed else None)
 
 
-def test_a_pack_cut_short_anywhere_is_refused():
-    name, content = small_draft(is_signed=True).put_together()
-    for length in range(len(content)):
-        with pytest.raises(PackError, match=r"\w"):
-            restore(name, content[:length], None)
-
-
 def assert_refused_or_unchanged(name: str, content: bytes) -> None:
     """The content is what the name stands for, and some bits of a zstd frame mean nothing."""
     with tempfile.TemporaryDirectory() as folder:

@@ -27,19 +27,6 @@ SKETCH = {
 # Square, which is not the first size, but the one that is warmed up.
 PICTURE = {**SKETCH, "num_inference_steps": 4, "aspect_ratio": "1:1"}
 OTHER_SIZE = {**SKETCH, "num_inference_steps": 2, "width": 96, "height": 64}
-# Inputs that Cog's server refuses by the schema, and its reasons.
-WRONG: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "missing": ({"seed": 7}, {"prompt": "Field required"}),
-    "out of range": ({**SKETCH, "num_outputs": 9}, {"num_outputs": "9 is greater than the maximum of 8"}),
-    "wrong type": ({**SKETCH, "width": "wide"}, {"width": '"wide" is not of type "integer"'}),
-    "no choice": ({**SKETCH, "output_format": "gif"}, {"output_format": '"gif" is not one of ["png","webp","jpg"]'}),
-    # The schema says nullable: such an input may be left out, and may not be null.
-    "null": ({**SKETCH, "seed": None}, {"seed": 'null is not of type "integer"'}),
-    "several": (
-        {**SKETCH, "prompt": 7, "guidance_scale": -1},
-        {"prompt": '7 is not of type "string"', "guidance_scale": "-1 is less than the minimum of 0"},
-    ),
-}
 # A pixel of 8 bits, where two sums of floats fall on different sides of a half.
 ROUNDING = 1
 DEMO = Demo(
@@ -130,11 +117,6 @@ def test_omitted_seed_is_random_and_reported(server):
     answer = server.predict(**{name: value for name, value in PICTURE.items() if name != "seed"})
     assert f"seed: {answer['metrics']['seed']}" in answer["logs"]
     assert answer["metrics"]["seed"] != PICTURE["seed"]
-
-
-@pytest.mark.parametrize(("inputs", "reasons"), WRONG.values(), ids=WRONG)
-def test_inputs_outside_the_schema_are_refused_by_name(server, inputs, reasons):
-    assert server.refuse(inputs) == reasons
 
 
 def test_prediction_logs_its_steps(drawn):

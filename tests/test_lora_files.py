@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import socket
+import socketserver
 import ssl
 import struct
 import subprocess
@@ -26,7 +27,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save
-from web_servers import Certificates, answer, answering, make_certificates, tls
+from web_servers import Certificates, answer, answering, make_certificates, running, tls
 
 from models.image import lora_files
 from models.image.lora_files import LoraError, LoraFiles
@@ -85,7 +86,7 @@ def serve(ports: dict[str, int], certified: Certificates) -> Iterator[Serve]:
 
         def start(host: str, *answers: bytes | None) -> Any:
             served = stack.enter_context(answering(*answers, context=tls(certified)))
-            ports[host] = int(served.url.rpartition(":")[2])
+            ports[host] = served.port
             return served
 
         yield start
@@ -115,22 +116,16 @@ def left_in(folder: Path) -> list[Path]:
 
 @contextmanager
 def handling(certified: Certificates, handle: Callable[[ssl.SSLSocket], None]) -> Iterator[int]:
-    """A server that handles one connection by hand; its port."""
+    """A server that handles connections by hand; its port."""
 
-    def serve_one() -> None:
-        connection, _ = listener.accept()
-        with (
-            tls(certified).wrap_socket(connection, server_side=True) as secure,
-            suppress(OSError),
-        ):  # the client hangs up
-            secure.recv(1 << 16)
-            handle(secure)
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            with suppress(OSError):  # the client hangs up
+                handle(self.request)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve_one, daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join(10)
+    with running(Handler, tls(certified)) as served:
+        yield served.port
 
 
 # Local files

@@ -86,6 +86,7 @@ def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_it
         ("401 Unauthorized", StoreAccessDenied, 1),
         ("403 Forbidden", StoreAccessDenied, 1),
         ("404 Not Found", ObjectNotFound, 1),
+        ("408 Timeout", StoreUnavailable, 3),
         ("418 I'm a teapot", StoreError, 1),
         ("429 Too Many Requests", StoreUnavailable, 3),
         ("500 Oops", StoreUnavailable, 3),

@@ -14,6 +14,8 @@ from torch import nn
 from toy_model import WideBlock
 
 from compile_cache.background.queue import Order
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
@@ -46,15 +48,24 @@ def orders(compiler: Regions) -> list[Order]:
 
 
 @pytest.mark.parametrize("cold_start", ["background", "block"])
-def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(directory, cold_start):
+def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(directory, caplog, cold_start):
     block = build(WideBlock)
     compiler = boot(directory, block, settings=Settings(cold_start=cold_start, unseen="block"))
     warm_up(compiler, lambda: block(rows(4)), until_s=0.0)  # the setup's time is up
     (region,) = compiler.by_class.values()
     predict(block, 4)
     assert (region.served["compiled"], region.trials.waited_s) == (0, 0)
+    prediction = Prediction(BootReport(), compiler)
     predict(block, 5)
-    assert region.trials.waited_s > 0
+    told = prediction.metrics()
+    assert (told["compile_cache.served"], told["compile_cache.compiled_now"]) == ({"WideBlock": "eager"}, 1)
+    assert told["compile_cache.waited_s"] > 0
+    assert "compile.on_request region=WideBlock seconds=" in caplog.text
+    prediction.count_from_now()
+    predict(block, 5)
+    told = prediction.metrics()
+    assert told["compile_cache.served"] != {"WideBlock": "eager"}
+    assert (told["compile_cache.compiled_now"], told["compile_cache.waited_s"]) == (0, 0)
 
 
 def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_one(directory):

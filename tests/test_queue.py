@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,10 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
 
 
 def test_orders_of_many_threads_are_all_answered(queue):
-    orders: list[Order] = []
-
-    def make_some() -> None:
-        orders.extend(put(queue, *[order("echo", size=1)] * 10))
-
-    threads = [threading.Thread(target=make_some) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        made = [*threads.map(lambda _: put(queue, *[order("echo", size=1)] * 10), range(8))]
     assert queue.wait(PATIENCE_S)
-    assert [each.answer.done() for each in orders] == [True] * 80
+    assert [each.answer.done() for orders in made for each in orders] == [True] * 80
 
 
 def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):

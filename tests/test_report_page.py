@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from boots import boot_once, settings
+from boots import after, boot_once
 from commands import Run, run_command
 from hypothesis import given
 from hypothesis import settings as examples
@@ -54,9 +54,7 @@ def page(tmp_path) -> Callable[[], Page]:
 def booted(cold, tmp_path_factory) -> tuple[Path, Mapping[str, Any]]:
     """A folder with the reports of a cold boot and of one that it restored, and the latter."""
     folder = tmp_path_factory.mktemp("restored")
-    store = shutil.copytree(cold[0] / "store", folder / "store")
-    report = folder / "reports" / "restored.json"
-    restored = boot_once(settings(folder, dir=str(cold[0] / "cache"), store=str(store), report=str(report)))
+    restored = boot_once(after(cold[0], folder, report=str(folder / "reports" / "restored.json")))
     (folder / "reports" / "cold.json").write_text((cold[0] / "report.json").read_text())
     (folder / "reports" / "other.json").write_text("[1]")
     return folder / "reports", restored.report

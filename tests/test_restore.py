@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
-from filled_stores import put_pack
+from filled_stores import damage, put_pack
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
@@ -16,40 +17,37 @@ from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.local import LocalStore
 
 
-def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, str]:
-    """A restore that is not started, and the prefix of its key."""
+def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, CacheKey]:
+    """A restore that is not started, and its key."""
     import torch
 
     directory = CacheDirectory.claim(tmp_path / "cache")
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     key = key_for(told, environment_for(told, directory.path, environ), "model", ())
-    return Restore(told, directory, "model", (), environ), key.prefix
+    return Restore(told, directory, "model", (), environ), key
 
 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
     """So a new version rolls a read-only layer back."""
     for folder, outcome in (("store", "seeded"), ("layer", "miss")):
-        restore, prefix = prepare(
+        restore, key = prepare(
             tmp_path / folder, store=str(tmp_path / folder / "store"), layers=(str(tmp_path / folder / "layer"),)
         )
-        environment, model, _ = prefix.removeprefix("v2/").rstrip("/").split("/")
-        put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
+        put_pack(LocalStore(tmp_path / folder / folder), replace(key, model_version="0"))
         restore.start()
         assert restore.join().report.outcome == outcome
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
-    restore, prefix = prepare(tmp_path, store=str(tmp_path / "store"), layers=(str(tmp_path / "layer"),))
-    environment, model, version = prefix.removeprefix("v2/").rstrip("/").split("/")
-    put_pack(LocalStore(tmp_path / "layer"), CacheKey(environment, model, version))
-    (pack,) = (tmp_path / "layer").rglob("*.pack")
-    os.truncate(pack, pack.stat().st_size - 1)
+    restore, key = prepare(tmp_path, store=str(tmp_path / "store"), layers=(str(tmp_path / "layer"),))
+    name = put_pack(LocalStore(tmp_path / "layer"), key)
+    damage(tmp_path / "layer", name)
     (tmp_path / "store").write_text("no folder")
     restore.start()
     report = restore.join().report
     assert report.outcome == "failed"
-    assert [refused.name for refused in report.refused] == [f"{prefix}{pack.name}"]
+    assert [refused.name for refused in report.refused] == [name]
 
 
 def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch):

@@ -208,7 +208,6 @@ def test_gpu_that_is_not_there_is_named(process):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_order_of_attentions_holds_although_torch_sets_its_own_first(process):
     torch.zeros(1, device="cuda")
     index = torch.cuda.device_count() - 1

@@ -65,14 +65,8 @@ def restored(made, tmp_path):
 
 def artifact_of(directory, module_class):
     """The one artifact of a class."""
-    (path,) = [path for path in artifacts(directory) if module_class.__qualname__ in header_of(path)["key"]["class"]]
+    (path,) = [path for path in artifacts(directory) if module_class.__qualname__ in read_artifact(path)[0]["class"]]
     return path
-
-
-def header_of(path):
-    content = path.read_bytes()
-    (length,) = _LENGTH.unpack(content[len(_MAGIC) : len(_MAGIC) + _LENGTH.size])
-    return json.loads(content[len(_MAGIC) + _LENGTH.size :][:length])
 
 
 def payload_start(content: bytes) -> int:
@@ -167,7 +161,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
         block = build(Block)
         warmed(directory, block)
         (path,) = artifacts(directory)
-        assert "threads" not in header_of(path)["key"]["switches"]
+        assert "threads" not in read_artifact(path)[0]["switches"]
         try:
             torch.set_num_threads(threads + 1)
             found = find(directory, build(Block), tensor())

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from filled_stores import ACTIONS
+from filled_stores import ACTIONS, put_as_newest
 from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
@@ -167,29 +167,6 @@ def names(store: ObjectStore, prefix: str = "") -> list[str]:
     return [entry.name for entry in store.list(prefix)]
 
 
-def put_as_newest(store: ObjectStore, name: str, content: bytes) -> None:
-    """Put an object again and again, until the store's own clock says that it is newer than all others."""
-    others = [entry.modified_s for entry in store.list("v1/") if entry.name != name]
-    while True:
-        store.put(name, content)
-        (entry,) = (entry for entry in store.list("v1/") if entry.name == name)
-        if all(entry.modified_s > other for other in others):
-            return
-        time.sleep(0.02)
-
-
-def at_once(action: Callable[[int], object], count: int = THREADS) -> list[object]:
-    """What `action` returns for each number, begun by as many threads at the same moment."""
-    barrier = threading.Barrier(count)
-
-    def begin(number: int) -> object:
-        barrier.wait()
-        return action(number)
-
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(begin, range(count)))
-
-
 # What every store does.
 
 
@@ -270,17 +247,19 @@ def test_putting_a_file_that_is_not_there_is_a_store_error_and_stores_nothing(wr
 
 
 def test_threads_that_put_the_same_object_leave_one_of_them_whole_and_readers_get_one_whole(writable):
-    contents = [bytes([number]) * 200_000 for number in range(THREADS)]
+    contents, barrier = [bytes([number]) * 200_000 for number in range(THREADS)], threading.Barrier(THREADS)
     writable.put("v1/object", contents[0])
 
     def put_and_read(number: int) -> set[bytes]:
         found = set()
+        barrier.wait()
         for _ in range(5):
             writable.put("v1/object", contents[number])
             found.add(writable.read("v1/object"))
         return found
 
-    assert {content for found in at_once(put_and_read) for content in found} <= set(contents)
+    with ThreadPoolExecutor(THREADS) as threads:
+        assert set().union(*threads.map(put_and_read, range(THREADS))) <= set(contents)
     assert names(writable, "v1/") == ["v1/object"]
 
 
@@ -625,7 +604,9 @@ def test_an_error_shows_addresses_redacted(text, shown):
     assert str(StoreError(text)) == shown
 
 
-WRONG_REGIONS = {
+# Codes of S3, and their messages.
+CODES = {
+    "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
     "AuthorizationHeaderMalformed": "the region 'us-east-1' is wrong; expecting 'eu-west-1'",
     "IllegalLocationConstraintException": "The eu-west-1 location constraint is incompatible for the region",
     "PermanentRedirect": "The bucket must be addressed using the specified endpoint.",
@@ -633,13 +614,14 @@ WRONG_REGIONS = {
 }
 
 
-@pytest.mark.parametrize(("code", "message"), WRONG_REGIONS.items())
-def test_a_wrong_region_has_a_remedy(aws_variables, monkeypatch, code, message):
+@pytest.mark.parametrize(("code", "message"), CODES.items())
+def test_a_wrong_key_or_region_has_a_remedy(aws_variables, monkeypatch, code, message):
     body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
     status = "301 Moved Permanently" if "Redirect" in code else "400 Bad Request"
+    remedy = "check the credentials" if "Key" in code else "set AWS_DEFAULT_REGION to the bucket's region"
     with answering(answer(status, body)) as served:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", served.url)
-        with pytest.raises(StoreError, match=r"; set AWS_DEFAULT_REGION to the bucket's region"):
+        with pytest.raises(StoreError, match=f"; {remedy}"):
             S3Store("bucket", "").list("v1/")
 
 

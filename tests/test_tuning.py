@@ -8,24 +8,13 @@ from __future__ import annotations
 import types
 
 import pytest
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifact, TritonKernelArtifacts
 
-torch = pytest.importorskip("torch")
-
-from torch._inductor.codecache import PyCodeCache  # noqa: E402
-from torch._inductor.runtime import triton_heuristics  # noqa: E402
-from torch._inductor.triton_bundler import (  # noqa: E402
-    TritonBundle,
-    TritonKernelArtifact,
-    TritonKernelArtifacts,
-)
-
-from compile_cache.inductor import tuning as autotuner  # noqa: E402
+from compile_cache.inductor import tuning as autotuner
 
 PARTS = ("cubin", "ptx", "ttir", "ttgir", "llir", "source", "json")
-
-
-def result(folder: str) -> types.SimpleNamespace:
-    return types.SimpleNamespace(kernel=types.SimpleNamespace(hash=folder))
 
 
 class Autotuner:
@@ -33,7 +22,8 @@ class Autotuner:
 
     def __init__(self, name: str, results: list[str], winners: list[str], is_static: bool = True) -> None:
         self.fn = types.SimpleNamespace(__name__=name)
-        self.compile_results = [result(folder) for folder in results]
+        kernels = [types.SimpleNamespace(hash=folder) for folder in results]
+        self.compile_results = [types.SimpleNamespace(kernel=kernel) for kernel in kernels]
         self.launchers = [types.SimpleNamespace(cache_hash=folder) for folder in winners]
         self._is_static = is_static
 

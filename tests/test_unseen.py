@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from blocks import SIZE, Product
+from diffusers import hooks
+from diffusers.hooks import HookRegistry
 from precompiling import boot, build, eager, only_report, tensor, warm_up, warmed
 from torch import nn
 
@@ -23,6 +26,7 @@ from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import kinds, trial
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
 
 BLOCK = Settings(cold_start="block", unseen="block")
 BACKGROUND = Settings(cold_start="background", unseen="background")
@@ -259,6 +263,15 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
         assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
 
 
+def arrived(directory: CacheDirectory, kind: type[Product]) -> tuple[Product, Regions]:
+    """A block that the warm-up has called, and whose code has just arrived; and its boot."""
+    block = build(kind)
+    compiler = warmed(directory, block, settings=BACKGROUND)
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+    return block, compiler
+
+
 class Adaptable(Product):
     def __init__(self) -> None:
         super().__init__()
@@ -270,10 +283,7 @@ class Adaptable(Product):
 
 
 def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(directory):
-    block = build(Adaptable)
-    compiler = warmed(directory, block, settings=BACKGROUND)
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    block, compiler = arrived(directory, Adaptable)
     block.adapter = nn.Parameter(torch.eye(16))
     answer(block, 4)
     assert compiler.policy.wait(600)  # for the adapter's code
@@ -283,6 +293,43 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(director
     assert len(functions_of(compiler)) == 2
     assert served(compiler)["precompiled"] >= 1
     assert not only_report(compiler).reason
+
+
+class Nested(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Product()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.part(x))
+
+
+def hook_of_diffusers(module: nn.Module) -> None:
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hooks.ModelHook(), "test")
+
+
+@pytest.mark.parametrize(
+    ("add", "remove"),
+    [
+        (lambda module: add_hook_to_module(module, ModelHook()), remove_hook_from_module),
+        (hook_of_diffusers, lambda module: HookRegistry.check_if_exists_or_initialize(module).remove_hook("test")),
+    ],
+    ids=["accelerate", "diffusers"],
+)
+def test_hooks_that_were_removed_leave_a_module_as_it_was(directory, add, remove):
+    """They replace the `forward` of the instance, and of its part."""
+    block, compiler = arrived(directory, Nested)
+    steps = []
+    for change in (lambda module: None, add, remove):
+        for part in (block, block.part):
+            change(part)
+        for _ in range(3):
+            compiler.policy.moment.begin()
+            before = Counter(served(compiler))
+            torch.testing.assert_close(answer(block, 4), eager(build(Nested), tensor(4, 16)))
+            compiler.policy.moment.end(is_complete=True, had_new_code=False)
+        steps += Counter(served(compiler)) - before
+    assert steps == ["precompiled", "eager", "precompiled"]
 
 
 class Scaled(Product):
@@ -295,10 +342,7 @@ class Scaled(Product):
 
 
 def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(directory):
-    block = build(Scaled)
-    compiler = warmed(directory, block, settings=BACKGROUND)
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    block, compiler = arrived(directory, Scaled)
     block.scale = 2.0
     answer(block, 4)
     assert compiler.policy.wait(600)
@@ -317,6 +361,18 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(dire
         torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
     assert served(compiler)["precompiled"] == 6
     assert not only_report(compiler).reason
+
+
+def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(directory, monkeypatch):
+    monkeypatch.setattr(kinds, "MOST_FUNCTIONS", 2)
+    block, compiler = arrived(directory, Scaled)
+    for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
+        block.scale = scale
+        torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
+        assert compiler.policy.wait(600)
+    assert only_report(compiler).settled == "eager"
+    assert "a number or a flag changes from call to call" in only_report(compiler).reason
+    assert len(functions_of(compiler)) == 2
 
 
 class BreakingIfTold(Product):
@@ -381,9 +437,18 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
     warm_up(compiler, lambda: block(tensor(4, 16)))
     assert served(compiler)
     for rows in range(5, 75):
-        with pytest.raises(UnseenCallError):
+        with pytest.raises(UnseenCallError, match=f"Product was called with {rows}x16.*COMPILE_CACHE_UNSEEN"):
             answer(block, rows)
     torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+
+
+def test_new_calls_are_eager_for_good_where_that_is_set(directory):
+    block = build(Product)
+    compiler = warmed(directory, block, settings=replace(BLOCK, unseen="eager"))
+    compiler.policy.release()
+    for _ in range(2):
+        answer(block, 5)
+    assert (served(compiler), compiler.policy.waiting) == ({"eager": 3}, 0)
 
 
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
@@ -454,19 +519,35 @@ class Cancelled(BaseException):
     """As Cog raises it in a cancelled prediction."""
 
 
-def cancelled(*_: object) -> None:
-    raise Cancelled
+def break_off(block: Product, rows: int, error: type[BaseException]) -> None:
+    """Call the block, whose eager code ends with this error."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "call_region", fail)
+        with pytest.raises(error):
+            answer(block, rows)
 
 
-def test_a_call_that_was_cancelled_is_ordered_next_time(directory, monkeypatch):
+def test_a_call_that_was_cancelled_is_ordered_next_time(directory):
     block = build(Product)
     compiler = warmed(directory, block, settings=BACKGROUND)
-    with monkeypatch.context() as patch:
-        patch.setattr(trial, "call_region", cancelled)
-        with pytest.raises(Cancelled):
-            answer(block, 5)
+    break_off(block, 5, Cancelled)
     answer(block, 5)
     assert compiler.policy.waiting == only_report(compiler).waiting == 2
+
+
+@pytest.mark.parametrize("error", [Cancelled, torch.OutOfMemoryError])
+def test_code_is_not_published_while_its_comparison_did_not_end_and_serves_once_it_has(directory, error):
+    block, compiler = arrived(directory, Product)
+    break_off(block, 4, error)
+    assert functions_of(compiler) == []
+    for _ in range(4):
+        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    assert served(compiler)["precompiled"] >= 1
+    assert len(functions_of(compiler)) == 1
 
 
 @pytest.mark.parametrize(("counts", "slept"), [((5, 5), 1), ((5, 6, 7, 7), 3), (range(1000), 20)])

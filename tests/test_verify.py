@@ -7,10 +7,10 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
-from filled_stores import GRAPH, put_pack
+from filled_stores import GRAPH, flip_last, put_pack
+from machines import Watched
 from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
@@ -26,11 +26,6 @@ PRIVATE, PUBLIC = make_keys("one")
 STRANGER = make_keys("stranger")[1]
 
 
-@pytest.fixture
-def local(tmp_path) -> LocalStore:
-    return LocalStore(tmp_path)
-
-
 def entry_of(local: LocalStore, name: str) -> StoredObject:
     return next(entry for entry in local.list("") if entry.name == name)
 
@@ -38,10 +33,6 @@ def entry_of(local: LocalStore, name: str) -> StoredObject:
 def verify(local: LocalStore, name: str, rules: Rules = EVERYONE, whole: bool = True) -> VerifiedPack:
     (found,) = (verify_all if whole else verify_heads)(local, [entry_of(local, name)], rules)
     return found
-
-
-def flip_last(pack: bytes) -> bytes:
-    return pack[:-1] + bytes([pack[-1] ^ 1])
 
 
 def flip_signature(pack: bytes) -> bytes:
@@ -89,19 +80,19 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_pack_is_sound_damaged_or_refused(tmp_path, local, key, row: Row):
+def test_a_pack_is_sound_damaged_or_refused(local, key, row: Row):
     name = put_pack(local, key, LARGE if row.is_large else GRAPH, signer=row.signer)
-    (tmp_path / name).write_bytes(row.change((tmp_path / name).read_bytes()))
+    local.put(name, row.change(local.read(name)))
     found = verify(local, name, row.rules, row.whole)
     assert (found.state, found.signed_by) == (row.state, row.signed_by)
     assert bool(found.reason) == bool(row.reason)
     assert re.search(row.reason, found.reason)
 
 
-def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(tmp_path, local, key):
+def test_a_pack_in_the_place_of_another_key_is_refused_and_not_damaged(local, key):
     name = put_pack(local, key)
     other = replace(key, model_version="other").prefix + name.rpartition("/")[2]
-    local.put(other, tmp_path / name)
+    local.put(other, local.read(name))
     found = verify(local, other)
     assert found.state is REFUSED
     assert key.prefix in found.reason
@@ -121,16 +112,13 @@ def test_a_pack_that_was_deleted_meanwhile_is_left_out(local, key):
     assert verify_all(local, [entry], EVERYONE) == verify_heads(local, [entry], EVERYONE) == []
 
 
-class Failing(LocalStore):
-    """A store that lists and does not answer reads."""
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        raise StoreUnavailable(f"cannot read {name}: it hangs")
-
-
 def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
     name = put_pack(local, key)
-    assert verify(Failing(Path(tmp_path)), name).state is PackState.UNREADABLE
+
+    def hang(*_: object) -> None:
+        raise StoreUnavailable(f"cannot read {name}: it hangs")
+
+    assert verify(Watched(tmp_path / "store", read=hang), name).state is PackState.UNREADABLE
 
 
 def test_heads_come_in_the_order_of_the_packs_and_tell_their_files(local, key):

@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ def test_each_weight_takes_its_copy(saved, chunk_bytes, device):
     ]
 
 
-def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def snapshot(folder, tmp_path, monkeypatch) -> Path:
+    """The same as `org/name` in the hub's cache."""
     repository = tmp_path / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / COMMIT
     shutil.copytree(folder, snapshot)
@@ -128,7 +130,10 @@ def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, tmp_path, m
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
 
+
+def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, snapshot):
     assert local_folder("org/name", None) == local_folder("org/name", COMMIT) == snapshot
     assert local_folder("org/nowhere", None) is None
     assert local_folder(str(folder), None) == folder
@@ -250,46 +255,52 @@ def test_a_file_that_is_cut_short_or_has_a_damaged_header_is_named_and_not_copie
     assert not need_no_cast(folder, torch.bfloat16)
 
 
-def edited(folder: Path, name: str) -> Path:
-    """The folder after a change that leaves early copies without a use."""
-    vae = folder / "vae"
-    file = vae / "diffusion_pytorch_model.safetensors"
-    if name == "quantized":
-        config = json.loads((vae / "config.json").read_text())
-        (vae / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "x"}}))
-    elif name == "a missing shard":
-        next((folder / "transformer").glob("*.safetensors")).unlink()
-    elif name == "no safetensors":
-        file.rename(vae / "diffusion_pytorch_model.bin")
-    elif name == "one weight in fp32":
-        weights = load_file(file)
-        first = next(iter(weights))
-        save_file({**weights, first: weights[first].float()}, file)
-    elif name == "experts":
-        save_file({f"layers.0.experts.{name}": weight for name, weight in load_file(file).items()}, file)
-    elif name == "a file and an index":
-        (vae / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {}}')
-    return folder
+def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(file)), file)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "quantized",
-        "a missing shard",
-        "no safetensors",
-        "one weight in fp32",
-        "experts",
-        "a file and an index",
-        "",
-    ],
-)
-def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, name):
-    with EarlyWeights(edited(folder, name) if name else None) as early:
+def with_one_in_fp32(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    first = next(iter(weights))
+    return {**weights, first: weights[first].float()}
+
+
+def quantize(file: Path) -> None:
+    config = json.loads(file.with_name("config.json").read_text())
+    file.with_name("config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "x"}}))
+
+
+# Changes of a folder, told by the decoder's weights, that leave early copies without a use; whether they need no cast.
+EDITS: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "quantized": (quantize, False),
+    "a missing shard": (lambda file: next((file.parents[1] / "transformer").glob("*.safetensors")).unlink(), True),
+    "no safetensors": (lambda file: file.rename(file.with_suffix(".bin")), False),
+    "one weight in fp32": (lambda file: rewrite(file, with_one_in_fp32), False),
+    "experts": (
+        lambda file: rewrite(file, lambda weights: {f"layers.0.experts.{name}": one for name, one in weights.items()}),
+        True,
+    ),
+    "a file and an index": (
+        lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {}}'),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "needs_no_cast"), EDITS.values(), ids=EDITS)
+def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, edit, needs_no_cast):
+    edit(folder / "vae" / "diffusion_pytorch_model.safetensors")
+    with EarlyWeights(folder) as early:
         early.begin(CPU)
         early.give([nn.Linear(2, 2)])
         assert not early._chunks
-    assert need_no_cast(folder, torch.bfloat16) is (name not in ("quantized", "no safetensors", "one weight in fp32"))
+    assert need_no_cast(folder, torch.bfloat16) is needs_no_cast
+
+
+def test_without_a_local_folder_nothing_is_copied():
+    with EarlyWeights(None) as early:
+        early.begin(CPU)
+        early.give([nn.Linear(2, 2)])
+        assert not early._chunks
 
 
 def test_files_that_no_part_reads_are_not_copied(folder):
@@ -477,13 +488,7 @@ def test_weights_of_another_type_are_left_to_from_pretrained():
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(ROOT / "demo/flux-digits"), dtype=torch.bfloat16))
 
 
-def test_a_hub_id_loads_from_the_hubs_cache_alone(folder, tmp_path, monkeypatch):
-    cache = tmp_path / "hub"
-    repository = cache / "models--org--name"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
-    shutil.copytree(folder, repository / "snapshots" / COMMIT)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+def test_a_hub_id_loads_from_the_hubs_cache_alone(folder, snapshot, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
     pipeline = load_pipeline("org/name", None, torch.bfloat16, CPU)
@@ -499,20 +504,6 @@ def test_other_folders_of_a_model_are_not_read(folder):
     (folder / "vae" / "onnx" / "config.json").write_text("{}")
 
     assert need_no_cast(folder / "vae", torch.bfloat16)
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1, None])
-def test_a_file_that_was_cut_short_or_is_missing_is_named_by_from_pretrained(folder, kept_bytes):
-    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    if kept_bytes is None:
-        path = next((folder / "transformer").glob("*.safetensors"))
-    content = path.read_bytes()
-    path.unlink()
-    if kept_bytes is not None:
-        path.write_bytes(content[:kept_bytes])
-
-    with pytest.raises(OSError, match=path.name):
-        load_pipeline(str(folder), None, torch.bfloat16, CPU)
 
 
 class Odd(nn.Module):

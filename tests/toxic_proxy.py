@@ -9,7 +9,7 @@ import struct
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -62,22 +62,15 @@ class Answer:
         return f"HTTP/1.1 {self.status} {http.client.responses[self.status]}\r\n{text}\r\n".encode()
 
 
+@dataclass(frozen=True)
 class Exchange:
     """One request: the client that sent it, and the server that it is meant for."""
 
-    def __init__(
-        self,
-        request: Request,
-        client: socket.socket,
-        reader: BinaryIO,
-        upstream: tuple[str, int],
-        over: threading.Event,
-    ) -> None:
-        self.request = request
-        self.client = client
-        self._reader = reader
-        self._upstream = upstream
-        self._over = over
+    request: Request
+    client: socket.socket
+    _reader: BinaryIO
+    _upstream: tuple[str, int]
+    _over: threading.Event
 
     def read_body(self, size_bytes: int) -> bytes:
         """The first bytes of the request's body; those that follow are never read."""
@@ -87,13 +80,13 @@ class Exchange:
 
     def answer(self) -> Answer:
         """What the server answers to the request, which is passed on whole."""
-        return self._ask(self.request, self.read_body(self.request.body_bytes))
-
-    def answer_for(self, path: str) -> Answer:
-        """What the server answers to the same client for another path, without query and body."""
-        kept = ("host", "range", "authorization")
-        headers = {name: value for name, value in self.request.headers.items() if name in kept}
-        return self._ask(Request("GET", path, headers), b"")
+        request, body = self.request, self.read_body(self.request.body_bytes)
+        headers = {name: value for name, value in request.headers.items() if name not in _HOP_BY_HOP}
+        with closing(http.client.HTTPConnection(*self._upstream, timeout=_UPSTREAM_TIMEOUT_S)) as connection:
+            connection.request(request.method, request.target, body or None, headers)
+            got = connection.getresponse()
+            kept = {name: value for name, value in got.getheaders() if name.lower() not in _HOP_BY_HOP}
+            return Answer(got.status, got.read(), kept)
 
     def pass_on_half(self) -> None:
         """Half of the request's body reaches the server, and then its client is gone."""
@@ -114,17 +107,6 @@ class Exchange:
     def reset(self) -> None:
         """Have the connection end in a reset."""
         self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-
-    def _ask(self, request: Request, body: bytes) -> Answer:
-        headers = {name: value for name, value in request.headers.items() if name not in _HOP_BY_HOP}
-        connection = http.client.HTTPConnection(*self._upstream, timeout=_UPSTREAM_TIMEOUT_S)
-        try:
-            connection.request(request.method, request.target, body or None, headers)
-            got = connection.getresponse()
-            kept = {name: value for name, value in got.getheaders() if name.lower() not in _HOP_BY_HOP}
-            return Answer(got.status, got.read(), kept)
-        finally:
-            connection.close()
 
 
 # Spoils one exchange; the connection lives on if it returns True.
@@ -214,25 +196,16 @@ def send_nothing(exchange: Exchange) -> bool:
     return True
 
 
-def instead(make: Callable[[Exchange], Answer]) -> Toxin:
-    """Another answer; the server does not get the request."""
+def page(status: int, text: bytes = _ERROR_PAGE) -> Toxin:
+    """This status with a web page, as from something in the middle that speaks no S3. The server does not get the
+    request."""
 
     def toxin(exchange: Exchange) -> bool:
         exchange.read_body(exchange.request.body_bytes)
-        exchange.send(make(exchange))
+        exchange.send(Answer(status, text, {"Content-Type": "text/html"}))
         return True
 
     return toxin
-
-
-def substitute(path: str) -> Toxin:
-    """Another object's bytes."""
-    return instead(lambda exchange: exchange.answer_for(path))
-
-
-def page(status: int, text: bytes = _ERROR_PAGE) -> Toxin:
-    """This status with a web page, as from something in the middle that speaks no S3."""
-    return instead(lambda _: Answer(status, text, {"Content-Type": "text/html"}))
 
 
 def _send_slowly(exchange: Exchange, content: bytes) -> bool:
@@ -262,8 +235,6 @@ class ToxicProxy:
         self._toxin: Toxin = harmless
         self._applies: Callable[[Request], bool] = lambda request: False
         self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
         self.url = ""
         self.spoiled: list[Request] = []
 
@@ -278,29 +249,16 @@ class ToxicProxy:
         self._applies = lambda request: False
         self._over.set()
 
-    def hang_up(self) -> None:
-        """End every connection, those included that wait for a next request."""
-        with self._lock:
-            for connection in self._connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
     def serve(self, client: socket.socket, reader: BinaryIO) -> None:
         """One connection, until its end."""
-        with self._lock:
-            self._connections.add(client)
-        try:
-            with suppress(OSError):  # clients hang up on purpose
-                while (request := _read_request(reader)) is not None:
-                    toxin = harmless
-                    if self._applies(request):
-                        self.spoiled.append(request)
-                        toxin = self._toxin
-                    if not toxin(Exchange(request, client, reader, self._upstream, self._over)):
-                        return
-        finally:
-            with self._lock:
-                self._connections.discard(client)
+        with suppress(OSError):  # clients hang up on purpose
+            while (request := _read_request(reader)) is not None:
+                toxin = harmless
+                if self._applies(request):
+                    self.spoiled.append(request)
+                    toxin = self._toxin
+                if not toxin(Exchange(request, client, reader, self._upstream, self._over)):
+                    return
 
 
 @contextmanager
@@ -318,7 +276,6 @@ def toxic_proxy(upstream_url: str) -> Iterator[ToxicProxy]:
             yield proxy
         finally:
             proxy.heal()
-            proxy.hang_up()
 
 
 class _Abrupt(Server):

@@ -43,19 +43,6 @@ class ToyModel(nn.Module):
         return x
 
 
-class CheatingBlock(NormBlock):
-    """Compiled, it gives another answer than eager: what a miscompilation looks like from outside."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
-
-
-class CheatingModel(ToyModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([CheatingBlock(), CheatingBlock()])
-
-
 def run(model: nn.Module, rows: int = 4) -> list[float]:
     """One prediction on the same numbers every time."""
     with torch.inference_mode():

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import urllib.error
 from collections.abc import Mapping
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
-import pytest
 from cog_server import PROJECT, CogServer
 
 # The documents that Cog's own command derived.
@@ -42,13 +38,6 @@ class ValidatingServer(CogServer):
             if not path.name.startswith(".") and not (folder / path.name).exists():
                 (folder / path.name).symlink_to(path)
         super().__init__(predictor, log, environ, folder)
-
-    def refuse(self, inputs: Mapping[str, Any]) -> dict[str, str]:
-        """Ask for a prediction that is not let through to the predictor; the reasons, by the inputs at fault."""
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            self.predict(**inputs)
-        assert caught.value.code == HTTPStatus.UNPROCESSABLE_ENTITY
-        return {fault["loc"][-1]: fault["msg"] for fault in json.load(caught.value)["detail"]}
 
     def foreign_lines(self) -> list[str]:
         """Lines that the worker has written until now, and that are neither this project's nor Cog's."""

@@ -94,6 +94,10 @@ class Served:
     requests: list[str] = field(default_factory=list)
     sent_bytes: int = 0
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
 
 @contextmanager
 def serving_folder(folder: Path, *, ranges: bool, context: ssl.SSLContext | None = None) -> Iterator[Served]:
