@@ -311,8 +311,9 @@ class Policy:
         while self._late_cases and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
         if not isinstance(self._orders, str | None):
-            self._orders.queue.wait(max(0.0, until_s - time.monotonic()))
-        return self.waiting == 0
+            # Calls that are ordered meanwhile are waited for too, those after that are not.
+            return self._orders.queue.wait(max(0.0, until_s - time.monotonic())) and not self._late_cases
+        return not self._late_cases
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load
