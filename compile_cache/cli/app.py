@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -349,9 +348,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
         "report.html"
     ),
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the timelines also as a trace, for Perfetto.")
-    ] = None,
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 
@@ -361,7 +357,7 @@ def report(
     Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
     `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles after READY.
     """
-    write_report(reports, output, trace)
+    write_report(reports, output)
 
 
 @app.command()
@@ -431,24 +427,13 @@ def run(
 
 
 @app.command()
-def keygen(
-    folder: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")
-    ] = None,
-) -> None:
+def keygen() -> None:
     """Make a pair of keys: a secret one to sign packs with, for those who may publish, and one to trust.
 
-    Only the owner can read the secret's file. Existing files are never overwritten.
+    It prints them as lines of a file of variables.
     """
     private, public = generate_keys()
-    if folder is None:
-        out.print_keys(private, public)
-        return
-    files = {folder / "signing.key": (private, 0o600), folder / "signing.pub": (public, 0o644)}
-    if there := [str(path) for path in files if path.exists()]:
-        raise CompileCacheError(f"{' and '.join(there)} would be overwritten: give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, (content, mode) in files.items():
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(content + "\n")
-    out.print_keys(*(f'"$(cat {shlex.quote(str(path))})"' for path in files))
+    out.print_line("# A secret. It signs the packs of a boot: give it only to those who may publish.")
+    out.print_line(f"COMPILE_CACHE_SIGNING_KEY={private}")
+    out.print_line("# Boots use only packs signed with one of these keys. Separate several by commas.")
+    out.print_line(f"COMPILE_CACHE_TRUSTED_KEYS={public}")
