@@ -16,15 +16,7 @@ from queue import Empty, PriorityQueue
 from typing import TYPE_CHECKING
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.errors import (
-    CompileCacheError,
-    Failure,
-    OrderFailed,
-    OrderTimedOut,
-    ProcessDied,
-    ProcessNotReady,
-    attempt,
-)
+from compile_cache.errors import CompileCacheError, Failure, OrderFailed, ProcessDied, ProcessNotReady, attempt
 from compile_cache.inductor.make import Answer, Dimensions
 from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
@@ -159,7 +151,7 @@ class OrderQueue:
         """The process's answer. If a process may be to blame for a failure, a new one gets one more try.
 
         Raises:
-            OrderFailed, OrderTimedOut, ProcessDied: of the last try.
+            OrderFailed, ProcessDied: of the last try.
         """
         try:
             content = pickle.dumps((order.call, order.state, order.dynamic))
@@ -167,7 +159,7 @@ class OrderQueue:
             log.info("background.begin call=%s waiting=%d", order.name, self.waiting)
             answer: Answer = pickle.loads(process.answer(content, self._limit_s))
             return answer
-        except (OrderFailed, OrderTimedOut, ProcessDied) as error:
+        except (OrderFailed, ProcessDied) as error:
             if not self._is_closed:  # `close` stopped the process
                 # The order's own error goes to its caller, who knows its meaning.
                 level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
