@@ -123,14 +123,14 @@ def test_a_version_touched_since_the_plan_is_kept_and_named(since):
 
 
 @pytest.mark.parametrize(
-    ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], True)]
+    ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], False)]
 )
-def test_a_record_goes_with_the_last_object_of_its_environment(stays, record_stays):
+def test_a_record_goes_with_the_last_version_of_its_environment_and_objects_of_others_stay(stays, record_stays):
     record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
     entries = [record, StoredObject("v2/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
     store = Memory(entries)
     apply_prune(store, plan(MONTH, *entries))
-    assert list(store.entries.values()) == [record, *stays] if record_stays else not store.entries
+    assert list(store.entries.values()) == ([record, *stays] if record_stays else stays)
 
 
 def test_a_version_is_removed_with_what_is_published_meanwhile():
@@ -170,7 +170,7 @@ policies = st.builds(PrunePolicy, st.none() | days, st.none() | st.integers(0, 4
 
 
 def youngest_days(version: Version) -> float:
-    return min((NOW_S - entry.modified_s) / DAY_S for entry in (*version.packs, *version.others))
+    return min((NOW_S - entry.modified_s) / DAY_S for entry in version.objects)
 
 
 def with_packs(catalog: Catalog) -> dict[CacheKey, Version]:

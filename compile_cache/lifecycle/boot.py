@@ -119,10 +119,9 @@ class Boot:
         """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
-        workplace = claim_workplace(self._settings, model)
-        for warning in workplace.warnings:
+        self._directory, self._settings, warnings = claim_workplace(self._settings, model)
+        for warning in warnings:
             self._warn(warning)
-        self._settings, self._directory = workplace.settings, workplace.directory
         if self._directory is None:
             return
         self.report.cache_dir = str(self._directory.path)
