@@ -212,8 +212,8 @@ def test_boots_without_their_usual_directory_each_have_one_of_this_user_and_publ
     claims = [claim_workplace(Settings(dir=str(tmp_path / "cache")), "model") for _ in range(2)]
     folder = tmp_path / f"compile-cache-{os.geteuid()}"
     assert [directory.path for directory, _, _ in claims] == [folder / "0", folder / "1"]
-    for _, settings, (warning,) in claims:
-        assert (settings.store, settings.layers, settings.publish) == ("off", (), False)
+    for _, told, (warning,) in claims:
+        assert (told.store, told.layers, told.publish) == ("off", (), False)
         assert "This boot compiles into a temporary folder" in warning
 
 

@@ -36,7 +36,7 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         environment, model, _ = prefix.removeprefix("v2/").rstrip("/").split("/")
         put_pack(LocalStore(tmp_path / folder / folder), CacheKey(environment, model, "0"))
         restore.start()
-        assert restore.join().report.outcome == outcome
+        assert restore.join()[0].outcome == outcome
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
@@ -47,7 +47,7 @@ def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_pa
     os.truncate(pack, pack.stat().st_size - 1)
     (tmp_path / "store").write_text("no folder")
     restore.start()
-    report = restore.join().report
+    report, _ = restore.join()
     assert report.outcome == "failed"
     assert [refused.name for refused in report.refused] == [f"{prefix}{pack.name}"]
 
@@ -62,6 +62,6 @@ def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch
     monkeypatch.setattr("compile_cache.lifecycle.restore._know", know)
     restore, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
     restore.start()
-    report = restore.join().report
+    report, _ = restore.join()
     over.set()
     assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)
