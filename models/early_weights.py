@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # Two chunks are pinned at a time, and 16 are read ahead, so that a limit of memory below the weights' size works.
@@ -92,25 +91,19 @@ def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, start + begin, end - begin) for name, (dtype, begin, end) in places.items()}
 
 
-def need_no_cast(folder: Path, dtype: torch.dtype | str) -> bool:
-    """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
+def need_no_cast(folder: Path) -> bool:
+    """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of bfloat16.
 
     `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
-    is_pipeline = (folder / "model_index.json").is_file()
-    configs = folder.glob("*/config.json" if is_pipeline else "config.json")
     try:
-        name = _DTYPE_NAMES[str(dtype).removeprefix("torch.")]
-        return all(_is_stored_as(config, name) for config in configs)
+        configs = [json.loads((part / "config.json").read_text()) for part in _parts(folder)]
+        files = weight_files(folder)
+        stored = {name for path in files for name, _, _ in read_header(path).values()}
     except Exception:  # from_pretrained has the better message for damaged files
         return False
-
-
-def _is_stored_as(config: Path, dtype_name: str) -> bool:
-    files = list(config.parent.glob("*.safetensors"))
-    stored = {name for path in files for name, _, _ in read_header(path).values()}
-    is_quantized = "quantization_config" in json.loads(config.read_text())
-    return bool(files) and not is_quantized and all(name == dtype_name for name in stored if "F" in name)
+    is_quantized = any("quantization_config" in config for config in configs)
+    return bool(files) and not is_quantized and all(name == "BF16" for name in stored if "F" in name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -242,12 +235,10 @@ class EarlyWeights:
     If something stands in its way, it copies nothing, says so in the log, and the caller loads as ever.
     """
 
-    def __init__(
-        self, folder: Path | None, dtype: torch.dtype | str = "bfloat16", chunk_bytes: int = _CHUNK_BYTES
-    ) -> None:
+    def __init__(self, folder: Path | None, chunk_bytes: int = _CHUNK_BYTES) -> None:
         """Begin to read files that are not in memory.
 
-        folder: None, or one that needs a cast to `dtype`, or whose weights transformers makes into others: no copies.
+        folder: None, or one that needs a cast to bfloat16, or whose weights transformers makes into others: no copies.
         """
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -259,7 +250,7 @@ class EarlyWeights:
         self._reading: deque[Future[None]] = deque()
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
         with self._degrading("plan early copies of weights"):
-            if folder is not None and need_no_cast(folder, dtype):
+            if folder is not None and need_no_cast(folder):
                 self._chunks = self._plan(weight_files(folder), chunk_bytes)
             for number in range(_AHEAD):
                 self._read_ahead(number)

@@ -211,14 +211,12 @@ def load_model(model: str, revision: str | None, early: EarlyWeights | None = No
         return load(model, revision=revision, dtype=torch.float32)
     patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
     folder = Path(model if os.path.isdir(model) else snapshot_download(model, revision=revision, **patterns))
-    if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
+    if _is_converted(config) or not need_no_cast(folder):
         if early is not None:
             early.drop()
         return load(folder, dtype=torch.bfloat16, device_map="cuda")
     loaded = load(folder, dtype=torch.bfloat16)
-    if early is not None:
-        early.give([loaded])
-    move([loaded], torch.device("cuda", torch.cuda.current_device()))
+    move([loaded], torch.device("cuda", torch.cuda.current_device()), early)
     return loaded
 
 
@@ -236,12 +234,7 @@ def _is_converted(config: Any) -> bool:
 
 def default_buckets(cache_tokens: int) -> tuple[int, ...]:
     """128, 512, 2048 … below the length of the cache, and the length of the cache."""
-    buckets = []
-    size = 128
-    while size < cache_tokens:
-        buckets.append(size)
-        size *= 4
-    return (*buckets, cache_tokens)
+    return *(128 << shift for shift in range(0, 64, 2) if 128 << shift < cache_tokens), cache_tokens
 
 
 def _cache_tokens(model: PreTrainedModel, settings: TextSettings) -> int:
