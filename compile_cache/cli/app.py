@@ -23,8 +23,8 @@ from compile_cache.settings import STORE_SCHEMES, Settings, split_url
 from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_record
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
-from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove, remove_version
-from compile_cache.storage.rules import PackState, Rules, verify_all, verify_heads
+from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
+from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
 
@@ -185,7 +185,7 @@ def show(
     catalog = _read(stores.reading)
     version = _find(catalog, key)
     environment = read_record(stores.reading, catalog, version.key.environment)
-    packs = verify_heads(stores.reading, version.packs, Rules.of(settings))
+    packs = verify_packs(stores.reading, version.packs, Rules.of(settings), heads_alone=True)
     if json:
         document = {"store": stores.reading.location, "key": version.key, "environment": environment, "packs": packs}
         out.print_json(document)
@@ -206,7 +206,7 @@ def verify(store: _Store = None, model: _Model = None, json: _Json = False) -> N
     """
     settings, stores = _open(store)
     packs = [p for v in _read(stores.reading).versions if _is_wanted(v.key, model) for p in v.packs]
-    verified = verify_all(stores.reading, packs, Rules.of(settings))
+    verified = verify_packs(stores.reading, packs, Rules.of(settings))
     if json:
         out.print_json({"store": stores.reading.location, "packs": verified})
     else:
@@ -266,7 +266,7 @@ def prune(
         out.print_note("error: give a rule: --keep-versions 3 or --unused-days 30")
         raise typer.Exit(2)
     writing = _writing(_open(store)[1])
-    plan = plan_prune(read_catalog(writing), PrunePolicy(unused_days, keep_versions, in_use_days), time.time())
+    plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed, kept = apply_prune(writing, plan) if apply else ([], [])
     if json:
         out.print_json({"store": writing.location, "plan": plan, "removed": removed, "kept": kept})

@@ -5,7 +5,6 @@ It is made from the names, sizes and times of a listing. No pack is opened, and 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -27,7 +26,7 @@ _NAME = re.compile(
     rf"{ROOT}(?P<environment>{_PART})/(?:{RECORD}|(?P<model>{_PART})/(?P<version>{_PART})/"
     rf"(?:(?P<pack>{PACK_NAME.pattern})|used-\d{{4}}-\d{{2}}-\d{{2}}))"
 )
-MOST_RECORD_BYTES = 64 << 10
+_MOST_RECORD_BYTES = 64 << 10
 _MOST_PREDECESSORS = 3
 
 
@@ -143,17 +142,11 @@ def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environm
     entry = catalog.records.get(digest)
     if entry is None:
         return None
-    content = store.read(entry.name, 0, MOST_RECORD_BYTES)
-    if not names_record(digest, content):
-        return None
+    content = store.read(entry.name, 0, _MOST_RECORD_BYTES)
     try:
         record = msgspec.json.decode(content, type=Environment)
     except (msgspec.DecodeError, RecursionError):
         return None
     texts = [*record.variables, *(value for value in astuple(record) if isinstance(value, str))]
-    return record if all(text.isprintable() for text in texts) else None  # without escape codes and line ends
-
-
-def names_record(digest: str, content: bytes) -> bool:
-    """Whether `digest` is the digest of this record of an environment."""
-    return hashlib.sha256(content).hexdigest()[:32] == digest
+    is_clean = all(text.isprintable() for text in texts)  # without escape codes and line ends
+    return record if record.digest == digest and is_clean else None

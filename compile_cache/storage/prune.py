@@ -18,23 +18,6 @@ _DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class PrunePolicy:
-    """The rules for removal. Each rule that is not None removes versions by itself:
-
-    | rule | removes |
-    | --- | --- |
-    | `unused_days` | versions that were not used for so many days |
-    | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
-
-    A version stays if any of its objects was written in the last `in_use_days`: a pack, or the mark of its use.
-    """
-
-    unused_days: float | None = None
-    keep_versions: int | None = None
-    in_use_days: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
 class Removal:
     """A version to remove, and the reason."""
 
@@ -42,8 +25,22 @@ class Removal:
     reason: str
 
 
-def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> list[Removal]:
-    """The versions that `policy` removes, from the catalog of the written store. Changes nothing.
+def plan_prune(
+    catalog: Catalog,
+    now_s: float,
+    unused_days: float | None = None,
+    keep_versions: int | None = None,
+    in_use_days: float = 2.0,
+) -> list[Removal]:
+    """The versions that the rules remove, from the catalog of the written store. Changes nothing. Each rule that is not
+    None removes versions by itself:
+
+    | rule | removes |
+    | --- | --- |
+    | `unused_days` | versions that were not used for so many days |
+    | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
+
+    A version stays if any of its objects was written in the last `in_use_days`: a pack, or the mark of its use.
 
     Among them are versions without packs: marks of use that were left over.
     """
@@ -52,15 +49,15 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> list[Remo
     for version in sorted(catalog.versions, key=lambda v: (v.used_s, v.published_s), reverse=True):
         group = version.key.environment, version.key.model_name
         ranks[group] += bool(version.packs)
-        unused_days = (now_s - version.used_s) / _DAY_S
-        if not unused_days > policy.in_use_days:  # also where a store's time is no number
+        idle_days = (now_s - version.used_s) / _DAY_S
+        if not idle_days > in_use_days:  # also where a store's time is no number
             continue
         if not version.packs:
             removals.append(Removal(version, "its packs are gone"))
-        elif policy.unused_days is not None and unused_days > policy.unused_days:
-            removals.append(Removal(version, f"not used for {unused_days:.0f} days"))
-        elif policy.keep_versions is not None and ranks[group] > policy.keep_versions:
-            removals.append(Removal(version, f"not among the {policy.keep_versions} last used"))
+        elif unused_days is not None and idle_days > unused_days:
+            removals.append(Removal(version, f"not used for {idle_days:.0f} days"))
+        elif keep_versions is not None and ranks[group] > keep_versions:
+            removals.append(Removal(version, f"not among the {keep_versions} last used"))
     return removals
 
 
