@@ -27,7 +27,7 @@ from models.early_weights import EarlyWeights, need_no_cast
 from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.pictures import fit
-from models.image.settings import Size, nearest_size, offered_sizes
+from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
 from models.weights import leave_out_foreign_lines, move
 
 _WARM_UP_STEPS = 2
@@ -153,26 +153,20 @@ class DiffusionModel:
 
     @classmethod
     def load(
-        cls,
-        model: str,
-        revision: str | None,
-        sizes: Sequence[Size] = (),
-        go_fast: str = "off",
-        images: int = 1,
-        early: EarlyWeights | None = None,
+        cls, model: str, revision: str | None, settings: ImageSettings, early: EarlyWeights | None = None
     ) -> DiffusionModel:
         """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: the pipeline cannot draw one of `sizes`, not from a prompt, not fast, or not from `images`.
+            ValueError: the pipeline cannot draw as the settings say, or not from a prompt.
         """
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
             pipeline = load_pipeline(model, revision, device, early)
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
-        return cls(pipeline, sizes, go_fast, images)
+        return cls(pipeline, settings.image_sizes, settings.go_fast, settings.images)
 
     def networks(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:
         """The networks to compile, and the options of `Boot.compile`: the denoisers; on a GPU also the VAE's decoder,
