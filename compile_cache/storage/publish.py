@@ -15,7 +15,7 @@ from typing import cast
 from compile_cache.errors import ObjectNotFound, PackError
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
-from compile_cache.storage.fetch import USED, PacksOfKey, choose
+from compile_cache.storage.fetch import PacksOfKey, choose
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import PackFile, is_plain
 from compile_cache.storage.rules import StoredPack, verify_pack
@@ -161,12 +161,12 @@ class Publication:
         Raises:
             StoreError: the use cannot be recorded.
         """
-        name = USED + today
+        name = f"{self.packs.key.prefix}used-{today}"
         if not self.packs.known or name in self.packs.uses:
             return
-        self._writing.put(self.packs.key.prefix + name, b"")
+        self._writing.put(name, b"")
         for older in [use for use in self.packs.uses if use < name]:
-            self._writing.delete(self.packs.key.prefix + older)
+            self._writing.delete(older)
         self.packs.uses = {name}
 
 
