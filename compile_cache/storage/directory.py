@@ -100,10 +100,8 @@ class CacheDirectory:
 
     def __init__(self, root: Path, number: int, lock_fd: int) -> None:
         self.path = root / str(number)
-        self.inbox = root / f"{number}.inbox"
-        self.outbox = root / f"{number}.outbox"
-        self.logs = root / f"{number}.logs"
-        self.compilers = root / f"{number}.compilers"
+        self.beside = [root / f"{number}.{name}" for name in ("inbox", "outbox", "logs", "compilers")]
+        self.inbox, self.outbox, self.logs, self.compilers = self.beside
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
         self.outgoing = Outgoing(self)
@@ -128,8 +126,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    beside = directory.inbox, directory.outbox, directory.logs, directory.compilers
-                    for folder in (directory.path, *beside):
+                    for folder in (directory.path, *directory.beside):
                         make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
