@@ -55,6 +55,7 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
     [
         "v2/readme.txt",
         "v2/0a/notes.json",
+        "v2/0a/environment-json",
         "v2/0a/org--model/1/notes.txt",
         "v2/0a/org--model/1/a.pack",
         "v2/0a/org--model/1/" + PACK + ".part",

@@ -23,7 +23,7 @@ ROOT = f"v{FORMAT_VERSION}/"
 _PART = r"(?![.-])[A-Za-z0-9._-]{1,128}"
 RECORD = "environment.json"
 _NAME = re.compile(
-    rf"{ROOT}(?P<environment>{_PART})/(?:{RECORD}|(?P<model>{_PART})/(?P<version>{_PART})/"
+    rf"{ROOT}(?P<environment>{_PART})/(?:{re.escape(RECORD)}|(?P<model>{_PART})/(?P<version>{_PART})/"
     rf"(?:(?P<pack>{PACK_NAME.pattern})|used-\d{{4}}-\d{{2}}-\d{{2}}))"
 )
 _MOST_RECORD_BYTES = 64 << 10

@@ -183,8 +183,10 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
 def verify_packs(
     store: ReadableStore, entries: Sequence[StoredObject], rules: Rules, heads_alone: bool = False
 ) -> list[VerifiedPack]:
-    """Verify everything in these packs, one after the other, or the heads of one key's packs `heads_alone`, which are
-    returned then. Packs that no longer exist are left out."""
+    """Verify everything in these packs, one after the other. Packs that no longer exist are left out.
+
+    With `heads_alone`, only the heads of one key's packs are verified, and the result has them.
+    """
     reader = HeadReader(store, rules)
     found: list[VerifiedPack] = []
     for entry in entries:
