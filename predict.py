@@ -76,9 +76,7 @@ class Predictor(Served):
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.boot.preload()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(
-                    model, revision, settings.image_sizes, settings.go_fast, settings.images, early
-                )
+                self.model = DiffusionModel.load(model, revision, settings, early)
             for network, options in self.model.networks():
                 self.boot.compile(network, **options)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes

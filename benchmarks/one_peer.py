@@ -130,7 +130,7 @@ class PicturePeer(Predictor):
                 self._keeper.restore()
                 restored = kernels()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(model, revision, settings.image_sizes)
+                self.model = DiffusionModel.load(model, revision, settings)
             with self.boot.timed("compile_setup"):
                 compile_network(self.model.denoiser, self._way.compiles)
             with self.boot.timed("warm_up"):

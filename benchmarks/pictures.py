@@ -213,9 +213,10 @@ def compare_layers(args: Any) -> Told:
     import torch
 
     from models.image.pipeline import DiffusionModel
-    from models.image.settings import parse_sizes
+    from models.image.settings import ImageSettings, parse_sizes
 
-    model = DiffusionModel.load(str(args.model), None, parse_sizes("--sizes", args.sizes), "on")
+    settings = ImageSettings(image_sizes=parse_sizes("--sizes", args.sizes), go_fast="on")
+    model = DiffusionModel.load(str(args.model), None, settings)
     plain, fast = model.denoisers[False], model.denoisers[True]
     layers, errors, outputs = dict(fast.named_modules()), defaultdict(list), list[Any]()
 

@@ -12,9 +12,8 @@ CompileCacheError
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
 ├── NotHandedOver            a call, or the server's state in it, that another process cannot have
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
-├── ProcessDied              the compiling process ended before it answered
+├── ProcessDied              the compiling process ended, or was ended, before it answered
 │   └── ProcessNotReady      it ended, or took too long, before its first order
-├── OrderTimedOut            the compiling process did not answer in time, and was ended
 ├── OrderFailed              the compiling process answered that the order raised an error
 ├── NoGraph                  no graph of this process fits a call
 │   └── GraphNotStored       a graph is missing in the stored files
@@ -113,15 +112,11 @@ class ArtifactError(CompileCacheError):
 
 
 class ProcessDied(CompileCacheError):
-    """The compiling process ended before it answered. Its whole process group is gone."""
+    """The compiling process ended, or did not answer in time and was ended. Its whole process group is gone."""
 
 
 class ProcessNotReady(ProcessDied):
     """The compiling process ended, or took too long, before its first order. No order is to blame."""
-
-
-class OrderTimedOut(CompileCacheError):
-    """The compiling process did not answer in time. It was ended, with all processes that it had started."""
 
 
 class OrderFailed(CompileCacheError):

@@ -17,14 +17,6 @@ PREFIX = "COMPILE_CACHE_"
 STORE_SCHEMES = ("file", "s3", "gs", "az")
 LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
 
-# torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
-# threads. Regional compilation also records one graph for each instance.
-_CUDA_GRAPHS_REFUSED = {
-    "regional": "it records one CUDA graph for every instance of a region and for every thread",
-    "whole": "it records CUDA graphs on the thread that warms up, and Cog predicts on others, which record again",
-}
-_CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-
 # Inductor calls the C++ compiler with one line of text. These characters would split it.
 _NOT_IN_A_COMMAND = re.compile(r"[\s'\"\\]")
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
@@ -58,15 +50,9 @@ class Settings:
         """Check that the settings can work together.
 
         Raises:
-            SettingsError: the mode does not suit the scope, the directory's path cannot be used, or a store is invalid.
-                The message names the variables.
+            SettingsError: the directory's path cannot be used, or a store is invalid. The message names the variables.
         """
         problems = []
-        if self.scope in _CUDA_GRAPHS_REFUSED and self.mode in _CUDA_GRAPH_MODES:
-            problems.append(
-                f"{PREFIX}MODE={self.mode} does not suit {PREFIX}SCOPE={self.scope}: "
-                f"{_CUDA_GRAPHS_REFUSED[self.scope]}. Use {PREFIX}MODE={_CUDA_GRAPH_MODES[self.mode]}."
-            )
         if not os.path.isabs(self.dir):
             problems.append(
                 f"{PREFIX}DIR={self.dir!r} is relative, but compiled code is looked up by its absolute path. "
@@ -154,10 +140,10 @@ def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     return bool(authority) and not is_refused
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
+def _one_of(*choices: str, why: str = "") -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
+            raise ValueError(f"must be one of {', '.join(choices)}{why}")
         return value
 
     return parse
@@ -190,7 +176,9 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "layers": _list,
     "trusted_keys": _list,
     "scope": _one_of("regional", "whole", "off"),
-    "mode": _one_of("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
+    # torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
+    # threads. Regional compilation also records one graph for each instance.
+    "mode": _one_of("default", "max-autotune-no-cudagraphs", why=": CUDA graphs are recorded by every thread anew"),
     "dynamic": _dynamic,
     "precompile": _boolean,
     "cold_start": _one_of("auto", "background", "block"),

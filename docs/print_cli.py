@@ -48,7 +48,7 @@ def page() -> str:
         usage = [f"`compile-cache {name} {' '.join(names)}`\n"] if names else []
         parts += [f"## {name}\n", *usage, *_paragraphs(command.help), _list(command.params, common)]
         parts += [PICTURE] if name == "report" else []
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
 
 
 def _paragraphs(text: str) -> Iterator[str]:

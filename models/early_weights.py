@@ -92,25 +92,19 @@ def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, start + begin, end - begin) for name, (dtype, begin, end) in places.items()}
 
 
-def need_no_cast(folder: Path, dtype: torch.dtype | str) -> bool:
+def need_no_cast(folder: Path, dtype: str = "bfloat16") -> bool:
     """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
 
     `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
     """
-    is_pipeline = (folder / "model_index.json").is_file()
-    configs = folder.glob("*/config.json" if is_pipeline else "config.json")
     try:
-        name = _DTYPE_NAMES[str(dtype).removeprefix("torch.")]
-        return all(_is_stored_as(config, name) for config in configs)
+        configs = [json.loads((part / "config.json").read_text()) for part in _parts(folder)]
+        files = weight_files(folder)
+        stored = {name for path in files for name, _, _ in read_header(path).values()}
     except Exception:  # from_pretrained has the better message for damaged files
         return False
-
-
-def _is_stored_as(config: Path, dtype_name: str) -> bool:
-    files = list(config.parent.glob("*.safetensors"))
-    stored = {name for path in files for name, _, _ in read_header(path).values()}
-    is_quantized = "quantization_config" in json.loads(config.read_text())
-    return bool(files) and not is_quantized and all(name == dtype_name for name in stored if "F" in name)
+    is_quantized = any("quantization_config" in config for config in configs)
+    return bool(files) and not is_quantized and all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -242,12 +236,11 @@ class EarlyWeights:
     If something stands in its way, it copies nothing, says so in the log, and the caller loads as ever.
     """
 
-    def __init__(
-        self, folder: Path | None, dtype: torch.dtype | str = "bfloat16", chunk_bytes: int = _CHUNK_BYTES
-    ) -> None:
+    def __init__(self, folder: Path | None, dtype: str = "bfloat16", chunk_bytes: int = _CHUNK_BYTES) -> None:
         """Begin to read files that are not in memory.
 
-        folder: None, or one that needs a cast to `dtype`, or whose weights transformers makes into others: no copies.
+        folder: None, or one that needs a cast to `dtype` (such as "float16"), or whose weights transformers makes into
+            others: no copies.
         """
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.utils.logging import set_tqdm_hook
 
-from models.early_weights import SPARE_BYTES, is_plain
+from models.early_weights import SPARE_BYTES, EarlyWeights, is_plain
 
 # 64 MB of pinned memory in all. Fewer threads are slower; more threads, larger pieces or a second piece of each thread
 # are no faster.
@@ -37,13 +37,16 @@ def leave_out_foreign_lines() -> None:
     imports.addFilter(lambda record: unwanted not in record.getMessage())
 
 
-def move(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU.
+def move(modules: Iterable[nn.Module], device: torch.device, early: EarlyWeights | None = None) -> None:
+    """Move modules like `module.to(device)`, but several times as fast for large weights on the CPU. What `early` has
+    copied is there.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
     """
     modules = list(modules)
+    if early is not None:
+        early.give(modules)
     weights = {id(weight): weight for module in modules for weight in chain(module.parameters(), module.buffers())}
     plain = [weight for weight in weights.values() if is_plain(weight)]
     # torch's allocator splits up this one large block. Otherwise it would call cudaMalloc for every weight.

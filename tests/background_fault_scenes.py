@@ -13,7 +13,7 @@ import compile_cache
 
 def faulty() -> dict[str, Any]:
     """Regions that fail in the second process, and two that do not."""
-    from compile_cache.background import queue
+    from compile_cache.background import orders
 
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Model, Other, Wide
@@ -24,7 +24,7 @@ def faulty() -> dict[str, Any]:
         boot.compile(late)
     assert boot.wait_compiled(PATIENCE_S)
     told = {"first": told_of(boot, model, early)}
-    queue._ATTEMPTS = 1
+    orders._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
         boot._regions.policy._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
@@ -38,9 +38,9 @@ def faulty() -> dict[str, Any]:
 
 def faulty_again(*names: str) -> dict[str, Any]:
     """The next boot, of these blocks."""
-    from compile_cache.background import queue
+    from compile_cache.background import orders
 
-    queue._ATTEMPTS = 1
+    orders._ATTEMPTS = 1
     with compile_cache.boot(MODEL) as boot:
         import background_blocks
         import faulty_blocks

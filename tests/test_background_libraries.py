@@ -18,9 +18,7 @@ from machines import Machine
 from marked_processes import wait_for
 
 from compile_cache.background import orders as orders_module
-from compile_cache.background import queue as queue_module
-from compile_cache.background.orders import Orders
-from compile_cache.background.queue import Order
+from compile_cache.background.orders import Order, Orders
 from compile_cache.settings import Settings
 from compile_cache.storage.stores.local import LocalStore
 
@@ -68,7 +66,7 @@ def broken(*libraries: Path) -> list[str]:
 
 def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, monkeypatch, key, environment):
     monkeypatch.setattr(orders_module, "_HANDLER", "background_handlers:make_library")
-    monkeypatch.setattr(queue_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(orders_module, "_ATTEMPTS", 1)
     monkeypatch.setenv("BACKGROUND_SOURCE", str(build_source(tmp_path)))
     store = LocalStore(tmp_path / "store")
 

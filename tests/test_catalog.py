@@ -26,12 +26,13 @@ def listing(*names: str) -> Catalog:
 # Names.
 
 
-def test_a_version_is_its_packs_and_its_other_objects():
+def test_a_version_is_its_packs_and_its_marks():
     catalog = listing(FOLDER + PACK, FOLDER + OTHER_PACK, FOLDER + "used-2026-11-20", FOLDER + "notes.txt")
     (version,) = catalog.versions
     assert version.key == CacheKey("0a", "org--model", "1")
     assert [pack.name for pack in version.packs] == [FOLDER + PACK, FOLDER + OTHER_PACK]
-    assert [other.name for other in version.others] == [FOLDER + "used-2026-11-20", FOLDER + "notes.txt"]
+    assert [mark.name for mark in version.marks] == [FOLDER + "used-2026-11-20"]
+    assert [stranger.name for stranger in catalog.strangers] == [FOLDER + "notes.txt"]
     assert version.size_bytes == 20
 
 
@@ -41,8 +42,7 @@ def test_a_version_is_its_packs_and_its_other_objects():
         ([PACK, OTHER_PACK], 2, 2),
         ([PACK, "used-2026-11-20"], 1, 2),
         ([PACK, "notes.txt"], 1, 1),
-        (["notes.txt"], 0, 0),
-        (["a.pack", PACK + ".part"], 0, 0),
+        (["used-2026-11-20"], 0, 1),
     ],
 )
 def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(names, published_s, used_s):
@@ -55,6 +55,10 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
     [
         "v2/readme.txt",
         "v2/0a/notes.json",
+        "v2/0a/environment-json",
+        "v2/0a/org--model/1/notes.txt",
+        "v2/0a/org--model/1/a.pack",
+        "v2/0a/org--model/1/" + PACK + ".part",
         "v2/0a/org--model/1/deeper/" + PACK,
         "v1/0a/org--model/1/" + PACK,
         "index.json",

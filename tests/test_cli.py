@@ -457,23 +457,6 @@ def test_keygen_prints_a_pair_that_the_settings_take(run):
     assert settings.trusted_keys == (Signer(settings.signing_key).public_key,)
 
 
-def test_keygen_writes_a_private_key_that_only_its_owner_reads_and_never_overwrites_it(run, tmp_path):
-    folder = tmp_path / "my keys"
-    found = run("keygen", "--out", folder)
-    private = (folder / "signing.key").read_text()
-    assert (folder / "signing.key").stat().st_mode & 0o777 == 0o600
-    assert Signer(private.strip()).public_key == (folder / "signing.pub").read_text().strip()
-    assert private.strip() not in found.out
-    again = run("keygen", "--out", folder)
-    assert again.code == 1
-    assert (folder / "signing.key").read_text() == private
-    shown = "\n".join(line for line in found.lines) + '\nprintf %s "$COMPILE_CACHE_SIGNING_KEY"'
-    assert subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True).stdout == private.strip()
-    (folder / "signing.key").unlink()
-    assert run("keygen", "--out", folder).code == 1, "with only the public key there, it writes neither"
-    assert not (folder / "signing.key").exists()
-
-
 # How it fails.
 
 

@@ -189,49 +189,6 @@ def test_more_owners_than_directories_is_a_cache_directory_error(tmp_path, monke
     assert len(owners) == 2
 
 
-MAKE_TEMPORARY = """
-import os, sys
-from compile_cache.storage.directory import CacheDirectory
-print(CacheDirectory.temporary().path.parent, flush=True)
-if sys.argv[1] == "with a child":
-    if os.fork() == 0:
-        sys.exit()
-    os.wait()
-    print(os.path.exists(CacheDirectory.temporary().path), flush=True)
-sys.stdin.read()
-"""
-
-
-temporary = functools.partial(running, MAKE_TEMPORARY, "alone")  # a process with a temporary directory, and its path
-
-
-def test_a_temporary_directory_is_removed_when_its_process_ends(tmp_path):
-    with temporary(TMPDIR=str(tmp_path)) as (process, root):
-        assert Path(root).is_dir()
-        process.communicate()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_child_that_ends_does_not_remove_the_directory(tmp_path):
-    with running(MAKE_TEMPORARY, "with a child", TMPDIR=str(tmp_path)) as (process, root):
-        assert process.stdout.readline() == "True\n"
-        assert Path(root).is_dir()
-        process.communicate()
-
-
-def test_temporary_directories_are_each_ones_own_and_only_those_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "compile-cache-temporary-being-made").mkdir()
-    (tmp_path / "compile-cache-mine").mkdir()
-    with temporary(TMPDIR=str(tmp_path)) as (process, killed), temporary(TMPDIR=str(tmp_path)) as (_, alive):
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        own = {CacheDirectory.temporary().path.parent.name for _ in range(2)}
-        left = {"compile-cache-temporary-being-made", "compile-cache-mine", Path(alive).name, *own}
-        assert {path.name for path in tmp_path.iterdir()} == left
-        assert (len(own), Path(killed).name not in left) == (2, True)
-
-
 def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
     directory, environ = CacheDirectory.claim(tmp_path), {"TRITON_CACHE_DIR": "/elsewhere"}
     directory.activate(environ)

@@ -25,7 +25,7 @@ from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Lora
 from models.image.lora_files import LoraError
 from models.image.pipeline import DiffusionModel, ImageInputs
-from models.image.settings import Size
+from models.image.settings import ImageSettings, Size
 from models.kernels.float8 import scaled_linear, to_float8, to_float8_at_once
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
@@ -36,7 +36,7 @@ QUERY = "transformer_blocks.0.attn.to_q"
 @functools.cache
 def load(go_fast: str) -> DiffusionModel:
     """The demo model with this setting, the same one for all tests."""
-    return DiffusionModel.load(str(DEMO), None, [SEVEN.size], go_fast)
+    return DiffusionModel.load(str(DEMO), None, ImageSettings(image_sizes=(SEVEN.size,), go_fast=go_fast))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Layers for a model that serves one token at a time, and rotary embeddings that are looked up."""
+"""Layers for a model that serves one token at a time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from random_texts import FAMILIES, make
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from models.text.layers import GatedMLP, RotaryTable, TokenLinear, TokenNorm, use_rotary_tables, use_token_layers
+from models.text.layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
 
 
 def test_linear_layers_are_replaced_and_keep_their_weights():
@@ -109,76 +108,3 @@ def test_vectors_without_a_batch_do_not_reach_the_operators():
     use_token_layers(model)
     given = torch.randn(1, 16)
     assert (model[0](given).shape, model[1](given).shape, model[2](given).shape) == ((1, 16), (1, 4), (1, 16))
-
-
-# Rotary embeddings.
-
-TOKENS = 50
-
-
-def tables(model: nn.Module) -> list[RotaryTable]:
-    return [module for module in model.modules() if isinstance(module, RotaryTable)]
-
-
-@pytest.mark.parametrize("family", sorted({*FAMILIES, "olmo2", "ernie4_5"} - {"gemma3_text"}))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_gives_what_the_embedding_gives(family, dtype):
-    """The last two round to no type of their input."""
-    model = make(family)
-    rotary = model.model.rotary_emb
-    use_rotary_tables(model, TOKENS)
-    assert len(tables(model)) == 1
-    x = torch.zeros(1, 1, dtype=dtype)
-    for positions in (torch.arange(TOKENS)[None], torch.tensor([[7]])):
-        expected, found = rotary(x, positions), model.model.rotary_emb(x, positions)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=0, rtol=0)  # and of the same type
-    for name in ("config", "rope_type", "attention_scaling"):  # what models read
-        assert getattr(model.model.rotary_emb, name) is getattr(rotary, name)
-
-
-class Several(nn.Module):
-    """Positions in three dimensions, as models of pictures and text have them."""
-
-    rope_type = "default"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.rand(4))
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None].float() * self.inv_freq
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-class Complex(Several):
-    """One result, as Llama 4 has it."""
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None].float() * self.inv_freq
-        return torch.polar(torch.ones_like(angles), angles)
-
-
-def test_positions_of_other_dimensions_are_computed():
-    model = nn.ModuleDict({"rotary_emb": Several()})
-    rotary = model.rotary_emb
-    use_rotary_tables(model, TOKENS)
-    positions = torch.arange(5).expand(3, 1, 5)
-    expected, found = rotary(torch.zeros(1), positions), model.rotary_emb(torch.zeros(1), positions)
-    assert len(tables(model)) == 1
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def hooked() -> nn.Module:
-    model = make("llama")
-    model.model.rotary_emb.register_forward_hook(lambda module, inputs, output: output)
-    return model
-
-
-@pytest.mark.parametrize(
-    "made", [hooked, lambda: make("gemma3_text"), lambda: nn.ModuleDict({"rotary_emb": Complex()})]
-)
-def test_one_that_is_hooked_or_asks_for_the_kind_of_layer_or_gives_something_else_stays(made):
-    model = made()
-    use_rotary_tables(model, TOKENS)
-    assert not tables(model)

@@ -13,7 +13,7 @@ from precompiling import boot, build, only_report, warm_up
 from torch import nn
 from toy_model import WideBlock
 
-from compile_cache.background.queue import Order
+from compile_cache.background.orders import Order
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.moment import Moment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from filled_stores import DAY_S
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Catalog, Version, catalog_of
-from compile_cache.storage.prune import PrunePolicy, Removal, apply_prune, plan_prune, remove_version
+from compile_cache.storage.prune import Removal, apply_prune, plan_prune, remove_version
 from compile_cache.storage.stores.base import StoredObject
 
 NOW_S = 2_000_000_000.0
-HARSH = PrunePolicy(unused_days=0, keep_versions=0)
-MONTH = PrunePolicy(unused_days=30)
+HARSH = dict(unused_days=0, keep_versions=0)
+MONTH = dict(unused_days=30)
 USED = "used-2026-11-20"
 
 
@@ -29,8 +29,8 @@ def other(version: str, name: str, days: float, model: str = "m", environment: s
     return StoredObject(f"v2/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
 
 
-def plan(policy: PrunePolicy, *entries: StoredObject) -> list[Removal]:
-    return plan_prune(catalog_of(entries), policy, NOW_S)
+def plan(policy: dict[str, Any], *entries: StoredObject) -> list[Removal]:
+    return plan_prune(catalog_of(entries), NOW_S, **policy)
 
 
 def removed(found: Sequence[Removal]) -> list[str]:
@@ -54,23 +54,23 @@ VERSIONS = [
     [
         (MONTH, [pack("old", 1, 41), pack("new", 2, 29)], ["old"]),
         (MONTH, [pack("old", 1, 41), other("old", USED, 20)], []),
-        (PrunePolicy(keep_versions=1), VERSIONS, ["published-last", "published-first"]),
-        (PrunePolicy(keep_versions=2), VERSIONS, ["published-first"]),
-        (PrunePolicy(keep_versions=3), VERSIONS, []),
-        (PrunePolicy(unused_days=59, keep_versions=2), VERSIONS, ["published-first", "only-one", "only-one"]),
-        (PrunePolicy(), [pack("1", 1, 1000)], []),
+        (dict(keep_versions=1), VERSIONS, ["published-last", "published-first"]),
+        (dict(keep_versions=2), VERSIONS, ["published-first"]),
+        (dict(keep_versions=3), VERSIONS, []),
+        (dict(unused_days=59, keep_versions=2), VERSIONS, ["published-first", "only-one", "only-one"]),
+        (dict(), [pack("1", 1, 1000)], []),
         # What was touched in the last two days stays.
         (HARSH, [pack("1", 1, 1)], []),
         (HARSH, [pack("1", 1, 100), pack("1", 2, 1)], []),
         (HARSH, [pack("1", 1, 100), other("1", USED, 1)], []),
-        (replace(HARSH, in_use_days=0), [pack("1", 1, 1)], ["1"]),
-        (replace(HARSH, in_use_days=7), [pack("1", 1, 6)], []),
-        (replace(HARSH, in_use_days=float("nan")), [pack("1", 1, 6)], []),
+        (dict(HARSH, in_use_days=0), [pack("1", 1, 1)], ["1"]),
+        (dict(HARSH, in_use_days=7), [pack("1", 1, 6)], []),
+        (dict(HARSH, in_use_days=float("nan")), [pack("1", 1, 6)], []),
         # A version in use counts among those kept.
-        (PrunePolicy(keep_versions=1), [pack("in-use", 1, 1), pack("older", 2, 10)], ["older"]),
+        (dict(keep_versions=1), [pack("in-use", 1, 1), pack("older", 2, 10)], ["older"]),
         # Marks without packs go once they are old; they are no versions to keep, and objects of others are no marks.
         (MONTH, [other("old", USED, 5), other("young", USED, 1)], ["old"]),
-        (PrunePolicy(keep_versions=1), [other("0", USED, 5), pack("1", 1, 9)], ["0"]),
+        (dict(keep_versions=1), [other("0", USED, 5), pack("1", 1, 9)], ["0"]),
         (HARSH, [other("1", "notes.txt", 500)], []),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_the_rules_remove(policy, entries, gone):
 
 def test_the_reason_says_how_long_a_version_was_unused_or_how_many_are_kept():
     assert plan(MONTH, pack("old", 1, 41))[0].reason == "not used for 41 days"
-    assert plan(PrunePolicy(keep_versions=2), *VERSIONS)[0].reason == "not among the 2 last used"
+    assert plan(dict(keep_versions=2), *VERSIONS)[0].reason == "not among the 2 last used"
 
 
 # Doing it.
@@ -123,14 +123,14 @@ def test_a_version_touched_since_the_plan_is_kept_and_named(since):
 
 
 @pytest.mark.parametrize(
-    ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], True)]
+    ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], False)]
 )
-def test_a_record_goes_with_the_last_object_of_its_environment(stays, record_stays):
+def test_a_record_goes_with_the_last_version_of_its_environment_and_objects_of_others_stay(stays, record_stays):
     record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
     entries = [record, StoredObject("v2/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
     store = Memory(entries)
     apply_prune(store, plan(MONTH, *entries))
-    assert list(store.entries.values()) == [record, *stays] if record_stays else not store.entries
+    assert list(store.entries.values()) == ([record, *stays] if record_stays else stays)
 
 
 def test_a_version_is_removed_with_what_is_published_meanwhile():
@@ -166,11 +166,16 @@ records = st.builds(
     days,
 )
 stores = st.lists(st.one_of(objects, records), max_size=30, unique_by=lambda entry: entry.name)
-policies = st.builds(PrunePolicy, st.none() | days, st.none() | st.integers(0, 4), st.sampled_from([0.0, 2.0, 30.0]))
+policies = st.builds(
+    dict,
+    unused_days=st.none() | days,
+    keep_versions=st.none() | st.integers(0, 4),
+    in_use_days=st.sampled_from([0.0, 2.0, 30.0]),
+)
 
 
 def youngest_days(version: Version) -> float:
-    return min((NOW_S - entry.modified_s) / DAY_S for entry in (*version.packs, *version.others))
+    return min((NOW_S - entry.modified_s) / DAY_S for entry in version.objects)
 
 
 def with_packs(catalog: Catalog) -> dict[CacheKey, Version]:
@@ -180,8 +185,8 @@ def with_packs(catalog: Catalog) -> dict[CacheKey, Version]:
 @given(stores, policies)
 def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_to_do(entries, policy):
     catalog = catalog_of(entries)
-    found = plan_prune(catalog, policy, NOW_S)
-    assert all(youngest_days(removal.version) > policy.in_use_days * (1 - 1e-9) for removal in found)
+    found = plan_prune(catalog, NOW_S, **policy)
+    assert all(youngest_days(removal.version) > policy["in_use_days"] * (1 - 1e-9) for removal in found)
     store = Memory(entries)
     gone, kept = apply_prune(store, found)
     assert kept == []
@@ -193,5 +198,5 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
         key: version.packs for key, version in with_packs(catalog).items() if key not in removed_keys
     }
     assert all("notes.txt" not in name for name in store.deleted)
-    assert plan_prune(left, policy, NOW_S) == []
+    assert plan_prune(left, NOW_S, **policy) == []
     assert left.records.keys() <= {version.key.environment for version in left.versions}

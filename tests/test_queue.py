@@ -19,7 +19,7 @@ from marked_processes import PATIENCE_S, wait_for
 from programs import run_program
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.background.queue import Order, OrderQueue
+from compile_cache.background.orders import Order, OrderQueue
 
 
 class Started:

@@ -7,7 +7,7 @@ from cog_server import PROJECT
 from pipelines import SHAPES, build_pipeline, check_picture, networks, save
 
 from models.image.pipeline import DiffusionModel, ImageInputs
-from models.image.settings import Size
+from models.image.settings import ImageSettings, Size
 
 TINY = SHAPES["tiny-sdxl"]
 
@@ -16,7 +16,7 @@ def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws_with_guidance_and_
     written = build_pipeline(TINY, PROJECT / "demo/flux-digits", torch.device("cpu"))
     check_picture(written, TINY.checked_size)
     save(written, tmp_path, TINY.max_shard_size)
-    model = DiffusionModel.load(str(tmp_path), None, [Size(64, 64)])
+    model = DiffusionModel.load(str(tmp_path), None, ImageSettings(image_sizes=(Size(64, 64),)))
     for name, network in networks(written).items():
         loaded = networks(model._pipeline)[name].state_dict()
         assert all(torch.equal(loaded[key], value.float()) for key, value in network.state_dict().items()), name

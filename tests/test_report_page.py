@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -196,32 +195,6 @@ def test_bars_and_their_labels_stay_in_the_timeline_and_do_not_overlap(spans, re
             assert free_from <= 100.001
 
 
-# The trace
-
-
-def test_the_trace_of_real_boots_has_a_process_a_boot_a_thread_a_lane_and_an_event_a_span(run, booted, tmp_path):
-    run(booted[0], "--trace", tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    events = {kind: [event for event in trace["traceEvents"] if event["ph"] == kind] for kind in "MXi"}
-    assert sum(map(len, events.values())) == len(trace["traceEvents"])
-    names = {(e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in events["M"]}
-    assert names["process_name", 1, None].startswith("toy--model: hit (")
-    assert names["process_name", 2, None].startswith("toy--model: miss (")
-    for event in events["X"]:
-        assert names["thread_name", event["pid"], event["tid"]] == event["cat"]
-    restored = booted[1]
-    assert {(e["cat"], e["name"], e["ts"], e["dur"]) for e in events["X"] if e["pid"] == 1} == {
-        (span["lane"], span["name"], span["start_s"] * 1e6, span["seconds"] * 1e6) for span in restored["spans"]
-    }
-    assert [e["ts"] for e in events["i"] if e["pid"] == 1] == [restored["ready_s"] * 1e6]
-
-
-def test_a_trace_in_a_folder_of_reports_is_no_report(run, booted, tmp_path):
-    reports = shutil.copytree(booted[0], tmp_path / "reports")
-    for _ in range(2):
-        assert "page.html: 2 boots\n" in run(reports, "--trace", reports / "trace.json").out
-
-
 # Bad input
 
 
@@ -268,15 +241,14 @@ def test_a_file_that_cannot_be_read_and_a_folder_without_reports_are_errors(run,
     assert "COMPILE_CACHE_REPORT" in found.err
 
 
-@pytest.mark.parametrize("option", ["--output", "--trace"])
 @pytest.mark.parametrize(
     ("name", "reason"), [("boot.json", "is a boot report"), ("pipe", "is not a regular file"), (".", "is a folder")]
 )
-def test_page_and_trace_replace_no_report_no_device_and_no_folder(run, tmp_path, option, name, reason):
+def test_the_page_replaces_no_report_no_device_and_no_folder(run, tmp_path, name, reason):
     os.mkfifo(tmp_path / "pipe")
     written = BootReport(ready_s=1.0).to_json()
     (tmp_path / "boot.json").write_text(written)
-    found = run(tmp_path / "boot.json", option, tmp_path / name)
+    found = run(tmp_path / "boot.json", "--output", tmp_path / name)
     assert found.code == 1
     assert reason in found.err
     assert (tmp_path / "pipe").is_fifo()

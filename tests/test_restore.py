@@ -36,7 +36,7 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         )
         put_pack(LocalStore(tmp_path / folder / folder), replace(key, model_version="0"))
         restore.start()
-        assert restore.join().report.outcome == outcome
+        assert restore.join()[0].outcome == outcome
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
@@ -45,7 +45,7 @@ def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_pa
     damage(tmp_path / "layer", name)
     (tmp_path / "store").write_text("no folder")
     restore.start()
-    report = restore.join().report
+    report, _ = restore.join()
     assert report.outcome == "failed"
     assert [refused.name for refused in report.refused] == [name]
 
@@ -60,6 +60,6 @@ def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch
     monkeypatch.setattr("compile_cache.lifecycle.restore._know", know)
     restore, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
     restore.start()
-    report = restore.join().report
+    report, _ = restore.join()
     over.set()
     assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)

@@ -148,7 +148,7 @@ class Host:
         restore = Restore(settings, directory, MODEL, (), environ())
         started = time.monotonic()
         restore.start()
-        report = restore.join().report
+        report, _ = restore.join()
         waited_s = time.monotonic() - started
         restored = Restored(report, read_files(directory.path), waited_s)
         self.proxy.heal()

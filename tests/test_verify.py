@@ -16,7 +16,7 @@ from signing_keys import make_keys
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
-from compile_cache.storage.rules import PackState, Rules, VerifiedPack, verify_all, verify_heads
+from compile_cache.storage.rules import PackState, Rules, VerifiedPack, verify_packs
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
 
@@ -31,7 +31,7 @@ def entry_of(local: LocalStore, name: str) -> StoredObject:
 
 
 def verify(local: LocalStore, name: str, rules: Rules = EVERYONE, whole: bool = True) -> VerifiedPack:
-    (found,) = (verify_all if whole else verify_heads)(local, [entry_of(local, name)], rules)
+    (found,) = verify_packs(local, [entry_of(local, name)], rules, heads_alone=not whole)
     return found
 
 
@@ -109,7 +109,7 @@ def test_without_cryptography_a_signature_is_told_and_not_vouched_for(local, key
 def test_a_pack_that_was_deleted_meanwhile_is_left_out(local, key):
     entry = entry_of(local, put_pack(local, key))
     local.delete(entry.name)
-    assert verify_all(local, [entry], EVERYONE) == verify_heads(local, [entry], EVERYONE) == []
+    assert verify_packs(local, [entry], EVERYONE) == verify_packs(local, [entry], EVERYONE, heads_alone=True) == []
 
 
 def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
@@ -123,6 +123,6 @@ def test_a_pack_that_cannot_be_read_is_not_called_damaged(tmp_path, local, key):
 
 def test_heads_come_in_the_order_of_the_packs_and_tell_their_files(local, key):
     entries = [entry_of(local, put_pack(local, key, {"a": bytes([number])})) for number in range(20)]
-    found = verify_heads(local, entries, EVERYONE)
+    found = verify_packs(local, entries, EVERYONE, heads_alone=True)
     assert [pack.entry for pack in found] == entries
     assert [file.path for pack in found for file in pack.head.manifest.files] == ["a"] * 20

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from compile_cache.background.child_main import encode, read_message
-from compile_cache.errors import OrderFailed, OrderTimedOut, ProcessDied, ProcessNotReady
+from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady
 
 log = logging.getLogger("compile_cache")
 
@@ -90,8 +90,8 @@ class CompilingProcess:
     def answer(self, order: bytes, timeout_s: float) -> bytes:
         """The answer to an order. The first one's time includes the start of the process.
 
-        Raises `OrderFailed` if the order raised an error; the process lives on. Before it raises `ProcessDied`,
-        `ProcessNotReady` or `OrderTimedOut`, the process and its whole group have ended.
+        Raises `OrderFailed` if the order raised an error; the process lives on. Before it raises `ProcessDied` or
+        `ProcessNotReady`, the process and its whole group have ended.
         """
         with self._answering:
             if self._is_ready:
@@ -101,7 +101,7 @@ class CompilingProcess:
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
-                raise (OrderTimedOut(late) if self._is_ready else ProcessNotReady(late)) from None
+                raise self._death(late) from None
             except (EOFError, OSError, ValueError) as error:
                 raise self._stop_dead() from error
         if is_error:
@@ -173,7 +173,9 @@ class CompilingProcess:
             time.sleep(_LOOK_S / 100)
         self.stop()
         how = "broke off the exchange and was ended" if is_alive else _in_words(self._child.returncode)
-        told = f"The compiling process {how}. {self._last_line()}"
+        return self._death(f"The compiling process {how}. {self._last_line()}")
+
+    def _death(self, told: str) -> ProcessDied:
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
     def _last_line(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -24,8 +23,8 @@ from compile_cache.settings import STORE_SCHEMES, Settings, split_url
 from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_record
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
-from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune, remove, remove_version
-from compile_cache.storage.rules import PackState, Rules, verify_all, verify_heads
+from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
+from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
 
@@ -186,7 +185,7 @@ def show(
     catalog = _read(stores.reading)
     version = _find(catalog, key)
     environment = read_record(stores.reading, catalog, version.key.environment)
-    packs = verify_heads(stores.reading, version.packs, Rules.of(settings))
+    packs = verify_packs(stores.reading, version.packs, Rules.of(settings), heads_alone=True)
     if json:
         document = {"store": stores.reading.location, "key": version.key, "environment": environment, "packs": packs}
         out.print_json(document)
@@ -207,7 +206,7 @@ def verify(store: _Store = None, model: _Model = None, json: _Json = False) -> N
     """
     settings, stores = _open(store)
     packs = [p for v in _read(stores.reading).versions if _is_wanted(v.key, model) for p in v.packs]
-    verified = verify_all(stores.reading, packs, Rules.of(settings))
+    verified = verify_packs(stores.reading, packs, Rules.of(settings))
     if json:
         out.print_json({"store": stores.reading.location, "packs": verified})
     else:
@@ -267,7 +266,7 @@ def prune(
         out.print_note("error: give a rule: --keep-versions 3 or --unused-days 30")
         raise typer.Exit(2)
     writing = _writing(_open(store)[1])
-    plan = plan_prune(read_catalog(writing), PrunePolicy(unused_days, keep_versions, in_use_days), time.time())
+    plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed, kept = apply_prune(writing, plan) if apply else ([], [])
     if json:
         out.print_json({"store": writing.location, "plan": plan, "removed": removed, "kept": kept})
@@ -349,9 +348,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
         "report.html"
     ),
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the timelines also as a trace, for Perfetto.")
-    ] = None,
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 
@@ -361,7 +357,7 @@ def report(
     Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
     `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles after READY.
     """
-    write_report(reports, output, trace)
+    write_report(reports, output)
 
 
 @app.command()
@@ -431,24 +427,13 @@ def run(
 
 
 @app.command()
-def keygen(
-    folder: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", file_okay=False, help="Write two files there instead.")
-    ] = None,
-) -> None:
+def keygen() -> None:
     """Make a pair of keys: a secret one to sign packs with, for those who may publish, and one to trust.
 
-    Only the owner can read the secret's file. Existing files are never overwritten.
+    It prints them as lines of a file of variables.
     """
     private, public = generate_keys()
-    if folder is None:
-        out.print_keys(private, public)
-        return
-    files = {folder / "signing.key": (private, 0o600), folder / "signing.pub": (public, 0o644)}
-    if there := [str(path) for path in files if path.exists()]:
-        raise CompileCacheError(f"{' and '.join(there)} would be overwritten: give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, (content, mode) in files.items():
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(content + "\n")
-    out.print_keys(*(f'"$(cat {shlex.quote(str(path))})"' for path in files))
+    out.print_line("# A secret. It signs the packs of a boot: give it only to those who may publish.")
+    out.print_line(f"COMPILE_CACHE_SIGNING_KEY={private}")
+    out.print_line("# Boots use only packs signed with one of these keys. Separate several by commas.")
+    out.print_line(f"COMPILE_CACHE_TRUSTED_KEYS={public}")

@@ -25,7 +25,7 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.catalog import read_catalog, read_record
-from compile_cache.storage.rules import PackState, Rules, verify_all
+from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import open_stores
 from compile_cache.storage.stores.local import index_folder
 
@@ -63,7 +63,7 @@ def fill_store(predictor: str | None, to: str | None, explain: bool, as_json: bo
     found = {report.environment: read_record(store, catalog, report.environment) for report in reports}
     keys = {CacheKey(report.environment, report.model_name, report.model_version) for report in reports}
     packs = [pack for version in catalog.versions if version.key in keys for pack in version.packs]
-    verified = verify_all(store, packs, Rules.of(settings))
+    verified = verify_packs(store, packs, Rules.of(settings))
     index_folder(store)
     missing += [f"pack {p.entry.name} is {p.state}: {p.reason}" for p in verified if p.state is not PackState.SOUND]
     if not verified:

@@ -161,14 +161,6 @@ def print_removed(store: ReadableStore, removed: Sequence[StoredObject]) -> None
     print_line(f"removed {packs_text(packs)}, from {store.location}")
 
 
-def print_keys(private: str, public: str) -> None:
-    """Print a pair of keys: lines of a file of variables."""
-    print_line("# A secret. It signs the packs of a boot: give it only to those who may publish.")
-    print_line(f"COMPILE_CACHE_SIGNING_KEY={private}")
-    print_line("# Boots use only packs signed with one of these keys. Separate several by commas.")
-    print_line(f"COMPILE_CACHE_TRUSTED_KEYS={public}")
-
-
 def _version_text(name: str) -> str:
     model, version = name.split("/")[2:4]
     return f"{model}/{short_version(version)}"

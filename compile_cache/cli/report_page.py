@@ -1,4 +1,4 @@
-"""`report`: reads the reports of boots, and writes them as a trace, and as a page that loads and runs nothing."""
+"""`report`: reads the reports of boots, and writes them as a page that loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -46,31 +46,24 @@ class StoredReport(NamedTuple):
     report: BootReport
 
 
-def write_report(paths: Sequence[Path], output: Path, trace: Path | None) -> None:
-    """Write the page and the trace, and print what is on the page.
+def write_report(paths: Sequence[Path], output: Path) -> None:
+    """Write the page, and print what is on it. It replaces neither a folder nor a device nor a boot's report.
 
     Raises:
-        CompileCacheError: a report cannot be read.
-        OSError: a file cannot be written.
+        CompileCacheError: a report cannot be read, or `output` is one of these.
+        OSError: the file cannot be written.
     """
     found = find_reports(paths)
     reports = found[:_MOST_REPORTS]
-    for path, text in {output: page_of(reports, time.time()), trace: json.dumps(trace_of(reports))}.items():
-        if path is not None:
-            _write(path, text)
+    if output.exists() and not output.is_file():
+        raise CompileCacheError(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give a file")
+    if output.exists() and _is_meant_as_report(output):
+        raise CompileCacheError(f"{output} is a boot report: give another file")
+    with replacing(output) as file:
+        file.write(page_of(reports, time.time()).encode())
     if len(found) > _MOST_REPORTS:
         out.print_note(f"older reports that are left out: {len(found) - _MOST_REPORTS}")
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file. It replaces neither a folder nor a device nor a boot's report."""
-    if path.exists() and not path.is_file():
-        raise CompileCacheError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: give a file")
-    if path.exists() and _is_meant_as_report(path):
-        raise CompileCacheError(f"{path} is a boot report: give another file")
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 def find_reports(paths: Sequence[Path]) -> list[StoredReport]:
@@ -145,24 +138,6 @@ def lanes_of(report: BootReport) -> dict[str, list[list[Span]]]:
             rows.append(row := [])
         row.append(span)
     return {lane: rows for lane, rows in lanes.items() if rows}
-
-
-def trace_of(reports: Sequence[StoredReport]) -> dict[str, Any]:
-    """The boots in Chrome's trace event format: each boot is a process, which begins at 0, and each lane a thread."""
-    events: list[dict[str, Any]] = []
-    for boot, stored in enumerate(reports, start=1):
-        report = stored.report
-        title = f"{report.model_name or 'boot'}: {report.restore.outcome} ({stored.path})"
-        events.append({"ph": "M", "pid": boot, "name": "process_name", "args": {"name": title}})
-        rows = [(lane, row) for lane, rows in lanes_of(report).items() for row in rows]
-        for thread, (lane, row) in enumerate(rows, start=1):
-            place = {"pid": boot, "tid": thread}
-            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": lane}})
-            for span in row:
-                times = {"ts": span.start_s * 1e6, "dur": span.seconds * 1e6}
-                events.append({"ph": "X", **place, "cat": lane, "name": span.name, **times})
-        events.append({"ph": "i", "pid": boot, "tid": 1, "s": "p", "name": "READY", "ts": report.ready_s * 1e6})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 class Bar(NamedTuple):

@@ -119,10 +119,9 @@ class Boot:
         """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
-        workplace = claim_workplace(self._settings, model)
-        for warning in workplace.warnings:
+        self._directory, self._settings, warnings = claim_workplace(self._settings, model)
+        for warning in warnings:
             self._warn(warning)
-        self._settings, self._directory = workplace.settings, workplace.directory
         if self._directory is None:
             return
         self.report.cache_dir = str(self._directory.path)
@@ -316,12 +315,10 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                restored = self._restore.join()
-                self.report.restore = restored.report
-                self.report.store = restored.location
-                self._publication = restored.publication
-                if restored.publication is not None:
-                    key = restored.publication.packs.key
+                self.report.restore, self._publication = self._restore.join()
+                self.report.store = self._restore.location
+                if self._publication is not None:
+                    key = self._publication.packs.key
                     self.report.model_name = key.model_name
                     self.report.model_version = key.model_version
                     self.report.environment = key.environment

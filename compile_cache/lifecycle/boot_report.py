@@ -126,9 +126,8 @@ class BootReport:
 
     def to_json(self) -> str:
         """The report as JSON, with the figures derived from it."""
-        derived = {"compile_s": self.compile_s, "fully_cached": self.fully_cached}
-        derived["fully_precompiled"] = self.fully_precompiled
-        record = {**asdict(self), **derived}
+        derived = ("compile_s", "fully_cached", "fully_precompiled")
+        record = asdict(self) | {name: getattr(self, name) for name in derived}
         for region in record["regions"]:
             if region["relative_error"] == math.inf:
                 region["relative_error"] = "Infinity"

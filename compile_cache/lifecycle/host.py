@@ -8,10 +8,11 @@ import os
 import pwd
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -133,17 +134,9 @@ class _UntilConfigured(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """A claimed cache directory (None if the boot serves eager), the boot's settings from now on, and warnings."""
-
-    directory: CacheDirectory | None
-    settings: Settings
-    warnings: tuple[str, ...] = ()
-
-
-def claim_workplace(settings: Settings, model: str) -> Workplace:
-    """Claim the cache directory at the fixed path; else a temporary one; else serve eager."""
+def claim_workplace(settings: Settings, model: str) -> tuple[CacheDirectory | None, Settings, list[str]]:
+    """Claim the cache directory at the fixed path; else one of this user in the folder of temporary files; else serve
+    eager. Returns it, the boot's settings from now on, and warnings."""
     directory: CacheDirectory | None = None
     warnings: list[str] = []
     try:
@@ -152,7 +145,7 @@ def claim_workplace(settings: Settings, model: str) -> Workplace:
         settings = replace(settings, store="off", layers=(), publish=False)
         warnings.append(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
         try:
-            directory = CacheDirectory.temporary()
+            directory = CacheDirectory.claim(Path(tempfile.gettempdir(), f"compile-cache-{os.geteuid()}"))
         except (CacheDirectoryError, OSError) as temporary:
             warnings.append(f"No temporary folder can be made either, so this boot serves eager: {temporary}")
     if directory is not None and os.statvfs(directory.path).f_flag & os.ST_NOEXEC:
@@ -169,4 +162,4 @@ def claim_workplace(settings: Settings, model: str) -> Workplace:
             f"{settings.store} names the model {model_name(model)!r}, after its folder {model}. Other models' folders "
             "may have the same name. Set COMPILE_CACHE_MODEL_NAME."
         )
-    return Workplace(directory, settings, tuple(warnings))
+    return directory, settings, warnings

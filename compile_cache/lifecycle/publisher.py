@@ -139,8 +139,8 @@ class Publisher:
 
     def _merge(self) -> None:
         merged = self._publication.merge(_CREATOR)
-        self._report.merged_packs += merged.packs
-        log.info("publish.merged packs=%d bytes=%d", merged.packs, merged.stored_bytes)
+        self._report.merged_packs += merged
+        log.info("publish.merged packs=%d", merged)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
         """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is

@@ -26,16 +26,6 @@ log = logging.getLogger("compile_cache")
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """The result of a restore. `publication` publishes under the boot's key; None if the key is unknown or the cache
-    directory cannot be written."""
-
-    report: RestoreReport
-    location: str
-    publication: Publication | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Known:
     """The stores, the environment and the key of a boot: all that is known before torch is imported."""
 
@@ -150,20 +140,23 @@ class Restore:
         """Why nothing was found; empty if that is not known yet."""
         return self._fetching.explanation
 
-    def join(self) -> Restored:
+    def join(self) -> tuple[RestoreReport, Publication | None]:
         """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment,
         unless the files are for another process.
+
+        The publication publishes under the boot's key. It is None if the key is unknown or the cache directory cannot
+        be written.
 
         A store that does not answer costs at most `restore_timeout_s`.
         """
         failure = self._wait()
         known = self._known
         if known is None:
-            return self._restored("failed", str(failure))
+            return self._report("failed", str(failure)), None
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
         if differences and not self._abandoned.is_set():
-            self._fetching = _Fetching(lambda fetching: self._fetch_again(observed, fetching))
+            self._fetching = _Fetching(lambda fetching: self._fetch(observed, fetching))
             self._fetching.start()
             failure = self._wait()
         if failure is not None and self._fetching.done.is_set():
@@ -173,25 +166,21 @@ class Restore:
         packs = packs or observed.packs()
         publication = Publication(known.stores.writing, packs, observed.environment, self._directory)
         if failure is not None:
-            return self._restored("failed", str(failure), publication)
-        return self._install(publication, "torch says otherwise: " + "; ".join(differences) if differences else "")
-
-    def _install(self, publication: Publication, contradiction: str) -> Restored:
-        fetched = self._fetching.fetched
+            return self._report("failed", str(failure)), publication
         try:
-            files = install(fetched, self._directory)
+            files = install(self._fetching.fetched, self._directory)
         except OSError as error:
-            return self._restored("failed", str(error))
-        reason = contradiction or f"nothing in {publication.packs.key.prefix}"
-        if fetched.seeded_from:
-            return self._restored("seeded", reason, publication, files)
+            return self._report("failed", str(error)), None
+        contradiction = "torch says otherwise: " + "; ".join(differences) if differences else ""
+        outcome = "discarded" if contradiction else "miss"
         if files:
-            return self._restored("hit", contradiction, publication, files)
-        return self._restored("discarded" if contradiction else "miss", reason, publication)
+            outcome = "seeded" if self._fetching.fetched.seeded_from else "hit"
+        nothing = "" if outcome == "hit" else f"nothing in {publication.packs.key.prefix}"
+        return self._report(outcome, contradiction or nothing, files), publication
 
-    def _restored(self, outcome: str, reason: str, publication: Publication | None = None, files: int = 0) -> Restored:
+    def _report(self, outcome: str, reason: str, files: int = 0) -> RestoreReport:
         fetched = self._fetching.fetched
-        report = RestoreReport(
+        return RestoreReport(
             outcome,
             reason,
             seeded_from=fetched.seeded_from,
@@ -202,10 +191,10 @@ class Restore:
             seconds=fetched.seconds,
             refused=list(fetched.refused),
         )
-        return Restored(report, self._location, publication)
 
     @property
-    def _location(self) -> str:
+    def location(self) -> str:
+        """The store with its layers, as soon as they are known."""
         return self._known.stores.reading.location if self._known else self._settings.store
 
     def _wait(self) -> Exception | None:
@@ -215,7 +204,7 @@ class Restore:
             return self._fetching.failure
         self.abandon()
         return StoreUnavailable(
-            f"{self._location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
+            f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
         )
 
     def _begin(self, fetching: _Fetching) -> None:
@@ -224,13 +213,9 @@ class Restore:
             self._known = _know(self._settings, environment, self._model, self._sources)
         self._fetch(self._known, fetching)
 
-    def _fetch_again(self, observed: _Known, fetching: _Fetching) -> None:
-        """Drop the files of the wrong environment, and fetch those of the observed one."""
-        make_empty(self._directory.inbox)
-        self._fetch(observed, fetching)
-
     def _fetch(self, known: _Known, fetching: _Fetching) -> None:
-        """Fetch what a boot takes. If there is nothing, find out why."""
+        """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
+        make_empty(self._directory.inbox)
         own = fetching.packs = known.packs()
         for packs in candidates(own, known.stores.writing):
             before = fetching.fetched
@@ -250,10 +235,11 @@ class Restore:
             log.info("restore.miss reason=%s", fetching.explanation)
 
 
-class _Fetching:
+class _Fetching(threading.Thread):
     """A fetch on its own thread, and its result. `done` is set when `fetched` and `failure` are final."""
 
     def __init__(self, work: Callable[[_Fetching], None]) -> None:
+        super().__init__(name="compile-cache-restore", daemon=True)
         self.packs: PacksOfKey | None = None
         self.fetched = Fetched()
         self.failure: Exception | None = None
@@ -261,17 +247,14 @@ class _Fetching:
         self.done = threading.Event()
         self._work = work
 
-    def start(self) -> None:
-        """Begin."""
-        threading.Thread(target=self._run, name="compile-cache-restore", daemon=True).start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do the work. The joining thread gets its failure."""
         try:
             self._work(self)
         except Exception as error:
             if self.done.is_set():  # only the explanation failed
                 log.info("restore.not_explained error=%s", error)
             else:
-                self.failure = error  # the joining thread gets it
+                self.failure = error
         finally:
             self.done.set()

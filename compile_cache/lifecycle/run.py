@@ -93,15 +93,15 @@ class Program:
         while not restore.has_ended and time.monotonic() < started + settings.restore_timeout_s:
             if came := signal.sigtimedwait(_PASSED_ON, 0.02):
                 raise SystemExit(128 + came.si_signo)
-        restored = restore.join()
-        if restored.publication is None or not (settings.may_publish or restored.report.files):
-            raise CompileCacheError(f"nothing can be restored or published: {restored.report.reason}")
-        restored.report.waited_s = time.monotonic() - started
-        log.info("\n".join(restored.report.lines()))
+        report, publication = restore.join()
+        if publication is None or not (settings.may_publish or report.files):
+            raise CompileCacheError(f"nothing can be restored or published: {report.reason}")
+        report.waited_s = time.monotonic() - started
+        log.info("\n".join(report.lines()))
         self._also = also and _link(also, directory.path / "also")
         directory.activate(environ)
         os.set_inheritable(directory.lock_fd, True)  # the command owns the directory if this process is killed
-        self._publisher = Publisher(restored.publication, BootReport(), settings)
+        self._publisher = Publisher(publication, BootReport(), settings)
         if settings.may_publish:
             self._publisher.start()
 

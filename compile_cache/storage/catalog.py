@@ -5,7 +5,6 @@ It is made from the names, sizes and times of a listing. No pack is opened, and 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -22,27 +21,27 @@ ROOT = f"v{FORMAT_VERSION}/"
 # Only names that `object_name` can make. Anybody who may write to a store can choose names, and names are printed and
 # logged.
 _PART = r"(?![.-])[A-Za-z0-9._-]{1,128}"
-_NAME = re.compile(
-    rf"{ROOT}(?P<environment>{_PART})/(?:(?P<model>{_PART})/(?P<version>{_PART})/)?(?P<object>[A-Za-z0-9._-]+)"
-)
-USED_NAME = re.compile(r"used-\d{4}-\d{2}-\d{2}")
 RECORD = "environment.json"
-MOST_RECORD_BYTES = 64 << 10
+_NAME = re.compile(
+    rf"{ROOT}(?P<environment>{_PART})/(?:{re.escape(RECORD)}|(?P<model>{_PART})/(?P<version>{_PART})/"
+    rf"(?:(?P<pack>{PACK_NAME.pattern})|used-\d{{4}}-\d{{2}}-\d{{2}}))"
+)
+_MOST_RECORD_BYTES = 64 << 10
 _MOST_PREDECESSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One key's objects: its packs, oldest first, and the others (marks of its use). Times are seconds since 1970."""
+    """One key's objects: its packs, oldest first, and the marks of its use. Times are seconds since 1970."""
 
     key: CacheKey
     packs: tuple[StoredObject, ...] = ()
-    others: tuple[StoredObject, ...] = ()
+    marks: tuple[StoredObject, ...] = ()
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """Everything."""
-        return (*self.packs, *self.others)
+        """The packs, then the marks."""
+        return (*self.packs, *self.marks)
 
     @property
     def size_bytes(self) -> int:
@@ -57,8 +56,7 @@ class Version:
     @property
     def used_s(self) -> float:
         """The day of the last use: the store's time of the last recorded use, or of the newest pack."""
-        uses = [entry.modified_s for entry in self.others if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]
-        return max([self.published_s, *uses])
+        return max(entry.modified_s for entry in self.objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +80,20 @@ def read_catalog(store: ReadableStore, prefix: str = ROOT) -> Catalog:
 
 def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
     """The catalog of a listing."""
-    objects: dict[CacheKey, list[StoredObject]] = {}
+    objects: dict[CacheKey, tuple[list[StoredObject], list[StoredObject]]] = {}
     records: dict[str, StoredObject] = {}
     strangers: list[StoredObject] = []
     for entry in entries:
         name = _NAME.fullmatch(entry.name)
-        if name is not None and name["model"] is not None:
-            key = CacheKey(name["environment"], name["model"], name["version"])
-            objects.setdefault(key, []).append(entry)
-        elif name is not None and name["object"] == RECORD:
+        if name is None:
+            strangers.append(entry)
+        elif name["model"] is None:
             records[name["environment"]] = entry
         else:
-            strangers.append(entry)
-    versions = []
-    for key, found in objects.items():
-        packs = tuple(entry for entry in found if PACK_NAME.fullmatch(entry.name.rpartition("/")[2]))
-        versions.append(Version(key, packs, tuple(entry for entry in found if entry not in packs)))
-    return Catalog(tuple(versions), records, tuple(strangers))
+            packs, marks = objects.setdefault(CacheKey(*name.group("environment", "model", "version")), ([], []))
+            (packs if name["pack"] else marks).append(entry)
+    versions = tuple(Version(key, tuple(packs), tuple(marks)) for key, (packs, marks) in objects.items())
+    return Catalog(versions, records, tuple(strangers))
 
 
 def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:
@@ -147,17 +142,11 @@ def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environm
     entry = catalog.records.get(digest)
     if entry is None:
         return None
-    content = store.read(entry.name, 0, MOST_RECORD_BYTES)
-    if not names_record(digest, content):
-        return None
+    content = store.read(entry.name, 0, _MOST_RECORD_BYTES)
     try:
         record = msgspec.json.decode(content, type=Environment)
     except (msgspec.DecodeError, RecursionError):
         return None
     texts = [*record.variables, *(value for value in astuple(record) if isinstance(value, str))]
-    return record if all(text.isprintable() for text in texts) else None  # without escape codes and line ends
-
-
-def names_record(digest: str, content: bytes) -> bool:
-    """Whether `digest` is the digest of this record of an environment."""
-    return hashlib.sha256(content).hexdigest()[:32] == digest
+    is_clean = all(text.isprintable() for text in texts)  # without escape codes and line ends
+    return record if record.digest == digest and is_clean else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import MOST_RECORD_BYTES, ROOT, names_record, read_catalog
+from compile_cache.storage.catalog import ROOT, read_catalog, read_record
 from compile_cache.storage.rules import HeadReader, Rules, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
@@ -68,9 +68,9 @@ def copy_versions(
     for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
         record = catalog.records[digest]
         if (record.name, record.size_bytes) not in there:
-            content = source.read(record.name, 0, MOST_RECORD_BYTES)
-            if names_record(digest, content):  # else it is forged
-                target.put(record.name, content)
+            found = read_record(source, catalog, digest)
+            if found is not None:  # else it is forged
+                target.put(record.name, found.to_json().encode())
     copied.refused.update(vanished)
     return copied
 

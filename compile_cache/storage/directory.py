@@ -7,7 +7,6 @@ so only the owner may write there.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import math
@@ -15,7 +14,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -23,7 +21,6 @@ from pathlib import Path
 from compile_cache.errors import CacheDirectoryError
 
 _MOST_DIRECTORIES = 64
-_TEMPORARY = "compile-cache-temporary-"
 # Lock files, unfinished files, and precompiled headers, which are useless without a compile.
 _LEFT_OUT_FOLDERS = frozenset({"locks"})
 _LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
@@ -103,10 +100,8 @@ class CacheDirectory:
 
     def __init__(self, root: Path, number: int, lock_fd: int) -> None:
         self.path = root / str(number)
-        self.inbox = root / f"{number}.inbox"
-        self.outbox = root / f"{number}.outbox"
-        self.logs = root / f"{number}.logs"
-        self.compilers = root / f"{number}.compilers"
+        self.beside = [root / f"{number}.{name}" for name in ("inbox", "outbox", "logs", "compilers")]
+        self.inbox, self.outbox, self.logs, self.compilers = self.beside
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
         self.outgoing = Outgoing(self)
@@ -131,8 +126,7 @@ class CacheDirectory:
                     continue
                 directory = cls(root, number, lock_fd)
                 try:
-                    beside = directory.inbox, directory.outbox, directory.logs, directory.compilers
-                    for folder in (directory.path, *beside):
+                    for folder in (directory.path, *directory.beside):
                         make_empty(folder)
                 except OSError:
                     os.close(lock_fd)
@@ -146,24 +140,6 @@ class CacheDirectory:
             f"{_MOST_DIRECTORIES} processes already own cache directories in {root}. Set COMPILE_CACHE_DIR to another "
             "folder."
         )
-
-    @classmethod
-    def temporary(cls) -> CacheDirectory:
-        """A temporary directory, for a boot whose usual directory cannot be used. No other process has its path, so its
-        files are never published. It is removed when the process ends. If the process is killed, the next call by the
-        same user removes it.
-
-        Raises:
-            CacheDirectoryError: the directory cannot be made.
-        """
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        try:
-            root = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-        except OSError as error:
-            raise CacheDirectoryError(f"a temporary cache directory cannot be made: {error}") from error
-        directory = cls.claim(root)
-        atexit.register(_remove_own, root, os.getpid())
-        return directory
 
     def activate(self, environ: MutableMapping[str, str]) -> None:
         """Point Inductor and Triton at this directory. Call it before torch is imported. Triton reads its path once."""
@@ -256,24 +232,6 @@ def make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
-
-
-def _remove_own(root: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child runs its parent's exit hooks, while the parent still uses the directory
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's temporary directories that are no longer locked: their processes were killed."""
-    for root in parent.glob(f"{_TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            status = root.lstat()
-            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            # Without a lock file, its process is still making it.
-            if not is_ours or not (root / "0.lock").exists() or (lock_fd := _lock(root / "0.lock")) is None:
-                continue
-            shutil.rmtree(root, ignore_errors=True)
-            os.close(lock_fd)
 
 
 def is_artifact(name: str) -> bool:

@@ -14,16 +14,15 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import predecessors
+from compile_cache.storage.catalog import Version, predecessors, read_catalog
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.pack.format import PACK_NAME, Head, Pack, Run, read_head, runs, unpack_run
+from compile_cache.storage.pack.format import Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
 from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
 
 _MOST_LISTINGS = 5
-USED = "used-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class Selection:
 class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
-    `known` has these packs by name, oldest first. `uses` has the marks of the days when the key was used. `seen` has
-    the logical key and the path of each file of all packs that were ever known, those deleted meanwhile among them, but
-    not of damaged ones.
+    `known` has these packs by name, oldest first. `uses` has the names of the marks of the days when the key was used.
+    `seen` has the logical key and the path of each file of all packs that were ever known, those deleted meanwhile
+    among them, but not of damaged ones.
     """
 
     def __init__(self, store: ReadableStore, key: CacheKey, rules: Rules) -> None:
@@ -77,15 +76,14 @@ class PacksOfKey:
         return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
 
     def list(self) -> Sequence[StoredObject]:
-        """The packs of this key, oldest first. Objects that are not named like packs are ignored.
+        """The packs of this key, oldest first. Objects that are no packs are ignored.
 
         Raises:
             StoreError: the store cannot be listed.
         """
-        found = self.store.list(self.key.prefix)
-        names = [entry.name.removeprefix(self.key.prefix) for entry in found]
-        self.uses = {name for name in names if name.startswith(USED)}
-        return [entry for entry, name in zip(found, names, strict=True) if PACK_NAME.fullmatch(name)]
+        version = next(iter(read_catalog(self.store, self.key.prefix).versions), Version(self.key))
+        self.uses = {mark.name for mark in version.marks}
+        return version.packs
 
     def refresh(self, abandoned: threading.Event | None = None) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was

@@ -6,32 +6,15 @@ Versions are pruned whole: their packs add up, and a single pack is of little us
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import RECORD, ROOT, USED_NAME, Catalog, Version, catalog_of, read_catalog
+from compile_cache.storage.catalog import RECORD, ROOT, Catalog, Version, read_catalog
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import index_folder
 
 _DAY_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class PrunePolicy:
-    """The rules for removal. Each rule that is not None removes versions by itself:
-
-    | rule | removes |
-    | --- | --- |
-    | `unused_days` | versions that were not used for so many days |
-    | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
-
-    A version stays if any of its objects was written in the last `in_use_days`: a pack, or the mark of its use.
-    """
-
-    unused_days: float | None = None
-    keep_versions: int | None = None
-    in_use_days: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +25,22 @@ class Removal:
     reason: str
 
 
-def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> list[Removal]:
-    """The versions that `policy` removes, from the catalog of the written store. Changes nothing.
+def plan_prune(
+    catalog: Catalog,
+    now_s: float,
+    unused_days: float | None = None,
+    keep_versions: int | None = None,
+    in_use_days: float = 2.0,
+) -> list[Removal]:
+    """The versions that the rules remove, from the catalog of the written store. Changes nothing. Each rule that is not
+    None removes versions by itself:
+
+    | rule | removes |
+    | --- | --- |
+    | `unused_days` | versions that were not used for so many days |
+    | `keep_versions` | of each model in each environment, all versions but this many, the last used ones |
+
+    A version stays if any of its objects was written in the last `in_use_days`: a pack, or the mark of its use.
 
     Among them are versions without packs: marks of use that were left over.
     """
@@ -52,16 +49,15 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> list[Remo
     for version in sorted(catalog.versions, key=lambda v: (v.used_s, v.published_s), reverse=True):
         group = version.key.environment, version.key.model_name
         ranks[group] += bool(version.packs)
-        unused_days = (now_s - version.used_s) / _DAY_S
-        written_s = max(entry.modified_s for entry in version.objects)
-        if not now_s - written_s > policy.in_use_days * _DAY_S:  # also where a store's time is no number
+        idle_days = (now_s - version.used_s) / _DAY_S
+        if not idle_days > in_use_days:  # also where a store's time is no number
             continue
-        if not version.packs and _marks(version):
+        if not version.packs:
             removals.append(Removal(version, "its packs are gone"))
-        elif version.packs and policy.unused_days is not None and unused_days > policy.unused_days:
-            removals.append(Removal(version, f"not used for {unused_days:.0f} days"))
-        elif version.packs and policy.keep_versions is not None and ranks[group] > policy.keep_versions:
-            removals.append(Removal(version, f"not among the {policy.keep_versions} last used"))
+        elif unused_days is not None and idle_days > unused_days:
+            removals.append(Removal(version, f"not used for {idle_days:.0f} days"))
+        elif keep_versions is not None and ranks[group] > keep_versions:
+            removals.append(Removal(version, f"not among the {keep_versions} last used"))
     return removals
 
 
@@ -77,11 +73,11 @@ def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> tuple[list[Store
 
     def due() -> Iterator[StoredObject]:
         for planned in (removal.version for removal in plan):
-            found = store.list(planned.key.prefix)
-            if set(found) <= set(planned.objects):
-                yield from (entry for version in catalog_of(found).versions for entry in _ours(version))
-            else:
-                kept.append(planned.key)
+            for version in read_catalog(store, planned.key.prefix).versions:  # one, if it is still there
+                if set(version.objects) <= set(planned.objects):
+                    yield from version.objects  # if a process ends before the marks, the next plan has them
+                else:
+                    kept.append(planned.key)
 
     return remove(store, due()), kept
 
@@ -95,7 +91,7 @@ def remove_version(store: ObjectStore, key: CacheKey) -> list[StoredObject]:
 
     def due() -> Iterator[StoredObject]:
         gone: set[StoredObject] = set()
-        while new := [e for v in catalog_of(store.list(key.prefix)).versions for e in _ours(v) if e not in gone]:
+        while new := [e for v in read_catalog(store, key.prefix).versions for e in v.objects if e not in gone]:
             yield from new
             gone.update(new)
 
@@ -118,13 +114,3 @@ def remove(store: ObjectStore, due: Iterable[StoredObject]) -> list[StoredObject
         store.delete(f"{ROOT}{digest}/{RECORD}")
     index_folder(store)
     return removed
-
-
-def _ours(version: Version) -> Sequence[StoredObject]:
-    """The packs, then the marks of use. If a process ends in between, the next plan has the marks."""
-    return (*version.packs, *_marks(version))
-
-
-def _marks(version: Version) -> list[StoredObject]:
-    """The marks of use. Other objects in a version's folder do not belong to this library."""
-    return [entry for entry in version.others if USED_NAME.fullmatch(entry.name.rpartition("/")[2])]

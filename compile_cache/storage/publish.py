@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from compile_cache.errors import ObjectNotFound, PackError
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
-from compile_cache.storage.fetch import USED, PacksOfKey, choose
+from compile_cache.storage.fetch import PacksOfKey, choose
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import PackFile, is_plain
 from compile_cache.storage.rules import StoredPack, verify_pack
@@ -26,14 +25,6 @@ MOST_PACKS = 4
 # The first packs are small, so that the most valuable files are stored even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """How many packs were merged and deleted, and the length of the pack that was stored instead, if any."""
-
-    packs: int = 0
-    stored_bytes: int = 0
 
 
 class Publication:
@@ -119,9 +110,9 @@ class Publication:
             record = self.packs.key.environment_prefix + "environment.json"
             self._writing.put(record, self._environment.to_json().encode())
 
-    def merge(self, creator: str) -> Merged:
+    def merge(self, creator: str) -> int:
         """If the written store has more than four packs of this key, merge those whose files the directory has. The new
-        pack is read back before the others are deleted.
+        pack is read back before the others are deleted. Returns how many were merged.
 
         Any number of processes may merge at once, and each may be killed at any moment. Whoever deletes a pack has
         stored its files in a later one, and has then seen that all merged packs were still there. If one of them is
@@ -136,31 +127,31 @@ class Publication:
         packs = PacksOfKey(store, key, rules)
         packs.refresh()
         if len(packs.known) <= MOST_PACKS:
-            return Merged()
+            return 0
         merged, files = _mergeable(packs, directory)
         if len(merged) < 2:
-            return Merged()
+            return 0
         sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
         make_empty(self.directory.outbox)
         pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
         if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:
-            return Merged()  # torch has just rewritten a file
+            return 0  # torch has just rewritten a file
         name = key.prefix + pack.name
         store.put(name, pack.local)
         pack.local.unlink()
         try:
             verify_pack(store, StoredObject(name, pack.stored_bytes, pack.manifest.created_s), rules)
         except ObjectNotFound:  # somebody else has merged it already
-            return Merged()
+            return 0
         except PackError:
             store.delete(name)
             raise
         if not merged.keys() <= {entry.name for entry in packs.list()}:
             store.delete(name)
-            return Merged()
+            return 0
         for old in merged:
             store.delete(old)
-        return Merged(len(merged), pack.stored_bytes)
+        return len(merged)
 
     def mark_used(self, today: str) -> None:
         """Record in the store that this key was used on the day `today` (YYYY-MM-DD), once: an empty object.
@@ -170,12 +161,12 @@ class Publication:
         Raises:
             StoreError: the use cannot be recorded.
         """
-        name = USED + today
+        name = f"{self.packs.key.prefix}used-{today}"
         if not self.packs.known or name in self.packs.uses:
             return
-        self._writing.put(self.packs.key.prefix + name, b"")
+        self._writing.put(name, b"")
         for older in [use for use in self.packs.uses if use < name]:
-            self._writing.delete(self.packs.key.prefix + older)
+            self._writing.delete(older)
         self.packs.uses = {name}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -180,34 +180,30 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
     return head
 
 
-def verify_all(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
-    """Verify everything in these packs, one after the other. Packs that no longer exist are left out."""
-    found = (_verify(store, entry, rules, lambda pack: verify_pack(store, pack, rules)) for entry in entries)
-    return [replace(pack, head=None) for pack in found if pack]  # the heads of many packs would fill the memory
+def verify_packs(
+    store: ReadableStore, entries: Sequence[StoredObject], rules: Rules, heads_alone: bool = False
+) -> list[VerifiedPack]:
+    """Verify everything in these packs, one after the other. Packs that no longer exist are left out.
 
-
-def verify_heads(store: ReadableStore, entries: Sequence[StoredObject], rules: Rules) -> list[VerifiedPack]:
-    """Verify the heads of one key's packs, one after the other. Packs that no longer exist are left out."""
+    With `heads_alone`, only the heads of one key's packs are verified, and the result has them.
+    """
     reader = HeadReader(store, rules)
-    found = (_verify(store, entry, rules, lambda pack: reader.read(pack).head) for entry in entries)
-    return [pack for pack in found if pack]
-
-
-def _verify(
-    store: ReadableStore, entry: StoredObject, rules: Rules, read: Callable[[StoredObject], Head]
-) -> VerifiedPack | None:
-    try:
-        head = read(entry)
-        sound = VerifiedPack(entry, PackState.SOUND, "", head, head.signed_by)
-        return sound if rules.trusted or head.signed_by is None else _verify_own_signature(store, sound, rules)
-    except ObjectNotFound:
-        return None
-    except PackForbidden as error:
-        return VerifiedPack(entry, PackState.REFUSED, str(error))
-    except PackError as error:
-        return VerifiedPack(entry, PackState.DAMAGED, str(error))
-    except StoreError as error:
-        return VerifiedPack(entry, PackState.UNREADABLE, str(error))
+    found: list[VerifiedPack] = []
+    for entry in entries:
+        try:
+            head = reader.read(entry).head if heads_alone else verify_pack(store, entry, rules)
+            kept = head if heads_alone else None  # the heads of many packs would fill the memory
+            sound = VerifiedPack(entry, PackState.SOUND, "", kept, head.signed_by)
+            found.append(sound if rules.trusted or not head.signed_by else _verify_own_signature(store, sound, rules))
+        except ObjectNotFound:
+            continue
+        except PackForbidden as error:
+            found.append(VerifiedPack(entry, PackState.REFUSED, str(error)))
+        except PackError as error:
+            found.append(VerifiedPack(entry, PackState.DAMAGED, str(error)))
+        except StoreError as error:
+            found.append(VerifiedPack(entry, PackState.UNREADABLE, str(error)))
+    return found
 
 
 def _verify_own_signature(store: ReadableStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:

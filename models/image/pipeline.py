@@ -27,7 +27,7 @@ from models.early_weights import EarlyWeights, need_no_cast
 from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.pictures import fit
-from models.image.settings import Size, nearest_size, offered_sizes
+from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
 from models.weights import leave_out_foreign_lines, move
 
 _WARM_UP_STEPS = 2
@@ -87,10 +87,9 @@ def import_pipeline(model: str, revision: str | None) -> None:
         check_pipeline(pipeline)
 
 
-def load_pipeline(
-    model: str, revision: str | None, dtype: torch.dtype, device: torch.device, early: EarlyWeights | None = None
-) -> Any:
-    """Load a pipeline to `device` as `DiffusionPipeline.from_pretrained` does, with the copies that `early` has.
+def load_pipeline(model: str, revision: str | None, device: torch.device, early: EarlyWeights | None = None) -> Any:
+    """Load a pipeline in bf16 to `device` as `DiffusionPipeline.from_pretrained` does, with the copies that `early`
+    has.
 
     It is several times as fast if no weight needs a cast.
 
@@ -98,16 +97,11 @@ def load_pipeline(
         OSError: there is no such folder or repository, or a file is missing or damaged.
     """
     folder = model if os.path.isdir(model) else DiffusionPipeline.download(model, revision=revision)
-    if not need_no_cast(Path(folder), dtype):
-        if early is not None:
-            early.drop()
-        return DiffusionPipeline.from_pretrained(model, revision=revision, dtype=dtype, device_map=device.type)
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+    if not need_no_cast(Path(folder)):  # then `early` has no copies
+        return DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.bfloat16, device_map=device.type)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     pipeline.register_to_config(_name_or_path=model)
-    parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
-    if early is not None:
-        early.give(parts)
-    move(parts, device)
+    move([part for part in pipeline.components.values() if isinstance(part, nn.Module)], device, early)
     return pipeline
 
 
@@ -159,26 +153,20 @@ class DiffusionModel:
 
     @classmethod
     def load(
-        cls,
-        model: str,
-        revision: str | None,
-        sizes: Sequence[Size] = (),
-        go_fast: str = "off",
-        images: int = 1,
-        early: EarlyWeights | None = None,
+        cls, model: str, revision: str | None, settings: ImageSettings, early: EarlyWeights | None = None
     ) -> DiffusionModel:
         """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
-            ValueError: the pipeline cannot draw one of `sizes`, not from a prompt, not fast, or not from `images`.
+            ValueError: the pipeline cannot draw as the settings say, or not from a prompt.
         """
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-            pipeline = load_pipeline(model, revision, torch.bfloat16, device, early)
+            pipeline = load_pipeline(model, revision, device, early)
         else:
             pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
-        return cls(pipeline, sizes, go_fast, images)
+        return cls(pipeline, settings.image_sizes, settings.go_fast, settings.images)
 
     def networks(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:
         """The networks to compile, and the options of `Boot.compile`: the denoisers; on a GPU also the VAE's decoder,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 DEMO_MODEL = "demo/flux-digits"
 DEFAULT_LORA_FOLDER = os.path.join(tempfile.gettempdir(), "loras")
-DEFAULT_LORA_BYTES = 20_000_000_000
 GO_FAST = ("off", "on", "only")
 # Width to height: the choices of Replicate's image models.
 ASPECT_RATIOS = ("1:1", "16:9", "9:16", "3:2", "2:3", "4:3", "3:4", "5:4", "4:5", "21:9", "9:21")
@@ -49,7 +48,7 @@ class ImageSettings:
     warm_up_sizes: tuple[Size, ...] = ()
     warms_up_all: bool = False
     lora_folder: str = DEFAULT_LORA_FOLDER
-    lora_bytes: int = DEFAULT_LORA_BYTES
+    lora_bytes: int = 20_000_000_000
     go_fast: str = "off"
     local_loras: tuple[str, ...] = ()
     images: int = 1
@@ -82,7 +81,7 @@ class ImageSettings:
             warm_up_sizes,
             warms_up_all,
             environ.get("LORA_DIR", "").strip() or DEFAULT_LORA_FOLDER,
-            parse_gigabytes("LORA_GB", environ.get("LORA_GB", "")) or DEFAULT_LORA_BYTES,
+            parse_gigabytes("LORA_GB", environ.get("LORA_GB", "").strip() or "20"),
             go_fast,
             tuple(part.strip() for part in environ.get("LORA_LOCAL", "").split(",") if part.strip()),
             int(images),
@@ -90,14 +89,12 @@ class ImageSettings:
 
 
 def parse_gigabytes(variable: str, text: str) -> int:
-    """Read a number of gigabytes such as `20` or `0.5`, as bytes; 0 for an empty text.
+    """Read a number of gigabytes such as `20` or `0.5`, as bytes.
 
     Raises:
         ValueError: it is no positive number. The message names `variable`.
     """
-    if not text.strip():
-        return 0
-    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()) or not float(text):
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise ValueError(f"{variable} is {text!r}; give gigabytes, such as 20")
     return max(1, round(float(text) * 1e9))
 

@@ -10,23 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 
-
-class Block(NamedTuple):
-    """The part of a matrix that a program multiplies at once: its number of elements, and its most columns."""
-
-    elements: int
-    most_columns: int
-
-
-# The fastest of six on an H200 (2026-11): for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
-_BLOCK = Block(4096, 2048)
-_BLOCK_OF_8_BITS = Block(2048, 1024)
-_GATED_BLOCK = Block(4096, 1024)
+# The part of a matrix that a program multiplies at once: its number of elements, and its most columns. The fastest of
+# six on an H200 (2026-11): for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
+_BLOCK, _BLOCK_OF_8_BITS, _GATED_BLOCK = (4096, 2048), (2048, 1024), (4096, 1024)
 _WARPS = 4
 _NORM_WARPS = 8
 # One kernel multiplies at most this many matrices by the same vector.
@@ -109,7 +100,7 @@ def _(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
 def _multiply_on_gpu(
     vector: torch.Tensor,
     matrices: Sequence[torch.Tensor],
-    block: Block,
+    block: tuple[int, int],
     *,
     up: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
@@ -118,8 +109,9 @@ def _multiply_on_gpu(
 ) -> list[torch.Tensor]:
     """Launch the kernel of all operators above, for one to three matrices. Keyword arguments need a single matrix."""
     columns = matrices[0].shape[1]
-    block_columns = min(block.most_columns, power_of_2(columns))
-    block_rows = block.elements // block_columns
+    elements, most_columns = block
+    block_columns = min(most_columns, power_of_2(columns))
+    block_rows = elements // block_columns
     results = [vector.new_empty((1, 1, len(matrix))) for matrix in matrices]
     launch(
         "multiply",

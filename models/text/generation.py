@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from compile_cache import Boot
 from models.kernels.operators import is_compiler_imported
-from models.text.layers import settle_rope, use_rotary_tables, use_token_layers
+from models.text.layers import settle_rope, use_token_layers
 from models.text.sampling import Sampler, Sampling
 from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
 from models.text.steps import DecodeStep, Prefill, call_model, join_operators
@@ -46,15 +46,14 @@ class Generator:
     """A model, its cache and its two steps. Serves one request at a time."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int, buckets: Sequence[int]) -> None:
-        """Change `model` in place: replace its attention and rotary embeddings, and on a GPU also its linear layers,
-        norms and feed-forward parts. The cache and each bucket have room for two tokens or more.
+        """Change `model` in place: replace its attention, and on a GPU also its linear layers, norms and feed-forward
+        parts. The cache and each bucket have room for two tokens or more.
 
         Raises:
             ValueError: the model cannot be served with a static cache.
         """
         use_static_cache(model)
         settle_rope(model)
-        use_rotary_tables(model, cache_tokens)
         device = model.device
         if device.type == "cuda":  # on a CPU, Inductor's code for the original layers is faster
             use_token_layers(model)

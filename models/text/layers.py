@@ -1,14 +1,10 @@
 """Other classes for a model's layers: same weights, same results, fewer kernels for a single token.
 
 A class of transformers is recognised by the code of its `forward`, because models have copies of the same code.
-
-Rotary embeddings become tables of the cosines and sines of all positions. torch.compile treats a cosine as a cheap
-operation and copies it to its users, so every head of every layer would compute it again.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +20,6 @@ from models.kernels.operators import gated_matrix_vector, matrix_vector, normali
 
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.
 _CHANGING_ROPE = ("dynamic", "longrope")
-# An embedding whose results have the same type for both of these inputs does not round to its input's type.
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def use_token_layers(model: nn.Module) -> None:
@@ -145,58 +139,3 @@ def settle_rope(model: PreTrainedModel) -> None:
 
 def _settled(kind: str) -> str:
     return "default" if any(changing in kind for changing in _CHANGING_ROPE) else kind
-
-
-def use_rotary_tables(model: nn.Module, tokens: int) -> None:
-    """Replace the rotary embeddings of `model` that depend only on the position, for positions 0 to `tokens` - 1.
-
-    Call it once, when the model is on its device.
-    """
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if _is_rotary(child) and (table := _table(child, tokens)):
-                setattr(parent, name, table)
-
-
-class RotaryTable(nn.Module):
-    """Gives the same results as a rotary embedding of transformers, and has its settings, which models read."""
-
-    def __init__(self, rotary: nn.Module, table: tuple[torch.Tensor, torch.Tensor], follows_input: bool) -> None:
-        """table: the cosines and the sines, [tokens, size] each, float32. With `follows_input`, the embedding rounds
-        them to its input's type."""
-        super().__init__()
-        for name in vars(rotary).keys() - vars(self).keys():
-            setattr(self, name, getattr(rotary, name))
-        self.rotary = rotary
-        self.cos, self.sin = (nn.Buffer(one, persistent=False) for one in table)
-        self._follows_input = follows_input
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """position_ids: [1, tokens]; both results: [1, tokens, size], of the embedding's own type."""
-        if position_ids.dim() != 2:  # some models have several positions for each token
-            return self.rotary(x, position_ids)
-        cos, sin = self.cos[position_ids], self.sin[position_ids]
-        return (cos.to(x.dtype), sin.to(x.dtype)) if self._follows_input else (cos, sin)
-
-
-def _is_rotary(module: Any) -> bool:
-    """Whether a module has the call of transformers' rotary embeddings, constant frequencies (`settle_rope`) and
-    no hooks."""
-    return (
-        isinstance(getattr(module, "rope_type", None), str)
-        and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-        and list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
-        and is_as_its_class(module)
-    )
-
-
-@torch.no_grad()
-def _table(rotary: Any, tokens: int) -> RotaryTable | None:
-    """The table of an embedding; None if the embedding has other results."""
-    device = rotary.inv_freq.device
-    positions = torch.arange(tokens, device=device)[None]
-    exact, rounded = (rotary(torch.empty(0, dtype=dtype, device=device), positions) for dtype in _DTYPES)
-    if not isinstance(exact, tuple) or [(one.shape[:2], one.dtype) for one in exact] != [((1, tokens), _DTYPES[0])] * 2:
-        return None
-    cos, sin = (one[0].clone() for one in exact)
-    return RotaryTable(rotary, (cos, sin), follows_input=rounded[0].dtype == _DTYPES[1])

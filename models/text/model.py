@@ -211,14 +211,12 @@ def load_model(model: str, revision: str | None, early: EarlyWeights | None = No
         return load(model, revision=revision, dtype=torch.float32)
     patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
     folder = Path(model if os.path.isdir(model) else snapshot_download(model, revision=revision, **patterns))
-    if _is_converted(config) or not need_no_cast(folder, torch.bfloat16):
+    if _is_converted(config) or not need_no_cast(folder):
         if early is not None:
             early.drop()
         return load(folder, dtype=torch.bfloat16, device_map="cuda")
     loaded = load(folder, dtype=torch.bfloat16)
-    if early is not None:
-        early.give([loaded])
-    move([loaded], torch.device("cuda", torch.cuda.current_device()))
+    move([loaded], torch.device("cuda", torch.cuda.current_device()), early)
     return loaded
 
 

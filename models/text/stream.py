@@ -70,11 +70,8 @@ class TextStream:
 
     def _beginning(self) -> int:
         """The number of characters at the end that may begin a stop sequence."""
-        longest = max((len(sequence) - 1 for sequence in self._stop), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(sequence.startswith(self._held[-length:]) for sequence in self._stop):
-                return length
-        return 0
+        ends = (self._held[place:] for place in range(len(self._held)))
+        return next((len(end) for end in ends if any(sequence.startswith(end) for sequence in self._stop)), 0)
 
     def _release(self, length: int) -> str:
         released, self._held = self._held[:length], self._held[length:]

@@ -57,7 +57,6 @@ _HEADER = struct.Struct("<8sIIII")  # identity, pack version, manifest frame byt
 _IDENTITY = b"compcach"
 HEADER_BYTES = _SKIPPABLE.size + _HEADER.size
 
-_MOST_SIGNATURE_BYTES = 4096
 # Level 3 never needs more than 2 MiB.
 _LARGEST_WINDOW_BYTES = 8 << 20
 
@@ -219,8 +218,8 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
         raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
     if max(stored_bytes, manifest_bytes) > limits.manifest_bytes:
         raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
-    if signature_bytes > _MOST_SIGNATURE_BYTES:
-        raise PackForbidden(f"its signature claims more than the {_MOST_SIGNATURE_BYTES} bytes allowed")
+    if signature_bytes not in (0, SIGNATURE_BYTES):
+        raise PackForbidden(f"its signature has {signature_bytes} bytes, not {SIGNATURE_BYTES}")
     manifest_end = HEADER_BYTES + stored_bytes
     return _Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
 

@@ -55,7 +55,8 @@ class TrustedKeys:
         return bool(self._keys)
 
     def verify(self, content: bytes | memoryview, signature: bytes) -> str | None:
-        """The public key that signed `content`; None for an unsigned pack that may be used.
+        """The public key that signed `content`; None for an unsigned pack that may be used. `signature` is empty then,
+        and has `SIGNATURE_BYTES` else.
 
         Without trusted keys, the result is the key that the signature names, unverified: then every pack is used, and
         `cryptography` may be missing.
@@ -68,8 +69,6 @@ class TrustedKeys:
             if self._keys:
                 raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
             return None
-        if len(signature) != SIGNATURE_BYTES:
-            raise PackForbidden(f"its signature has {len(signature)} bytes, not {SIGNATURE_BYTES}")
         public = signature[:_KEY_BYTES]
         named = _text(PUBLIC_PREFIX, public)
         if not self._keys:

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreError
-from compile_cache.settings import PREFIX, Settings, split_url
+from compile_cache.settings import Settings, split_url
 
 log = logging.getLogger("compile_cache")
 
@@ -143,7 +143,7 @@ def open_stores(settings: Settings) -> Stores:
 
     Raises:
         StoreError: an endpoint is not a URL, or credentials cannot be read.
-        SettingsError: the scheme of a URL is unknown, or the scheme's package is not installed.
+        SettingsError: the package of a scheme is not installed.
     """
     writing = None if settings.store == "off" else open_url(settings.store)
     layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
@@ -158,11 +158,9 @@ def open_url(url: str) -> ObjectStore:
 
     Raises:
         StoreError: the endpoint is not a URL, or credentials cannot be read.
-        SettingsError: the scheme is unknown, or the scheme's package is not installed.
+        SettingsError: the package of the scheme is not installed.
     """
     scheme, _ = split_url(url)
-    if scheme not in _OPENERS:
-        raise SettingsError(f"{PREFIX}STORE={url!r}: give a local folder, s3://bucket/prefix, gs://, az:// or off")
     opener, extra = _OPENERS[scheme]
     try:
         return cast(ObjectStore, resolve_name(opener)(url))

@@ -16,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReadableStore, StoredObject, address_in
+from compile_cache.storage.stores.base import StoredObject, address_in
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -113,28 +113,19 @@ class CloudStore:
                     raise
 
 
-class Mirror:
-    """A folder behind a web server or a content delivery network: the objects that the `index.json` of `files`
-    lists."""
-
-    def __init__(self, files: ReadableStore) -> None:
-        self.location = files.location  # the URL, without user and password
-        self._files = files
+class Mirror(CloudStore):
+    """A folder behind a web server or a content delivery network: the objects that its `index.json` lists."""
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects of the index whose names begin with `prefix`, oldest first."""
         try:
-            content = self._files.read(INDEX, 0, MOST_INDEX_BYTES + 1)
+            content = self.read(INDEX, 0, MOST_INDEX_BYTES + 1)
             found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
         except ObjectNotFound as error:
             raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
         except ValueError as error:
             raise StoreError(f"cannot list {address_in(self.location, INDEX)}: {error}; make it again") from error
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
-
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """At most `size_bytes` of the object's bytes, from `start` on."""
-        return self._files.read(name, start, size_bytes)
 
 
 def open_cloud(url: str) -> CloudStore:
@@ -173,7 +164,7 @@ def open_mirror(url: str) -> Mirror:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             options["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
         objects = HTTPStore(folder, client_options=options, retry_config=_RETRIES)
-    return Mirror(CloudStore(objects, f"{folder}/"))
+    return Mirror(objects, f"{folder}/")
 
 
 @contextmanager

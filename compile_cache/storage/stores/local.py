@@ -81,11 +81,12 @@ class LocalStore:
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """At most `size_bytes` of the file's bytes, from `start` on."""
         path = self._root / name
-        with _translated(f"read {path}"), open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with _translated(f"read {path}"):
+            if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO would block
                 raise StoreError(f"cannot read {path}: it is not a regular file; remove it from the store")
-            file.seek(start)
-            return file.read(size_bytes if size_bytes is not None else -1)
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(size_bytes if size_bytes is not None else -1)
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""
@@ -139,11 +140,6 @@ def parse_index(content: bytes) -> list[StoredObject]:
     if len({entry.name for entry in found}) < len(found):
         raise ValueError("it has two objects with the same name")
     return found
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting. A FIFO would block `open` until somebody writes to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _remove_leftovers(target: Path) -> None:
