@@ -234,7 +234,7 @@ class Container:
         if report.merged_packs:
             self._say("merged")
         for _ in range(2 if turn.merges else 0):  # the second finds packs that others are deleting
-            if self._cache.publication.merge("a process").packs:
+            if self._cache.publication.merge("a process"):
                 self._say("merged")
 
 

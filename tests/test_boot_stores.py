@@ -11,7 +11,7 @@ from programs import run_program
 
 from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.pack.signing import generate_keys
-from compile_cache.storage.prune import PrunePolicy, apply_prune, plan_prune
+from compile_cache.storage.prune import apply_prune, plan_prune
 from compile_cache.storage.stores.local import LocalStore
 
 DAY_S = 86_400
@@ -61,7 +61,7 @@ def test_successor_is_seeded_publishes_what_it_used_and_survives_the_pruning_of_
 
     catalog = read_catalog(store)
     in_a_month = max(version.used_s for version in catalog.versions) + 30 * DAY_S
-    apply_prune(store, plan_prune(catalog, PrunePolicy(keep_versions=1), in_a_month))
+    apply_prune(store, plan_prune(catalog, in_a_month, keep_versions=1))
     assert [version.key.model_version for version in read_catalog(store).versions] == ["2"]
 
     again = boot_once(successor)

@@ -115,10 +115,14 @@ class Restore:
         self._started = time.monotonic()
         self._abandoned = threading.Event()
         self._known: _Known | None = None
-        self._model = model
-        self._sources = sources
-        self._environ = environ
-        self._fetching = _Fetching(self._begin)
+
+        def begin(fetching: _Fetching) -> None:
+            with noted("restore", "key"):
+                found = environment or environment_for(settings, directory.path, environ)
+                self._known = _know(settings, found, model, sources)
+            self._fetch(self._known, fetching)
+
+        self._fetching = _Fetching(begin)
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
 
@@ -206,12 +210,6 @@ class Restore:
         return StoreUnavailable(
             f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
         )
-
-    def _begin(self, fetching: _Fetching) -> None:
-        with noted("restore", "key"):
-            environment = self._environment or environment_for(self._settings, self._directory.path, self._environ)
-            self._known = _know(self._settings, environment, self._model, self._sources)
-        self._fetch(self._known, fetching)
 
     def _fetch(self, known: _Known, fetching: _Fetching) -> None:
         """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
