@@ -21,8 +21,10 @@ from precompiling import activated, boot, build, copied, eager, find, loaded, on
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.calls.overlaps import writes_where_tensors_overlap
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor.counters import read_counts
@@ -628,6 +630,58 @@ def test_a_call_that_writes_where_two_inputs_overlap_is_eager(restored, name, mo
     for storage in storages:
         close(storage, storages[0])
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
+
+
+class Held:
+    """Two tensors that overlap, in slots."""
+
+    __slots__ = ("first", "second", "unset")
+
+    def __init__(self) -> None:
+        table = tensor(24, 16)
+        self.first, self.second = table[:16], table[8:]
+
+
+class Holding(nn.Module):
+    """Writes into what an object holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held.first.add_(x)
+        return self.held.first + self.held.second
+
+
+def test_a_call_that_writes_where_tensors_of_an_object_overlap_is_eager(restored):
+    holding, twin, x = build(Holding), build(Holding), tensor(16, 16)
+    compiler = boot(restored, holding)
+    answers = warm_up(compiler, lambda: [holding(x) for _ in range(3)])
+    with torch.inference_mode():
+        close([*answers, holding(x)], [twin(x) for _ in range(4)])
+    assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
+
+
+class Sparse(nn.Module):
+    """Writes into a tensor without a storage."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.to_sparse() * 2).mul_(2).to_dense() + y
+
+
+class HigherOrder(nn.Module):
+    """Has an operator that refuses to be watched."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, y, y)
+
+
+def test_what_is_written_where_tensors_overlap_is_known_or_an_error():
+    q, k, _ = torch.randn(1, 4, 16, 96).chunk(3, -1)
+    assert not writes_where_tensors_overlap(Sparse(), (q, k), {})
+    with pytest.raises(ArtifactError, match="its tensors share memory, and what it writes is unknown"):
+        writes_where_tensors_overlap(HigherOrder(), (q, k), {})
 
 
 @pytest.mark.parametrize("views", [lambda x: (x, x), lambda x: (x[:16], x[16:]), lambda x: (x[0], x[1])])

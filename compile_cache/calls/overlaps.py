@@ -5,6 +5,8 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import types
 from collections import defaultdict
@@ -17,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_cache.calls.tensors import span, storage_key
+from compile_cache.errors import ArtifactError, first_line
 
 if TYPE_CHECKING:
     from compile_cache.calls.spec import Parts
@@ -75,7 +78,18 @@ def reachable_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             values += value
         if kind.__dictoffset__:
             values += vars(value).values()
+        for name in slots_of(kind):  # type: ignore[arg-type]
+            with contextlib.suppress(AttributeError):  # it is not set
+                values.append(object.__getattribute__(value, name))
     return tensors
+
+
+@functools.cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The names of the slots of a class and of those that it inherits from."""
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -84,6 +98,9 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
     torch compiles such a call for a base that it finds or makes in place of the tensors (torch/_functorch,
     `merge_view_inputs`), so the code depends on more than its guards say. It takes tensors of one storage for disjoint
     if they are contiguous and have no byte in common.
+
+    Raises:
+        ArtifactError: the run failed.
     """
     overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
     for tensor in filter(_is_strided, reachable_tensors(module, args, kwargs)):
@@ -97,8 +114,11 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
         spans[storage].append((low, high))
     if not overlapping:
         return False
-    with _Writes() as writes:
-        module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    try:
+        with _Writes() as writes:
+            module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except Exception as error:  # an operator of a higher order, such as flex_attention, refuses the mode
+        raise ArtifactError(f"its tensors share memory, and what it writes is unknown: {first_line(error)}") from error
     return not overlapping.isdisjoint(writes.storages)
 
 
@@ -115,5 +135,5 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
         tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
-        self.storages.update(map(storage_key, tensors))
+        self.storages.update(storage_key(tensor) for tensor in tensors if tensor.layout == torch.strided)
         return operator(*args, **kwargs)

@@ -9,7 +9,6 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from compile_cache.calls.overlaps import slots_of
 from compile_cache.calls.shadow import Shadow, state_of
 from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
@@ -182,20 +182,12 @@ def _parts(value: Any) -> list[Any] | None:
         # Their order means nothing, and a copy may have another one.
         attributes = {name: part for name, part in sorted(attributes.items()) if name != COMPILED_CALL}
         parts = [*(parts or ()), *(_parts(attributes) or ())]
-    names = [name for name in _slots(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
+    names = [name for name in slots_of(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     return vars(value) if type(value).__dictoffset__ else None  # no `__getattr__` of its own is asked
-
-
-@functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
-    """The names of the slots of a class and of those that it inherits from."""
-    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _are_equal(found: Any, expected: Any) -> bool:

@@ -8,14 +8,16 @@ from transformers import EncoderDecoderCache
 
 class Layers(nn.ModuleList):
     """All layers of a decoder, called as one. A cache's first step runs as ever, the second one is recorded, and the
-    others are replayed: the cache has to be static."""
+    others are replayed: the cache has to be static. Beams, which put other tensors into it, are not recorded."""
 
     steps, graph = 0, None
 
     def forward(self, *args, **kwargs):
         inputs = dict(enumerate(args)) | kwargs
         cached = [value.is_updated for value in inputs.values() if isinstance(value, EncoderDecoderCache)]
-        is_step = args[0].is_cuda and args[0].shape[1] == 1 and cached and all(map(cached[0].get, range(len(self))))
+        is_step = (
+            args[0].is_cuda and args[0].shape[:2] == (1, 1) and cached and all(map(cached[0].get, range(len(self))))
+        )
         self.steps = self.steps + 1 if is_step else 0
         if self.steps < 2:
             self.first = inputs
