@@ -32,7 +32,7 @@ import re
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -132,7 +132,7 @@ def serve_parts(kind: str, args: Any) -> Told:
     before, found = predictor.boot.counts(), {"machine": describe_machine()}
     if kind != "cold":
         found["predictions"] = time_parts(predictor, served, args.steps, args.rounds)
-        found |= time_loras(predictor, served, args.store)
+        found |= time_loras(predictor, args.store)
     predictor.boot.wait_published(60)
     return {**found, "graphs": predictor.boot.counts().since(before).graphs}
 
@@ -159,7 +159,7 @@ def time_parts(predictor: Any, served: InProcess, steps: Sequence[int], rounds: 
     return found
 
 
-def time_loras(predictor: Any, served: InProcess, work: Path) -> Told:
+def time_loras(predictor: Any, work: Path) -> Told:
     """Seconds to use a first LoRA, another one, and none."""
     import torch
 
@@ -168,23 +168,14 @@ def time_loras(predictor: Any, served: InProcess, work: Path) -> Told:
     model = predictor.model
     files = [Path(write_lora(model, work / f"{n}.safetensors", 32, lambda name: "blocks." in name)) for n in range(2)]
 
-    def kernels(**inputs: str) -> list[Counter[str]]:
-        return [kernels_of_a_step(served, go_fast=is_fast, **inputs) for is_fast in model.denoisers]
-
-    kernels()  # the profiler's first run has more
-    before, found, seconds = checksums(model.denoisers.values()), [kernels()], {}
+    before, seconds = checksums(model.denoisers.values()), {}
     for name, loras in (("first", files[:1]), ("change", files[1:]), ("base", []), ("again", files[:1]), ("end", [])):
         started = time.perf_counter()
         model.loras.use([Lora(file, 1.0) for file in loras])
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds[name] = time.perf_counter() - started
-        found.append(kernels(**({"lora_weights": str(loras[0])} if loras else {})))
-    return {
-        "lora_s": seconds,
-        "is_same_kernels": all(each == found[0] for each in found),
-        "is_base_back": checksums(model.denoisers.values()) == before,
-    }
+    return {"lora_s": seconds, "is_base_back": checksums(model.denoisers.values()) == before}
 
 
 def checksums(networks: Iterable[Any]) -> list[int]:
@@ -195,17 +186,6 @@ def checksums(networks: Iterable[Any]) -> list[int]:
     weights = [weight.detach() for network in networks for weight in network.parameters()]
     bits = [weight.view(kinds[weight.itemsize]).flatten() for weight in weights]
     return [int((each * (torch.arange(len(each), device=each.device) % 251 + 1)).sum()) for each in bits]
-
-
-def kernels_of_a_step(served: InProcess, **inputs: Any) -> Counter[str]:
-    """The kernels of a prediction of one step, and how often each ran. Copies depend on what is cached, and are left
-    out."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        served.answer(prompt=PROMPT, seed=SEED, num_inference_steps=1, **inputs)
-    events = profiled.key_averages()
-    return Counter({event.key: event.count for event in events if event.device_time_total and "Mem" not in event.key})
 
 
 def compare_layers(args: Any) -> Told:
@@ -260,7 +240,6 @@ def conclude_parts(boots: dict[str, Told], args: Any) -> None:
         {
             "nothing is compiled": not warm["graphs"],
             "all is precompiled": all(each["served"] == ["precompiled"] for each in warm["predictions"]),
-            "a LoRA changes no kernel": warm["is_same_kernels"] and eager["is_same_kernels"],
             "the weights are back to the bit": warm["is_base_back"] and eager["is_base_back"],
         }
     )
