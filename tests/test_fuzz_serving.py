@@ -31,4 +31,5 @@ def test_modules_with_a_feature_are_served_as_eager_would_in_two_boots(monkeypat
         first, second = (tallies[number] for tallies in batch.boots)
         assert first.wrong + second.wrong == [], name
         assert first.calls + second.calls >= 2 * ROUNDS, name
-        assert first.compiled + second.compiled, name
+        # It writes where its tensors overlap.
+        assert bool(first.compiled + second.compiled) == (name != "own view"), name
