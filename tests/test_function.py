@@ -670,6 +670,13 @@ class Sparse(nn.Module):
         return (x.to_sparse() * 2).mul_(2).to_dense() + y
 
 
+class TooLarge(nn.Module):
+    """Runs out of memory."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+
 class HigherOrder(nn.Module):
     """Has an operator that refuses to be watched."""
 
@@ -682,6 +689,8 @@ def test_what_is_written_where_tensors_overlap_is_known_or_an_error():
     assert not writes_where_tensors_overlap(Sparse(), (q, k), {})
     with pytest.raises(ArtifactError, match="its tensors share memory, and what it writes is unknown"):
         writes_where_tensors_overlap(HigherOrder(), (q, k), {})
+    with pytest.raises(torch.OutOfMemoryError, match="full"):  # another process may have the memory
+        writes_where_tensors_overlap(TooLarge(), (q, k), {})
 
 
 @pytest.mark.parametrize("views", [lambda x: (x, x), lambda x: (x[:16], x[16:]), lambda x: (x[0], x[1])])

@@ -101,6 +101,7 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
 
     Raises:
         ArtifactError: the run failed.
+        MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
     for tensor in filter(_is_strided, reachable_tensors(module, args, kwargs)):
@@ -117,6 +118,8 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
     try:
         with _Writes() as writes:
             module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # an operator of a higher order, such as flex_attention, refuses the mode
         raise ArtifactError(f"its tensors share memory, and what it writes is unknown: {first_line(error)}") from error
     return not overlapping.isdisjoint(writes.storages)
