@@ -165,7 +165,7 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
     """All of it is preloaded then."""
     compiler, _ = next_boot(stored, Settings(cold_start="background", unseen=unseen), warms_up=False)
     assert len(compiler.policy.artifacts._ahead) == 2
-    warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind._instances)))
+    warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind._functions)))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 

@@ -104,7 +104,11 @@ class Precompiled:
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         is_on_gpu, accepted = on_gpu(module, args, kwargs), self._accepted
         now = switches(is_on_gpu)
-        if reason := why_not_ahead(module) or (changed_switches(accepted.switches, now) if accepted else ""):
+        if accepted and (reason := changed_switches(accepted.switches, now)):
+            return reason
+        if module in self._parts and (reason := self._loaded.failed_guard(inputs)):  # most differences, and soon
+            return reason
+        if reason := why_not_ahead(module):
             return reason
         parts = Parts(module)
         overlaps = overlaps_of(args, kwargs, parts)

@@ -9,7 +9,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 from compile_cache.errors import Failure, attempt
 
@@ -25,7 +26,10 @@ class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
     `open` says how many predictions are open. `begun` counts those that have begun; outside predictions, an arrival and
-    the next call after it count as one each. What was found out about a call holds while `begun` stays.
+    the next call after it count as one each.
+
+    `known` has what was found out about calls, by module and by what calls have in common. It is empty again once
+    `begun` moves, and outside predictions after `calls_left` more calls.
     """
 
     def __init__(self) -> None:
@@ -38,6 +42,8 @@ class Moment:
         self._is_new = False
         self.open = 0
         self.begun = 0
+        self.known: dict[object, dict[Hashable, Any]] = {}
+        self.calls_left = 0
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
@@ -46,12 +52,12 @@ class Moment:
             _, since_s = self._changes.get(subject, (change, time.monotonic()))
             self._changes[subject] = change, since_s
             if self.open == 0:
-                self.begun += 1
+                self._turn()
 
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
         with self._beginning, LOCK:
-            self.begun += 1
+            self._turn()
             if self.open == 0:
                 self._endings.clear()
                 self._take()
@@ -90,8 +96,17 @@ class Moment:
             return
         with LOCK:
             if self.open == 0:
-                self.begun += 1
+                self._turn()
                 self._take()
+
+    def is_known_still(self) -> bool:
+        """Whether what is known about a call holds in it. Outside predictions, this counts the call."""
+        if self.open:
+            return True
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            self.known = {}
+        return self.calls_left >= 0
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
@@ -107,6 +122,10 @@ class Moment:
     def forget_threads(self) -> None:
         """In a fork: predictions of other threads never end there, and what they hold is never released."""
         self._beginning, self.open = threading.RLock(), 0
+
+    def _turn(self) -> None:
+        self.begun += 1
+        self.known, self.calls_left = {}, 0
 
     def _take(self) -> None:
         changes, self._changes = self._changes, {}

@@ -10,8 +10,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from compile_cache.calls.spec import (
     RECOMPILE_LIMIT,
     Call,
     Parts,
-    call_region,
     growth,
     likeness,
     modes,
@@ -50,26 +48,6 @@ _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled 
 _CALLS_BETWEEN_LOOKS = 64
 
 
-@dataclass(slots=True)
-class _Settled:
-    """One module's calls that were settled, by their `likeness`, and by their `growth` if they are GROWING: a case that
-    graphs serve, with the module's parts; nothing if the module's own code answers. They hold while the moment's number
-    is `begun`, and outside predictions for the next `calls_left` calls."""
-
-    begun: int = -1
-    calls_left: int = 0
-    cases: dict[Any, tuple[Case, Parts] | tuple[()]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Instance:
-    """The short ways of one module: the cases whose functions served calls, by the calls' `top_sizes`, the latest
-    first; and what was `settled`."""
-
-    functions: dict[tuple[torch.Size, ...], tuple[Case, ...]] = field(default_factory=dict)
-    settled: _Settled = field(default_factory=_Settled)
-
-
 class Region:
     """A module class and its instances. `report` says how calls are served, and why."""
 
@@ -78,26 +56,27 @@ class Region:
         self.kinds = Kinds()
         self.source = Source(report, self.kinds, policy, rank)
         self._policy = policy
-        self._instances: dict[nn.Module, _Instance] = {}
-        self.trials = Trials(report, policy, self.source, self._instances.keys())
+        self._moment = policy.moment
+        # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
+        self._functions: dict[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]] = {}
+        self.trials = Trials(report, policy, self.source, self._functions.keys())
         self.served = self.trials.served
         self._unused = ""
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
-        self._instances.setdefault(module, _Instance())
-        self.report.instances = len(self._instances)
+        self._functions.setdefault(module, {})
+        self.report.instances = len(self._functions)
         serve_by(module, self._call)
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        instance = self._instances[module]
-        settled, like, found = instance.settled, None, None  # another thread may replace `settled`
-        if settled.cases and (found := settled.cases.get(_key(growth, args, kwargs))) is None:
-            found = settled.cases.get(like := _key(_likeness, args, kwargs))
-        if found is not None and self._holds(instance, settled):
+        moment, like, found = self._moment, None, None
+        if (known := moment.known.get(module)) and (found := known.get(growth(args, kwargs))) is None:
+            found = known.get(like := _likeness(args, kwargs))
+        if found is not None and moment.is_known_still():
             if not found:
                 self.served["eager"] += 1
-                return call_region(module, args, kwargs)
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             case, parts = found
             if case.state is State.CACHED and (code := case.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
@@ -105,37 +84,25 @@ class Region:
                 if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
                     return self._serve(case, code, (module, plain, named), like)
         plain, named = with_plain_strides(args, kwargs)
-        for case in instance.functions.get(top_sizes(plain, named), ()) if instance.functions else ():
-            if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
-                return self._serve(case, code, (module, plain, named))
-        return self._route((module, plain, named), like or _key(_likeness, args, kwargs))
-
-    def _holds(self, instance: _Instance, settled: _Settled) -> bool:
-        """Whether what was settled for an instance still holds."""
-        moment = self._policy.moment
-        if not moment.open:
-            settled.calls_left -= 1
-        holds = settled.begun == moment.begun and settled.calls_left >= 0
-        if not holds:
-            instance.settled = _Settled()
-        return holds
+        if functions := self._functions[module]:
+            for case in functions.get(top_sizes(plain, named), ()):
+                if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
+                    return self._serve(case, code, (module, plain, named))
+        return self._route((module, plain, named), like or _likeness(args, kwargs))
 
     def _settle(self, call: Call, like: Any, case: Case | None) -> None:
-        """Serve calls like this one alike, as long as it `_holds`."""
-        instance, begun = self._instances[call[0]], self._policy.moment.begun
-        settled = instance.settled
-        if settled.begun != begun or settled.calls_left < 0 or len(settled.cases) >= RECOMPILE_LIMIT:
+        """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
+        code."""
+        moment, state = self._moment, case.state if case is not None else State.EAGER
+        if (known := moment.known.get(call[0])) is None or len(known) >= RECOMPILE_LIMIT:
+            known = moment.known[call[0]] = {}
             # To look again takes some microseconds for each part.
-            looks = len(case.spec.structure) if case is not None else 0
-            settled = instance.settled = _Settled(begun, max(_CALLS_BETWEEN_LOOKS, looks))
-        is_growing = case is not None and case.state is State.GROWING
-        for key in (like, _key(growth, *call[1:]) if is_growing else None):
-            if key is None:
-                continue
-            if case is None or case.state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
-                settled.cases[key] = ()
-            elif case.state is State.CACHED:  # new code may have arrived since the caller looked
-                settled.cases[key] = case, Parts(call[0])
+            moment.calls_left += max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure) if case is not None else 0)
+        for key in (like, growth(*call[1:]) if state is State.GROWING else None):
+            if key is not None and state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
+                known[key] = ()
+            elif key is not None and state is State.CACHED:  # new code may have arrived since the caller looked
+                known[key] = case, Parts(call[0])
 
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
@@ -143,7 +110,7 @@ class Region:
             self._explain_eager(f"eager: {reason}")
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
-        self._policy.moment.pass_by()
+        self._moment.pass_by()
         found = attempt(self.kinds.case, call)
         if isinstance(found, Failure):
             self._explain_eager(found.reason)
@@ -177,7 +144,7 @@ class Region:
 
     def _remember(self, case: Case, call: Call) -> None:
         """Ask this function first about the next call of these sizes."""
-        functions, sizes = self._instances[call[0]].functions, top_sizes(*call[1:])
+        functions, sizes = self._functions[call[0]], top_sizes(*call[1:])
         if len(functions) >= RECOMPILE_LIMIT:
             functions.clear()
         others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
@@ -198,7 +165,7 @@ class Region:
             if not self._policy.making.locked():  # a thread that traces hides all graphs
                 if self._policy.for_graphs():
                     case.miss(call[0])
-                    self._instances[call[0]].settled = _Settled()
+                    self._moment.known.pop(call[0], None)
                 else:  # it may fit again
                     self._settle(call, like, None)
             return self.trials.serve_eager(call)
@@ -234,14 +201,9 @@ class Region:
 
 
 def _likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What calls that are settled alike have in common."""
-    return likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()
-
-
-def _key(of: Callable[[tuple[Any, ...], dict[str, Any]], Hashable], *call: Any) -> Hashable:
-    """What calls have in common, as a key; None if that cannot be told."""
+    """What calls that are settled alike have in common, as a key; None if that cannot be told."""
     try:
-        hash(key := of(*call))
+        hash(key := (likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()))
     except Exception:  # of an object that is none of torch's own, or while torch traces sizes
         return None
     return key
