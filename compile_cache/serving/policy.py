@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,8 @@ class Policy:
 
     torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
     arrives.
-    `proved` has the functions that an earlier boot of this very version has compared on all instances; `late` those of
-    them that are loaded after READY.
+    `proved` has the functions that an earlier boot of this very version has compared on all instances. `late` has the
+    functions that are still to be loaded after READY, each with the LATE cases that it may fit.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
@@ -64,9 +64,7 @@ class Policy:
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         self.proved = frozenset(path for path in functions if any(mark in stored for mark in marks_of(path)))
         late = functions if settings.unseen == "background" else []
-        self.late = frozenset(path for path in late if marks_of(path)[1] in stored)
-        # The LATE cases, with the functions that may fit.
-        self._late_cases: dict[Case, list[str]] = {}
+        self.late: dict[str, list[Case]] = {path: [] for path in sorted(late) if marks_of(path)[1] in stored}
         self._calls = calls
         self.moment = Moment()
         # Held while this process makes or compares code: torch compiles for one thread at a time.
@@ -77,7 +75,7 @@ class Policy:
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
-        self._released, self._ending = threading.Event(), threading.Event()
+        self._released = threading.Event()
         self._opening = threading.Lock()
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
@@ -159,32 +157,39 @@ class Policy:
         with LOCK:
             if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
                 return False
-            self._late_cases[case] = paths
+            for path in paths:
+                self.late.setdefault(path, []).append(case)
         for owner in (*paths, type(call[0]).__name__):  # the process may end before the next call
             self.outgoing.use(owner)
         return True
 
     def _load_late(self) -> None:
         """Load what READY did not wait for, between two predictions: first the functions of LATE cases."""
-        for case, paths in list(self._late_cases.items()):
-            self._load(paths)
-            self.look_again(case)
-        self._load(sorted(self.late))
+        for path, _ in sorted(self.late.items(), key=lambda item: not item[1]):
+            self._wait_for_gap(lambda: bool(self.late))
+            if self.late and (artifacts := self.artifacts) is not None:  # else the process ends
+                with noted("preload", "load after READY"):
+                    attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+            with LOCK:
+                cases = self.late.pop(path, [])
+            self.look_again(*(case for case in cases if case not in self._late_cases))
 
-    def _load(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            if self._ending.is_set() or (artifacts := self.artifacts) is None:
-                return
-            self._wait_for_gap()
-            with noted("preload", "load after READY"):
-                attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+    def _load_in_calls(self) -> None:
+        """Let calls load the functions of LATE cases."""
+        self.look_again(*self._late_cases)
+        self.late.clear()
+
+    @property
+    def _late_cases(self) -> set[Case]:
+        """The cases that wait for functions to be loaded after READY."""
+        with LOCK:
+            return {case for cases in self.late.values() for case in cases if case.state is State.LATE}
 
     def look_again(self, *cases: Case) -> None:
         """Look LATE cases among these up again, from the next moment on."""
-        with LOCK:
-            for case in cases:
-                if self._late_cases.pop(case, None):
-                    self.moment.note(case, functools.partial(_reopen, case))
+        for case in cases:
+            if case.state is State.LATE:
+                self.moment.note(case, functools.partial(_reopen, case))
 
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
@@ -272,11 +277,11 @@ class Policy:
             self.configure()  # the call may have been ordered before torch's compiler was imported
             return replace(answer, function=self.artifacts.arrive(answer.path))
 
-    def _wait_for_gap(self) -> None:
-        """Wait until no region was called for a moment, or for 2 s. Not if the process ends."""
+    def _wait_for_gap(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Wait until no region was called for a moment, or for 2 s, as long as that `is_wanted`."""
         calls = self._calls()
         for _ in range(round(_LONGEST_WAIT_S / _GAP_S)):
-            if self._ending.is_set():
+            if not is_wanted():
                 return
             time.sleep(_GAP_S)
             before, calls = calls, self._calls()
@@ -292,11 +297,11 @@ class Policy:
         """
         with LOCK:
             self._released.set()
-        if self._late_cases or self.late:
+        if self.late:
             try:
-                _on_thread(self._load_late, self._ending.set)
+                _on_thread(self._load_late, self.late.clear)
             except BaseException:
-                self.look_again(*self._late_cases)
+                self._load_in_calls()
                 raise
 
     @property
@@ -322,7 +327,7 @@ class Policy:
         self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
         self._released.set()
         self.moment.forget_threads()
-        self.look_again(*self._late_cases)
+        self._load_in_calls()
         self.moment.pass_by()  # what has arrived is taken
 
 
