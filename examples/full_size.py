@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # The function in tiny_models.py that writes an example's model.
 MODELS = {"speech": "whisper", "embeddings": "modernbert", "edit": "kontext", "flux-lora": "flux"}
-MODELS |= {"video/ltx": "ltx", "video/wan": "wan"}
+MODELS |= {"edit/qwen": "qwen_edit", "video/ltx": "ltx", "video/wan": "wan"}
 _TEXTS, _SINGLE = 256, 64
 _FEW, _MORE = 2, 6
 
@@ -54,6 +54,8 @@ def write(example: str, folder: Path, is_tiny: bool) -> None:
     torch.manual_seed(0)
     if example == "embeddings":
         tiny_models._SIZES.update({} if is_tiny else sizes)
+    if example == "edit/qwen" and not is_tiny:
+        tiny_models._SEEN_PIXELS.update(max_pixels=12845056)
     tiny_models.MODELS[model](folder)
     if not is_tiny and example != "embeddings":
         for part, changes in sizes.items():
@@ -66,7 +68,9 @@ def enlarge(folder: Path, dtype: str = "bfloat16", **sizes: Any) -> None:
     import torch
     import transformers
 
-    config = {**json.loads((folder / "config.json").read_text()), **sizes}
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in sizes.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
     kind = config.get("_class_name") or config["architectures"][0]
     generation = folder / "generation_config.json"
     kept = json.loads(generation.read_text()) if generation.exists() else None
@@ -78,7 +82,8 @@ def enlarge(folder: Path, dtype: str = "bfloat16", **sizes: Any) -> None:
     network.save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     if kept is not None:
-        generation.write_text(json.dumps({**kept, "max_length": sizes["max_target_positions"]}))
+        longest = {"max_length": sizes["max_target_positions"]} if "max_target_positions" in sizes else {}
+        generation.write_text(json.dumps({**kept, **longest}))
 
 
 def timed(times: int, **works: Callable[[], Any]) -> dict[str, float]:
@@ -184,7 +189,7 @@ def edit(predictor: Any, times: int) -> dict[str, Any]:
     kept, served = predictor.record_metric, list[set[str]]()
     for size in predict.SIZES:
         Image.effect_noise(size, 64).save(picture)
-        for words in (3, 63, 560):
+        for words in (3, 63, 250):
             metrics: dict[str, Any] = {}
             predictor.record_metric = metrics.__setitem__
             predictor.run(picture, " ".join(["boat"] * words), _FEW, 0)

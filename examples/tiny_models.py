@@ -166,8 +166,12 @@ def kontext(folder: Path) -> None:
     _flux(folder, "FluxKontextPipeline")
 
 
+# The least and the most that Qwen-Image-Edit's encoder sees of a picture.
+_SEEN_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+
+
 def qwen_edit(folder: Path) -> None:
-    """Qwen-Image-Edit, whose encoder sees at most 112 x 112 pixels. Its processor needs torchvision."""
+    """Qwen-Image-Edit. Its processor needs torchvision."""
     names = [f"<|{name}|>" for name in ("im_start", "vision_start", "vision_end", "image_pad", "video_pad")]
     tokenizer = byte_tokenizer(pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": names})
@@ -180,7 +184,7 @@ def qwen_edit(folder: Path) -> None:
     config = transformers.Qwen2_5_VLConfig(
         text_config=texts, vision_config={**seen, "fullatt_block_indexes": [1], "window_size": 56}, **special
     )
-    pictures = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=112 * 112)
+    pictures = transformers.Qwen2VLImageProcessor(**_SEEN_PIXELS)
     diffusers.QwenImageEditPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**_SHIFTING),
         vae=diffusers.AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
