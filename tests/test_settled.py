@@ -436,6 +436,54 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
         assert region.served["precompiled"] > 0
 
 
+class Counting(Block):
+    """It notes its last call."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = torch.mm(x, self.weight)
+        return self.last + 1
+
+
+def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code(directory, monkeypatch):
+    block = build(Counting)
+    compiler = boot(directory, block, settings=Settings(cold_start="block"))
+    moment, real = compiler.policy.moment, Comparison.check
+
+    def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
+        monkeypatch.undo()
+        moment.begin()
+        block._call_impl(tensor() * 2)  # another thread's, on the same module
+        moment.end(is_complete=True, had_new_code=False)
+        return real(comparison, function)
+
+    monkeypatch.setattr(Comparison, "check", check)
+    warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
+    assert "differs" not in only_report(compiler).reason
+    with prediction(compiler):
+        assert step_of(compiler, block) == "precompiled"
+
+
+def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(directory):
+    blocks = [build(Block), build(Block)]
+    compiler = boot(directory, nn.ModuleList(blocks), settings=PRECOMPILED)
+    warm_up(compiler, lambda: [blocks[0](tensor()) for _ in range(2)])
+    found = []
+    for _ in range(2):
+        with prediction(compiler):
+            found += [[step_of(compiler, block) for _ in range(3)] for block in blocks]
+    assert found == [["precompiled"] * 3, ["eager"] * 3, ["precompiled"] * 3, ["precompiled"] * 3]
+
+
+def test_the_first_call_that_a_request_compiles_is_precompiled(directory):
+    block = build(Block)
+    compiler = boot(directory, block, settings=Settings(cold_start="background", unseen="block"))
+    with prediction(compiler):
+        eager(block, tensor())
+    assert only_report(compiler).made == 1
+
+
 def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(directory, monkeypatch):
     block = build(Block)
     compiler = boot(directory, block, settings=STATES["ordered"][0])

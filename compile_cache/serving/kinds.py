@@ -85,14 +85,19 @@ class Standing(enum.Enum):
 
     - TO_COMPARE: the code has to be compared on it.
     - AWAY: as TO_COMPARE, but others called again since its last call. It may be gone, and is not waited for.
+    - PASSED: the code was compared on it in this prediction, and serves it from the next one on.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
     - DOES_NOT_FIT: no graph fitted its call.
     """
 
     TO_COMPARE = "to compare"
     AWAY = "away"
+    PASSED = "passed"
     SERVES = "serves"
     DOES_NOT_FIT = "does not fit"
+
+
+_PASSED = (Standing.PASSED, Standing.SERVES)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,10 +165,16 @@ class Case:
         """Whether its code is a function, which can be asked what it fits."""
         return self.state in WITH_CODE and self.code is not None and bool(self.code.path)
 
+    def serve(self, *modules: nn.Module) -> None:
+        """Let the code serve these instances, and those on which it has passed."""
+        with LOCK:
+            passed = [module for module, standing in self.standings.items() if standing is Standing.PASSED]
+            self.standings.update(dict.fromkeys((*modules, *passed), Standing.SERVES))
+
     @property
     def serves_any(self) -> bool:
         """Whether the code was compared on an instance, and passed."""
-        return Standing.SERVES in list(self.standings.values())
+        return any(standing in _PASSED for standing in list(self.standings.values()))
 
     @property
     def has_passed(self) -> bool:
@@ -173,11 +184,13 @@ class Case:
     @property
     def is_proved(self) -> bool:
         """Whether the code was compared on every instance that ever made such a call, and may serve."""
-        return self.state in WITH_CODE and {*self.standings.values()} == {Standing.SERVES}
+        standings = list(self.standings.values())
+        return self.state in WITH_CODE and bool(standings) and all(standing in _PASSED for standing in standings)
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance."""
-        return self.standings.get(module) is not Standing.SERVES
+        with LOCK:  # `meet` takes it out for a moment
+            return self.standings.get(module) not in _PASSED
 
     def may_compare(self, prediction: int) -> bool:
         """Whether a comparison may begin in this prediction: those that did not end are tried again after a while."""

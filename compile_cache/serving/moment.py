@@ -1,6 +1,7 @@
 """The moment at which new code is taken: between two predictions. So one prediction has one code.
 
-Only under steady overlap, code that has waited for ten seconds is taken in the middle. Code that failed stops at once.
+Only under steady overlap, once code has waited for ten seconds, all that waits is taken in the middle. Code that failed
+stops at once.
 """
 
 from __future__ import annotations

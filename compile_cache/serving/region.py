@@ -31,7 +31,7 @@ from compile_cache.calls.spec import (
     with_plain_strides,
 )
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
-from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, State
+from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, Standing, State
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Source
@@ -131,6 +131,8 @@ class Region:
             return self.trials.serve_eager(call)
         if state in WITH_CODE and case.is_to_compare(call[0]):
             return self.trials.hold(case, call)
+        if state in WITH_CODE and case.standings.get(call[0]) is Standing.PASSED:
+            return self.trials.serve_eager(call)
         if code is not None and state is State.PRECOMPILED:
             self._remember(case, call)
             return self._serve(case, code, call)

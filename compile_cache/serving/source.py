@@ -109,7 +109,8 @@ class Source:
 
         log.info("compile.begin region=%s", self._report.name)
         started = time.perf_counter()
-        made = make(self._policy.artifacts, self._graphs, shadow.copied)
+        graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
+        made = make(self._policy.artifacts, graphs, shadow.copied)
         assert made.traced is not None  # in this process
         self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:

@@ -131,7 +131,8 @@ class Trials:
         self, case: Case, code: Code, module: nn.Module, comparison: Comparison, stays_alone: Callable[[], bool]
     ) -> None:
         """Compare the code with eager's answer. Full memory puts it off, and so do other predictions if the call draws
-        random numbers. Any other error counts as a difference; an error of graphs, as one of this instance alone."""
+        random numbers, or if there is a difference. Any other error counts as a difference; an error of graphs, as one
+        of this instance alone."""
         try:
             with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
                 if not is_alone or (comparison.generators and not stays_alone()):
@@ -154,15 +155,20 @@ class Trials:
             self._report.note_error(check.error, check.tolerance)
             if check.passed:
                 self.let_serve(case, module)
-            else:
+            elif stays_alone():
                 self._source.drop(case, check.difference)
+            else:  # a call of another prediction may have written into the same module
+                self._put_off(case, ArtifactError(f"while other predictions were open, {check.difference}"))
 
     def let_serve(self, case: Case, module: nn.Module) -> None:
         """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
         is taken at once, for all instances, unless other predictions are open: they had eager's answers."""
         with LOCK:
-            is_proved = case.state is State.PROVED
-            case.standings.update(dict.fromkeys(list(self._instances) if is_proved else (module,), Standing.SERVES))
+            case.unended = ()
+            if is_proved := case.state is State.PROVED:
+                case.serve(*self._instances)
+            else:
+                case.standings[module] = Standing.PASSED
         moment = self._policy.moment
         with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
             if takes_now:
@@ -176,7 +182,8 @@ class Trials:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
         at once."""
         if not case.has_passed:
-            return case.state is State.ARRIVED
+            return case.state in (State.ARRIVED, State.PROVED)
+        case.serve()
         if case.code is not None and not case.code.path:
             case.move(State.CACHED)
         elif case.move(State.PRECOMPILED):
