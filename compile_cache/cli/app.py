@@ -169,8 +169,6 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     out.print_table(("environment", ""), summaries)
     packs = out.packs_text([pack for version in versions for pack in version.packs])
     out.print_line(f"{out.count_text(len(versions), 'version')}, {packs} in {reading.location}")
-    if catalog.strangers:
-        out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
 
 
 @app.command()
@@ -267,13 +265,11 @@ def prune(
         raise typer.Exit(2)
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
-    removed, kept = apply_prune(writing, plan) if apply else ([], [])
+    removed = apply_prune(writing, plan) if apply else []
     if json:
-        out.print_json({"store": writing.location, "plan": plan, "removed": removed, "kept": kept})
+        out.print_json({"store": writing.location, "plan": plan, "removed": removed})
         return
     out.print_versions([removal.version for removal in plan], [removal.reason for removal in plan])
-    for key in kept:
-        out.print_note(f"kept, because it was used or published meanwhile: {key.prefix}")
     if apply:
         out.print_removed(writing, removed)
     elif plan:
@@ -289,25 +285,20 @@ def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
     yes: _Yes = False,
-    json: _Json = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])
     catalog = read_catalog(writing)
     whole = {version.key: version for version in catalog.versions}
     due = [_find(catalog, key) for key in keys]
-    if not json:
-        out.print_versions(due)
+    out.print_versions(due)
     if not yes:
         typer.confirm(f"Delete them from {writing.location}?", abort=True, err=True)
     removed = []
     for version in due:
         is_whole = version == whole[version.key]
         removed += remove_version(writing, version.key) if is_whole else remove(writing, version.packs)
-    if json:
-        out.print_json({"store": writing.location, "removed": removed})
-    else:
-        out.print_removed(writing, removed)
+    out.print_removed(writing, removed)
 
 
 @app.command()
@@ -315,7 +306,7 @@ def explain(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or any name.")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A source that the predictor names; may be repeated."),
+        typer.Option(metavar="PATH", exists=True, help="A source that the predictor names; may be repeated."),
     ] = None,
     store: _Store = None,
     json: _Json = False,

@@ -70,7 +70,6 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
 
     Raises:
         StoreError: a store cannot be listed.
-        SettingsError: a path in `sources` does not exist.
     """
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     known = _know(settings, environment, model, sources)
