@@ -20,7 +20,7 @@ from compile_cache.errors import (
     TooManyPacks,
 )
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.format import Head, head_bytes, read_head, runs, unpack_run
+from compile_cache.storage.pack.format import Head, parse_header, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
@@ -109,7 +109,7 @@ class HeadReader:
         if entry.size_bytes > limits.size_bytes:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
         content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
-        end = min(head_bytes(content, limits), entry.size_bytes)
+        end = min(parse_header(content, limits).end, entry.size_bytes)
         if len(content) < end <= _USUAL_HEAD_BYTES:
             content += read_exactly(self._store, entry.name, len(content), end - len(content), abandoned)
         folder, _, name = entry.name.rpartition("/")

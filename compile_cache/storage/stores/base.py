@@ -133,12 +133,6 @@ class LayeredStore:
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
-def address_in(location: str, name: str) -> str:
-    """The address of an object, or of all objects whose names begin with `name`. An endpoint stays behind it."""
-    store, at, endpoint = location.partition(" at ")
-    return f"{store.rstrip('/')}/{name}{at}{endpoint}"
-
-
 def open_stores(settings: Settings) -> Stores:
     """The layers and the store that `settings` name. Connects to nothing yet.
 

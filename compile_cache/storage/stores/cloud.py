@@ -16,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject, address_in
+from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -62,7 +62,7 @@ class CloudStore:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
-        what = f"list {address_in(self.location, prefix)}"
+        what = f"list {self.location}"
         found = []
         with _translated(what):
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
@@ -124,7 +124,7 @@ class Mirror(CloudStore):
         except ObjectNotFound as error:
             raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
         except ValueError as error:
-            raise StoreError(f"cannot list {address_in(self.location, INDEX)}: {error}; make it again") from error
+            raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
 
