@@ -330,13 +330,9 @@ def test_prune_says_what_would_go_and_only_with_apply_removes_it_and_renews_the_
     size = output.size_text(len(local.read(aged[0])))
     assert found.lines[-2].startswith(f"would remove 1 version, {size}, from {root}")
     assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to remove them."
-    planned = run("prune", "--keep-versions", "1", "--json").json
-    assert planned["removed"] == []
     assert run("prune", "--keep-versions", "2").out == f"nothing to remove from {root}\n"
     assert packs(local) == set(aged)
-    done = run("prune", "--keep-versions", "1", "--apply", "--json").json
-    assert planned["plan"] == done["plan"]
-    assert [entry["name"] for entry in done["removed"]] == [aged[0]]
+    assert f"removed {aged[0]}" in run("prune", "--keep-versions", "1", "--apply").lines
     assert packs(local) == {aged[1]}
     assert [entry["name"] for entry in json.loads((root / "index.json").read_text())["objects"]] == [aged[1]]
 
@@ -439,7 +435,6 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     variables.setenv("TRITON_SOMETHING", "1")
     settings = Settings.from_env(os.environ)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
-    restore.start()
     restore._fetching.done.wait(60)
     assert restore._fetching.packs is not None, restore._fetching.failure
     assert explained_key(run) == restore._fetching.packs.key

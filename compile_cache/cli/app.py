@@ -25,7 +25,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
 from compile_cache.storage.rules import PackState, Rules, verify_packs
-from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
 
 _Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
@@ -113,7 +113,7 @@ def _writing(stores: Stores) -> ObjectStore:
     return stores.writing
 
 
-def _read(store: ReadableStore) -> Catalog:
+def _read(store: LayeredStore) -> Catalog:
     """The store's catalog. Layers that cannot be listed are named on stderr."""
     catalog = read_catalog(store)
     out.print_problems(store)
@@ -256,7 +256,6 @@ def prune(
         float, typer.Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")
     ] = 2.0,
     apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without it, only list them.")] = False,
-    json: _Json = False,
 ) -> None:
     """Remove old versions. Each rule removes on its own. Versions used since the list was made, and objects of other
     programs, stay."""
@@ -266,9 +265,6 @@ def prune(
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed = apply_prune(writing, plan) if apply else []
-    if json:
-        out.print_json({"store": writing.location, "plan": plan, "removed": removed})
-        return
     out.print_versions([removal.version for removal in plan], [removal.reason for removal in plan])
     if apply:
         out.print_removed(writing, removed)
@@ -358,9 +354,6 @@ def fill(
         typer.Option(metavar="FILE:CLASS", help="The predictor, such as predict.py:Predictor, instead of cog.yaml's."),
     ] = None,
     to: _To = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say for each region what torch could not compile, and how fast it is.")
-    ] = False,
     json: _Json = False,
 ) -> None:
     """Boot this folder's predictor once, and fill a store for this kind of machine.
@@ -374,7 +367,7 @@ def fill(
     """
     from compile_cache.cli.fill_command import fill_store
 
-    if not fill_store(predictor, to, explain, json):
+    if not fill_store(predictor, to, json):
         raise typer.Exit(1)
 
 

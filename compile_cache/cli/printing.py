@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Version
 from compile_cache.storage.rules import VerifiedPack
-from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.stores.base import LayeredStore, ReadableStore, StoredObject
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12
@@ -86,9 +86,9 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(msgspec.to_builtins(document), indent=2) + "\n")
 
 
-def print_problems(store: ReadableStore) -> None:
+def print_problems(store: LayeredStore) -> None:
     """Name the layers that could not be listed."""
-    for problem in getattr(store, "problems", ()):
+    for problem in store.problems:
         print_note(f"warning: left out: {problem}")
 
 

@@ -75,7 +75,7 @@ class ObjectStore(ReadableStore, Protocol):
 class Stores:
     """The store that a boot reads, with all its layers, and the store that it writes, if any."""
 
-    reading: ReadableStore
+    reading: LayeredStore
     writing: ObjectStore | None
 
 
@@ -110,9 +110,9 @@ class LayeredStore:
                 if entry.name not in found:
                     found[entry.name] = entry
                     self._origins[entry.name] = layer
-        self.problems = tuple(map(str, problems))
         if problems and len(problems) == len(self._layers):
             raise problems[0]
+        self.problems = tuple(map(str, problems))
         return list(found.values())
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -142,8 +142,6 @@ def open_stores(settings: Settings) -> Stores:
     """
     writing = None if settings.store == "off" else open_url(settings.store)
     layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
-    if not layers and writing is not None:
-        return Stores(writing, writing)
     return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
 
 

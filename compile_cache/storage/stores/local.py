@@ -32,7 +32,9 @@ INDEX = "index.json"
 MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
 
 
-class _Index(msgspec.Struct):
+class Index(msgspec.Struct):
+    """The listing of a folder behind a web server. Anybody may have written it."""
+
     objects: list[StoredObject]
 
 
@@ -115,21 +117,7 @@ def index_folder(store: ReadableStore) -> None:
     """
     if isinstance(store, LocalStore) and Path(store.location).is_dir():
         entries = [entry for entry in store.list("") if entry.name != INDEX]
-        store.put(INDEX, msgspec.json.encode(_Index(entries)))
-
-
-def parse_index(content: bytes) -> list[StoredObject]:
-    """The objects of an index, which anybody may have written. As in any store, the catalog chooses among their names.
-
-    Raises:
-        ValueError: `content` is not an index. The message says why.
-    """
-    if len(content) > MOST_INDEX_BYTES:
-        raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
-    try:
-        return msgspec.json.decode(content, type=_Index).objects
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+        store.put(INDEX, msgspec.json.encode(Index(entries)))
 
 
 def _remove_leftovers(target: Path) -> None:
