@@ -12,6 +12,8 @@ from boots import python_path, run_boot, settings
 from namespaces import mounted
 from programs import run_program
 
+import compile_cache
+from compile_cache.errors import SettingsError
 from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
 
@@ -203,6 +205,13 @@ def test_a_folder_called_as_many_are_is_warned_of_where_the_store_is_shared(tmp_
     told = Settings(dir=str(tmp_path / "cache"), store=store, model_name=named)
     _, _, warnings = claim_workplace(told, str(tmp_path / folder))
     assert [warning.endswith("Set COMPILE_CACHE_MODEL_NAME.") for warning in warnings] == [True] * is_warned
+
+
+def test_a_source_that_is_not_there_is_named_before_anything_begins(tmp_path):
+    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache")}
+    with pytest.raises(SettingsError, match=r"sources that do not exist: \S+missing\.py"):
+        compile_cache.boot("model", sources=[tmp_path / "missing.py"], environ=environ)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_boot_without_a_cache_directory_is_eager_and_says_which_one_cannot_be_used(tmp_path):
